@@ -1,0 +1,32 @@
+# make setup | run | test | bench | protos | clean
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: setup run test bench protos clean
+
+setup: $(VENV)/.installed
+
+# Again whenever a pin changes. pip decides what is already there.
+$(VENV)/.installed: requirements.txt requirements-dev.txt requirements-export.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
+	touch $@
+
+run: setup
+	exec $(RUN) -m services.launch --sample-prompt "San Francisco is a"
+
+test: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m pytest tests
+
+bench: setup
+	$(RUN) bench/cpu.py
+	$(RUN) bench/handoff.py
+
+protos: setup
+	$(RUN) protos/generate.py
+
+clean:
+	rm -rf $(VENV)

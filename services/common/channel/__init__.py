@@ -1,0 +1,100 @@
+"""The seam between the two workers: one data region per lane, two flags, and an abort mark.
+
+The attention worker creates a region for each attachment and owns it; the dense worker maps it. Both run
+`signal` and `wait` from their engine thread, in the same order, layer by layer:
+
+    dense      write qkv      signal(QKV_READY)   wait(ATTENTION_READY)   read attn_out
+    attention  wait(QKV_READY)   read qkv, write attn_out   signal(ATTENTION_READY)
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from services.common.errors import PeerError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Flag(enum.IntEnum):
+    """The two handoffs. Each flag is 0 or 1: the producer sets it, the consumer waits for 1 and clears it."""
+
+    QKV_READY = 0
+    ATTENTION_READY = 1
+
+
+class ChannelAborted(PeerError):
+    """The peer is gone; nothing computed since the last completed step may be used."""
+
+
+class ChannelTimeout(PeerError):
+    """The peer did not signal within the channel's bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSpec:
+    """Shape of a data region; both sides derive it from the model and the attachment.
+
+    qkv is `[max_tokens, qkv_size]`, attn_out `[max_tokens, attn_size]`, both of the model's dtype.
+    """
+
+    max_tokens: int
+    qkv_size: int
+    attn_size: int
+    dtype: torch.dtype
+
+    @property
+    def qkv_bytes(self) -> int:
+        return self.max_tokens * self.qkv_size * self.dtype.itemsize
+
+    @property
+    def attn_out_bytes(self) -> int:
+        return self.max_tokens * self.attn_size * self.dtype.itemsize
+
+
+class Channel(Protocol):
+    """What an engine needs of the seam, whatever memory is underneath.
+
+    On CPU `signal` and `wait` act at once. On CUDA they enqueue on the current stream and may be captured
+    in a graph. Rows of `qkv` hold all query heads, then all key heads, then all value heads.
+    """
+
+    kind: str  # "shm" or "cuda_ipc", as in `LaneHandle`
+    qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim]
+
+    def signal(self, flag: Flag) -> None:
+        """Publishes everything written so far to the peer."""
+
+    def wait(self, flag: Flag) -> None:
+        """Returns, or lets the stream go on, once the peer has signalled.
+
+        On CPU it raises `ChannelAborted` or `ChannelTimeout`. On CUDA an abort lets the stream run through
+        with meaningless data: call `check` when the device is done, before using any result.
+        """
+
+    def check(self) -> None:
+        """Raises `ChannelAborted` after an abort."""
+
+    def add_errors(self, count: int) -> None:
+        """Counts sequences that cannot take part in a step; by the attention worker, before its first handoff."""
+
+    @property
+    def num_errors(self) -> int:
+        """All counted so far: as long as it stays the same, every row of every step has meaning."""
+        ...
+
+    def abort(self) -> None:
+        """Releases every wait on both sides, for good. May be called from any thread."""
+
+    def close(self) -> None:
+        """Unmaps the region; its creator also removes it. Its tensors must not be used afterwards."""
+
+
+def align_up(num_bytes: int, alignment: int) -> int:
+    """Smallest multiple of `alignment` that holds `num_bytes`."""
+    return math.ceil(num_bytes / alignment) * alignment

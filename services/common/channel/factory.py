@@ -1,0 +1,40 @@
+"""The one place that chooses a kind of channel."""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.channel import Channel, ChannelSpec
+from services.common.channel.shm import ShmChannel
+from services.common.errors import PeerError
+
+
+def create_channel(
+    device: torch.device, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int, wait_timeout_s: float
+) -> Channel:
+    """In the attention worker, for its device. Raises `CapacityError` when memory is short."""
+    if device.type == "cpu":
+        return ShmChannel.create(spec, epoch, attachment_id, lane, wait_timeout_s)
+    from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+
+    return CudaIpcChannel.create(spec, epoch, attachment_id, lane)
+
+
+def map_channel(
+    device: torch.device,
+    kind: str,
+    handle: bytes,
+    spec: ChannelSpec,
+    epoch: int,
+    attachment_id: int,
+    wait_timeout_s: float,
+) -> Channel:
+    """In the dense worker. Raises `StaleEpoch`, or `PeerError` when the two workers' devices cannot meet."""
+    own_kind = "shm" if device.type == "cpu" else "cuda_ipc"
+    if kind != own_kind:
+        raise PeerError(f"the attention worker offers a {kind} channel, the dense worker on {device} needs {own_kind}")
+    if kind == "shm":
+        return ShmChannel.map(handle, spec, epoch, attachment_id, wait_timeout_s)
+    from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+
+    return CudaIpcChannel.map(handle, spec, epoch, attachment_id)

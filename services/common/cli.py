@@ -1,0 +1,47 @@
+"""The command line that all services share: `--config FILE` and `--set section.key=value`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.common.config import Config, load_config
+from services.common.errors import ConfigError
+from services.common.process import die_with_parent
+
+
+def parse_service_args(prog: str, argv: Sequence[str]) -> Config:
+    """The config of `python -m PROG ARGV...`. A wrong one ends the process with one line and status 1."""
+    parser = argparse.ArgumentParser(prog=prog)
+    add_config_arguments(parser)
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the starting process ends")
+    arguments = parser.parse_args(dashed(argv))
+    if arguments.die_with_parent:
+        die_with_parent()
+    try:
+        return load_config(arguments.config, arguments.set)
+    except ConfigError as error:
+        parser.exit(1, f"{prog}: {error}\n")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config` (a `Path` or None) and `--set` (a list of overrides)."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; default: built-in values")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="overrides one value of the file; may be given several times, the last one wins",
+    )
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Long flags with dashes, so that `--max_tokens=5` means `--max-tokens=5`; values stay as they are."""
+    return [_dash(argument) if argument.startswith("--") else argument for argument in argv]
+
+
+def _dash(argument: str) -> str:
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value

@@ -1,0 +1,202 @@
+"""One TOML file for all services: sections, defaults, and the only place that reads the environment's files.
+
+Read once at start and immutable; each constructor gets just its section. Unknown sections, unknown keys,
+wrong types and impossible combinations are a `ConfigError` before anything starts.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from services.common.errors import ConfigError
+
+MAX_PORT = 65535
+EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
+
+
+def _check_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not address.startswith("unix:") and not (host and port.isdecimal() and int(port) <= MAX_PORT):
+        raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
+    return address
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Address = Annotated[str, pydantic.AfterValidator(_check_address)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelSection(Section):
+    """What is served."""
+
+    path: Path = EMBEDDED_MODEL  # a Hugging Face model directory
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
+    load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: random weights, config.json suffices
+    num_layers: Count | None = None  # run only the first layers
+    max_model_len: Count | None = None  # tokens of prompt and output; None: the model's own limit
+    dummy_seed: int = 0  # of the random weights
+
+
+class GatewaySection(Section):
+    address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
+    max_message_bytes: Count = 16 * 2**20  # of one gRPC message
+
+
+class DenseSection(Section):
+    address: Address = "127.0.0.1:50052"
+    backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it is there and faster than torch
+    device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
+    num_threads: Count | None = None  # CPU threads of one step; None: all cores but one
+    build: Literal["auto", "never"] = "auto"  # whether the start builds missing TensorRT plans, or refuses
+    plan_dir: Path = Path("~/.cache/twostroke/plans")  # may be shared by models, GPUs and workers
+    profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for; see profiles.py
+
+
+class SchedulerSection(Section):
+    max_num_seqs: Count = 64  # sequences of one step
+    max_num_batched_tokens: Count = 512  # tokens of one step
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    max_num_waiting: Count = 10_000  # sequences in the waiting queue
+
+
+class AttentionSection(Section):
+    address: Address = "127.0.0.1:50053"
+    backend: Literal["auto", "torch"] = "auto"
+    device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
+    num_threads: Count | None = None
+    block_size: Count = 16  # tokens of one KV cache block
+    num_blocks: Count | None = None  # None: as many as there is room for
+    kv_cache_bytes: Count = 256 * 2**20  # on a CPU
+    kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # on a GPU, of what weights leave free
+    enable_prefix_cache: bool = True
+
+
+class ChannelSection(Section):
+    wait_timeout_s: Seconds = 60.0  # longest wait for the other worker within a step
+
+
+class PeerSection(Section):
+    connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
+    rpc_timeout_s: Seconds = 10.0  # of one unary call between services
+    max_message_bytes: Count = 64 * 2**20  # of one gRPC message between services
+
+
+class LaunchSection(Section):
+    """Of the all-in-one supervisor."""
+
+    start_timeout_s: Seconds = 300.0  # from start until the gateway serves
+    stop_grace_s: Seconds = 4.0  # from SIGTERM to SIGKILL, for all services at once
+    max_restarts: Annotated[int, Field(ge=0)] = 5  # of one service within restart_window_s
+    restart_window_s: Seconds = 60.0
+    mps: Literal["auto", "on", "off"] = "auto"  # auto: when both workers share a GPU
+    restart_delay_s: Seconds = 0.2  # before the first restart; doubles with each further one in the window
+
+
+class LogSection(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["logfmt", "json"] = "logfmt"
+
+
+class Config(Section):
+    """Everything, by section."""
+
+    model: ModelSection = ModelSection()
+    gateway: GatewaySection = GatewaySection()
+    dense: DenseSection = DenseSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    attention: AttentionSection = AttentionSection()
+    channel: ChannelSection = ChannelSection()
+    peers: PeerSection = PeerSection()
+    launch: LaunchSection = LaunchSection()
+    log: LogSection = LogSection()
+
+    @pydantic.model_validator(mode="after")
+    def _check_combinations(self) -> Config:
+        scheduler, model = self.scheduler, self.model
+        if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+            raise ValueError(
+                f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than "
+                f"scheduler.max_num_batched_tokens {scheduler.max_num_batched_tokens}: "
+                "a step could not give every sequence a token"
+            )
+        if not model.path.is_dir():
+            raise ValueError(f"model.path {str(model.path)!r} is not a directory")
+        addresses = [self.gateway.address, self.dense.address, self.attention.address]
+        if len(set(addresses)) != len(addresses):
+            raise ValueError(f"gateway, dense and attention addresses must differ: {', '.join(addresses)}")
+        return self
+
+
+def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file (or none) and applies `section.key=value` overrides, the later the stronger.
+
+    A value is TOML where it parses as such, otherwise a plain string: `model.dtype=float16` needs no quotes.
+    """
+    document: dict[str, object] = {}
+    if file is not None:
+        try:
+            document = tomllib.loads(file.read_text())
+        except OSError as error:
+            raise ConfigError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {str(file)!r} is not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        return Config.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+
+
+def dump_config(config: Config) -> str:
+    """TOML that `load_config` reads back to an equal config."""
+    lines = []
+    for name, section in config:
+        lines.append(f"[{name}]")
+        for key, value in section:
+            if value is not None:  # TOML has no null; an absent key means the default, which is None
+                lines.append(f"{key} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _apply_override(document: dict[str, object], override: str) -> None:
+    key, separator, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not separator or not dot:
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value")
+    try:
+        value: object = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    values = document.setdefault(section, {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"--set {override!r}: {section!r} is not a section")
+    values[name] = value
+
+
+def _describe(error: pydantic.ErrorDict) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown config key {key}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key} = {error['input']!r}: {message}" if key else message
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,72 @@
+"""What the config leaves open, resolved once at start, alike in both workers: model, element type, device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from services.common.config import ModelSection
+from services.common.errors import ConfigError
+from services.common.model_config import ModelConfig, load_model_config
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """The model as it runs."""
+
+    config: ModelConfig
+    dtype: torch.dtype  # of weights, activations and KV cache
+    device: torch.device
+    max_model_len: int  # tokens of prompt and output that positions reach
+
+
+def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
+    """Reads the model's config.json. Raises `ModelError` or `ConfigError`, naming value and limit."""
+    config = load_model_config(section.path, section.num_layers)
+    device = resolve_device(device_name)
+    return ResolvedModel(
+        config, resolve_dtype(section.dtype, config, device), device, resolve_max_model_len(section, config)
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU when there is one. Raises `ConfigError` when a GPU is asked for and there is none."""
+    num_gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    index = int(name.partition(":")[2] or 0)
+    if index >= num_gpus:
+        raise ConfigError(f"device {name!r} was asked for, torch {torch.__version__} sees {num_gpus} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own type on a GPU, and float32 on a CPU, where it is fastest and exact."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.checkpoint_dtype
+    return getattr(torch, name)
+
+
+def resolve_max_model_len(section: ModelSection, config: ModelConfig) -> int:
+    """The length asked for, or else the model's own. Beyond that only scaled RoPE can go."""
+    own = config.max_position_embeddings
+    if section.max_model_len is None:
+        return own
+    if section.max_model_len > own and config.rope.rope_type == "default":
+        raise ConfigError(
+            f"model.max_model_len is {section.max_model_len}, the model's positions end at {own} "
+            "and its RoPE is not scaled"
+        )
+    return section.max_model_len
+
+
+def use_device(device: torch.device, num_threads: int | None) -> None:
+    """Makes the device current, and sets how many CPU threads run one torch operation.
+
+    Default: all cores but one, which the other worker spins on.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) - 1))

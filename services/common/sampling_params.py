@@ -1,0 +1,72 @@
+"""The sampling options of one request, as gateway and dense worker both see them.
+
+A plain value: the gateway builds and validates it, the journal keeps it, the dense worker's sampler obeys it.
+Together with the token ids so far it determines every later token; no sampler has state beyond that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from services.common.errors import InvalidRequest
+
+GREEDY_BELOW = 1e-5  # dividing logits by less than this could only pick the most likely token anyway
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to pick the next token from the logits. The defaults sample from the model's own distribution.
+
+    Applied in this order, each to what the one before left: repetition, frequency and presence penalty,
+    `min_tokens`, temperature, `top_k`, `top_p`, `min_p`.
+    """
+
+    temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
+    top_k: int | None = None  # >= 1: keep the k most likely tokens and all that tie with the last; None: all
+    top_p: float = 1.0  # (0, 1]: keep the fewest most likely tokens that together reach this probability
+    min_p: float = 0.0  # [0, 1]: drop tokens below this fraction of the most likely one's probability
+    repetition_penalty: float = 1.0  # (0, 100]: > 1 makes tokens of prompt and output less likely
+    presence_penalty: float = 0.0  # [-2, 2]: taken off the logits of tokens in the output
+    frequency_penalty: float = 0.0  # [-2, 2]: the same, once per occurrence
+    min_tokens: int = 0  # >= 0: no stop token is sampled before this many output tokens
+    seed: int = 0  # [0, 2**64): same seed, options and token ids => same next token
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, so that filters and seed do not matter."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any option depends on which tokens occurred before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
+        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if self.top_k is not None and self.top_k < 1:
+            raise InvalidRequest(f"top_k is {self.top_k}, must be at least 1 (omit it to keep all tokens)")
+        _check_range("top_p", self.top_p, 0.0, 1.0, is_low_excluded=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range(
+            "repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, is_low_excluded=True
+        )
+        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        if self.min_tokens < 0:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, must be at least 0")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequest(f"seed is {self.seed}, must be from 0 to {MAX_SEED} (2**64 - 1)")
+
+
+def _check_range(name: str, value: float, low: float, high: float, is_low_excluded: bool = False) -> None:
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value}, must be a finite number")
+    if value < low or value > high or (is_low_excluded and value == low):
+        bound = f"above {low:g} and at most {high:g}" if is_low_excluded else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name} is {value}, must be {bound}")

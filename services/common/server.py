@@ -1,0 +1,191 @@
+"""Life cycle of a gRPC service: bind, report health, serve, drain, stop. Everything opened is closed.
+
+Errors of the tree in `services.common.errors` become gRPC status codes here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common.errors import ConfigError, TwostrokeError
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES = 107  # of Linux
+
+Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+
+class GrpcServer:
+    """One listening server with health and reflection.
+
+    `service_names` are full proto names; they report SERVING between `set_serving(True)` and `(False)`.
+    """
+
+    def __init__(self, address: str, service_names: list[str], max_message_bytes: int) -> None:
+        self._address = address
+        self._service_names = service_names
+        self.server = grpc.aio.server(
+            interceptors=[_ErrorInterceptor()],
+            options=[
+                ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+            ],
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(
+            [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
+        )
+
+    async def start(self) -> str:
+        """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
+        if self._address.startswith("unix:"):
+            _check_socket_free(self._address.removeprefix("unix:"))
+        try:
+            port = self.server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {self._address}: port in use or address not of this host") from error
+        await self.set_serving(False)
+        await self.server.start()
+        if self._address.startswith("unix:"):
+            return self._address
+        return f"{self._address.rpartition(':')[0]}:{port}"
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What `grpc.health.v1` answers for the whole server and each of its services."""
+        status = health_pb2.HealthCheckResponse
+        for name in ["", *self._service_names]:
+            await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+def _check_socket_free(path: str) -> None:
+    """A Unix socket that a dead process left may be taken over, one that answers may not: gRPC does not ask."""
+    if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"cannot listen on unix:{path}: the path has {len(path.encode())} bytes, "
+            f"the limit is {MAX_SOCKET_PATH_BYTES}"
+        )
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"cannot listen on unix:{path}: another process serves there")
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a raised `TwostrokeError` into its gRPC status, and anything else into a logged INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        kinds = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, _guard_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, _guard_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, _guard_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
+        }
+        make_handler, behaviour, guard = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+        if inspect.iscoroutinefunction(behaviour):
+            guard = _guard_unary  # streams may also be coroutines that write, as the health service's are
+        return make_handler(
+            guard(behaviour),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guard_unary(behaviour: Handler) -> Handler:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Handler) -> Handler:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, TwostrokeError):
+        await context.abort(error.status_code, str(error))
+    log.error("unexpected error in a call", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+
+def run_service(main: Coroutine[Any, Any, None]) -> NoReturn:
+    """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with 1."""
+    status = 0
+    try:
+        uvloop.run(_cancel_on_signal(main))
+    except TwostrokeError as error:
+        log.error("stopped by an error", kind=type(error).__name__, error=str(error))
+        status = 1
+    except Exception as error:
+        log.critical("stopped by a bug", exc_info=error)
+        status = 70  # EX_SOFTWARE
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is closed; the interpreter would take a second to take torch apart
+
+
+async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Runs all to their ends, or until one fails: then the others are cancelled and its error is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _cancel_on_signal(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(main)
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        log.info("stopped by a signal")

@@ -1,0 +1,147 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs")
+    WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    weights_hash: str
+    model_fingerprint: str
+    dtype: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+
+class LaneHandle(_message.Message):
+    __slots__ = ("lane", "kind", "handle", "num_bytes")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    lane: int
+    kind: str
+    handle: bytes
+    num_bytes: int
+    def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attachment_id: int
+    lanes: _containers.RepeatedCompositeFieldContainer[LaneHandle]
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    open_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    open_num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenSequenceRequest(_message.Message):
+    __slots__ = ("attachment_id", "seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id")
+    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    attachment_id: int
+    seq_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    cache_salt: str
+    request_id: str
+    def __init__(self, attachment_id: _Optional[int] = ..., seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class OpenSequenceReply(_message.Message):
+    __slots__ = ("num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    num_pinned_blocks: int
+    num_held_blocks: int
+    num_freed_blocks: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ...) -> None: ...
+
+class StepPlan(_message.Message):
+    __slots__ = ("step_id", "lane", "seq_ids", "num_tokens", "num_computed_tokens", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    lane: int
+    seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_computed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    close_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    confirmed_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    confirmed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SequenceError(_message.Message):
+    __slots__ = ("seq_id", "message")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    message: str
+    def __init__(self, seq_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("step_id", "num_freed_blocks", "num_free_blocks", "errors")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    num_freed_blocks: int
+    num_free_blocks: int
+    errors: _containers.RepeatedCompositeFieldContainer[SequenceError]
+    def __init__(self, step_id: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttentionStatus(_message.Message):
+    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_sequences: int
+    num_steps: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    resident_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
