@@ -1,0 +1,54 @@
+"""`python -m services.attn_worker --config FILE`: the process that owns the KV cache."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+
+import structlog
+
+from services.attn_worker.servicer import AttentionServicer
+from services.common.channel.shm_cleanup import remove_stale_regions
+from services.common.cli import parse_service_args
+from services.common.config import Config
+from services.common.logs import configure_logs
+from services.common.resolve import resolve_model, use_device
+from services.common.server import GrpcServer, run_service
+from services.pb import attn_pb2_grpc
+
+log = structlog.get_logger()
+
+SERVICE_NAME = "twostroke.attn.v1.AttentionWorker"
+STOP_GRACE_S = 1.0
+
+
+async def serve(config: Config) -> None:
+    """Opens everything, serves until cancelled, closes everything."""
+    section = config.attention
+    server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes)
+    model = resolve_model(config.model, section.device)
+    use_device(model.device, section.num_threads)
+    if removed := remove_stale_regions():
+        log.info("removed shared memory of dead processes", names=",".join(removed))
+    servicer = AttentionServicer(section, model, secrets.randbits(64), config.channel.wait_timeout_s)
+    attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
+    try:
+        address = await server.start()
+        await server.set_serving(True)
+        log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype))
+        await asyncio.Event().wait()
+    finally:
+        servicer.abort()
+        await server.stop(STOP_GRACE_S)
+        await asyncio.to_thread(servicer.stop)
+
+
+def main() -> None:
+    config = parse_service_args("services.attn_worker", sys.argv[1:])
+    configure_logs(config.log, "attn_worker")
+    run_service(serve(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The one copy per step from the host to the device: int32 arrays, packed in pinned memory.
+
+Used by the CUDA attention backend on its engine thread.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 32  # int32 elements; kernels are compiled for pointers that are multiples of 16 bytes
+_NUM_STAGING_BUFFERS = 3  # steps whose copies may be under way
+_MAX_NUM_ARRAYS = 16  # of one step
+
+
+class StepUpload:
+    """`begin`, `reserve` and fill arrays, `send` them; addresses depend on the shapes reserved alone."""
+
+    def __init__(self, num_entries: int, device: torch.device) -> None:
+        """Room for `num_entries` int32 elements in up to 16 arrays. Raises RuntimeError without memory."""
+        size = num_entries + _ALIGNMENT * _MAX_NUM_ARRAYS
+        is_cuda = device.type == "cuda"
+        self._device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staging = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGING_BUFFERS)
+        ]
+        self._arrays = [buffer.numpy() for buffer in self._staging]
+        self._copied = [torch.cuda.Event() for _ in self._staging] if is_cuda else []
+        self._index = 0
+        self._length = 0
+
+    def begin(self) -> None:
+        """Start a step's arrays; waits if the copy of three steps ago is not done."""
+        self._index = (self._index + 1) % len(self._staging)
+        self._length = 0
+        if self._copied:
+            self._copied[self._index].synchronize()
+
+    def reserve(self, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
+        """An array to fill before `send`, and the device tensor that then holds it until the next `send`."""
+        start, num_entries = self._length, math.prod(shape)
+        end = start + num_entries
+        assert end <= len(self._device_buffer), "the step's arrays are larger than the buffer"
+        self._length = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return self._arrays[self._index][start:end].reshape(shape), self._device_buffer[start:end].view(shape)
+
+    def send(self) -> None:
+        """Enqueue the copy on the current stream."""
+        staging = self._staging[self._index]
+        self._device_buffer[: self._length].copy_(staging[: self._length], non_blocking=True)
+        if self._copied:
+            self._copied[self._index].record()

@@ -1,0 +1,193 @@
+"""Paged attention in plain torch operations: the default on a CPU and the reference for every kernel.
+
+All sequences of a step are attended to together: their blocks are gathered, padded and masked. Whatever
+depends on the step but not on the layer is made in `begin_step`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.attn_worker.backends.padded_groups import PaddedGroup, build_padded_groups
+from services.attn_worker.rope import RotaryEmbedding
+from services.attn_worker.step_metadata import StepMetadata
+from services.common.errors import CapacityError
+from services.common.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A padded group on the device; keys and values are views of the gathered blocks."""
+
+    rows: slice | torch.Tensor  # of qkv: one slice, or int64 [group_size * max_tokens]
+    valid: torch.Tensor | None  # int64, the unpadded ones of `rows`; None: all
+    out_rows: torch.Tensor | None  # int64, where those go in out; None: to the slice `rows`
+    max_tokens: int
+    blocks: torch.Tensor  # int64 [group_size * blocks per sequence]
+    gathered: torch.Tensor  # [len(blocks), block_size * 2 * kv_size]
+    keys: torch.Tensor  # [group_size, num_kv_heads, max_context, head_dim]
+    values: torch.Tensor
+    masks: dict[int | None, torch.Tensor | None]  # by window; see _masks
+
+
+class TorchAttention:
+    """An AttentionBackend for any torch device, in float32, bfloat16 or float16.
+
+    The cache holds the k heads and the v heads of a token side by side, so that one copy appends both
+    and one gather reads both: per layer [num_blocks + 1, block_size, 2 * num_kv_heads, head_dim], of which
+    the last block is the null block.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._rope = RotaryEmbedding(config.rope, max_model_len, device)
+        self._windows = set(config.sliding_windows)
+        self._cache_blocks = list(_allocate_cache(config, num_blocks + 1, block_size, dtype, device))
+        self._cache_slots = [blocks.view(-1, 2 * config.kv_size) for blocks in self._cache_blocks]
+        self._workspaces: dict[str, torch.Tensor] = {}
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Angles, slots, gather indices and masks of the step; see AttentionBackend."""
+        config, num_rows = self._config, len(step.positions)
+        cos, sin = self._rope(self._to_device(step.positions), self._to_device(step.rope_lens))
+        cos, sin = cos[:, None].to(self._dtype), sin[:, None].to(self._dtype)
+        self._cos = torch.cat((cos, cos), dim=-1)  # [num_rows, 1, rotary_dim]
+        self._sin = torch.cat((-sin, sin), dim=-1)
+        self._slots = self._to_device(step.slot_mapping)
+
+        self._qkv = self._workspace("qkv", num_rows, config.qkv_size)
+        self._query = self._qkv[:, : config.attn_size]
+        self._key_value = self._qkv[:, config.attn_size :]
+        rotated = self._qkv[:, : config.attn_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
+        self._rotated = rotated[..., : config.rope.rotary_dim]  # the q and k heads
+        first_half, second_half = self._rotated.chunk(2, dim=-1)
+        self._swapped_halves = (second_half, first_half)
+
+        groups = build_padded_groups(step.num_tokens, step.context_lens)
+        self._groups = [self._prepare(group, step.block_tables) for group in groups]
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """One layer of the step; see AttentionBackend."""
+        # A copy without NaN and infinity: in the cache they would spread through the masked padding
+        # to every sequence that later owns the block. The dense stroke's residual still carries them.
+        torch.nan_to_num(qkv, 0.0, 0.0, 0.0, out=self._qkv)
+        swapped = torch.cat(self._swapped_halves, dim=-1)
+        self._rotated.mul_(self._cos).addcmul_(swapped, self._sin)
+        self._cache_slots[layer].index_copy_(0, self._slots, self._key_value)
+        for group in self._groups:
+            self._attend(layer, group, out)
+
+    def _attend(self, layer: int, group: _Group, out: torch.Tensor) -> None:
+        torch.index_select(self._cache_blocks[layer], 0, group.blocks, out=group.gathered)
+        mask = group.masks[self._config.sliding_windows[layer]]
+        is_slice = group.out_rows is None
+        query = self._query[group.rows] if is_slice else self._query.index_select(0, group.rows)
+        group_size, num_kv_heads, _, head_dim = group.keys.shape
+        if group.max_tokens == 1:
+            # The q heads of a kv head take the place of query positions: no repeated keys and values.
+            query = query.view(group_size, num_kv_heads, -1, head_dim)
+            attended = scaled_dot_product_attention(query, group.keys, group.values, attn_mask=mask)
+        else:
+            query = query.view(group_size, group.max_tokens, -1, head_dim).transpose(1, 2)
+            attended = scaled_dot_product_attention(
+                query,
+                group.keys,
+                group.values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=query.shape[1] > num_kv_heads,
+            ).transpose(1, 2)
+        if is_slice:
+            out[group.rows].view(attended.shape).copy_(attended)
+        else:
+            attended = attended.reshape(-1, out.shape[1])
+            if group.valid is not None:
+                attended = attended.index_select(0, group.valid)
+            out.index_copy_(0, group.out_rows, attended)
+
+    def _prepare(self, group: PaddedGroup, block_tables: np.ndarray) -> _Group:
+        config, (group_size, max_tokens) = self._config, group.rows.shape
+        num_blocks = -(-group.max_context // self._block_size)
+        gathered = self._workspace("gathered", group_size * num_blocks, self._cache_blocks[0].shape[1])
+        heads = gathered.view(group_size, num_blocks * self._block_size, -1, config.head_dim)
+        heads = heads[:, : group.max_context].transpose(1, 2)
+        if group.has_consecutive_rows:
+            first_row = int(group.rows[0, 0])
+            rows, valid, out_rows = slice(first_row, first_row + group.rows.size), None, None
+        else:
+            is_valid = group.is_valid.ravel()
+            rows = self._to_device(group.rows.ravel())
+            valid = None if is_valid.all() else self._to_device(np.flatnonzero(is_valid))
+            out_rows = self._to_device(group.rows[group.is_valid])
+        return _Group(
+            rows=rows,
+            valid=valid,
+            out_rows=out_rows,
+            max_tokens=max_tokens,
+            blocks=self._to_device(block_tables[group.seqs, :num_blocks].ravel()),
+            gathered=gathered,
+            keys=heads[:, : config.num_kv_heads],
+            values=heads[:, config.num_kv_heads :],
+            masks=self._masks(group),
+        )
+
+    def _masks(self, group: PaddedGroup) -> dict[int | None, torch.Tensor | None]:
+        """For each distinct window what is added to the scores, [group_size, 1, max_tokens, max_context].
+
+        None where a single token sees everything, or where a first chunk hides the future alone.
+        """
+        is_unpadded = bool((group.query_positions == group.max_context - 1).all())
+        masks: dict[int | None, torch.Tensor | None] = {}
+        for window in self._windows:
+            has_window = window is not None and window < group.max_context
+            if not has_window and (group.is_causal or is_unpadded):
+                masks[window] = None
+                continue
+            queries = self._to_device(group.query_positions).int()[:, None, :, None]
+            distance = queries - torch.arange(group.max_context, dtype=torch.int32, device=self._device)
+            is_hidden = distance < 0
+            if has_window:
+                is_hidden |= distance >= window
+            mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
+            masks[window] = mask.masked_fill_(is_hidden, float("-inf"))
+        return masks
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        """As an int64 index tensor."""
+        return torch.from_numpy(array).to(self._device, torch.int64)
+
+    def _workspace(self, name: str, num_rows: int, num_columns: int) -> torch.Tensor:
+        """Uninitialised [num_rows, num_columns], reused from step to step: fresh memory is slow to touch."""
+        buffer = self._workspaces.get(name)
+        if buffer is None or len(buffer) < num_rows:
+            buffer = torch.empty(num_rows * 3 // 2, num_columns, dtype=self._dtype, device=self._device)
+            self._workspaces[name] = buffer
+        return buffer[:num_rows]
+
+
+def _allocate_cache(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros [num_layers, num_blocks, block_size * 2 * kv_size]: even what is masked must be finite."""
+    shape = (config.num_layers, num_blocks, block_size * 2 * config.kv_size)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one, the CPU allocator raises it bare
+        num_bytes = math.prod(shape) * dtype.itemsize
+        raise CapacityError(f"{num_blocks} KV blocks need {num_bytes} bytes on {device}: {error}") from error

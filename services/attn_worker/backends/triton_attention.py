@@ -1,0 +1,271 @@
+"""Paged attention on CUDA by Triton kernels: one launch per layer for decode rows, two more for prompts.
+
+Everything the kernels read about a step lies in one int32 buffer on the device, filled by one asynchronous
+copy in `begin_step`. Called by the engine thread alone; all work goes to the current stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.attn_worker.backends.step_upload import StepUpload
+from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
+from services.attn_worker.backends.triton_decode import DecodeWorkspace, choose_decode_tiles, decode_attention
+from services.attn_worker.backends.triton_prefill import PrefillTiles, choose_prefill_tiles, prefill_attention
+from services.attn_worker.backends.triton_rope_append import append_prefill
+from services.attn_worker.backends.work_items import (
+    NUM_FIELDS,
+    DecodeRows,
+    fill_decode_items,
+    prefill_items,
+)
+from services.attn_worker.rope import RotaryEmbedding, length_dependent_beyond
+from services.attn_worker.step_metadata import StepMetadata
+from services.common.errors import CapacityError
+from services.common.model_config import ModelConfig
+
+_DECODE_PROGRAMS_PER_SM = 2  # contexts are cut until so many programs run; fewer leave bandwidth unused
+_RAGGED_TABLES_FROM = 1 << 16  # entries of the padded block tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """What the kernels for the rows of prompts read."""
+
+    items: torch.Tensor  # int32 [num_items, NUM_FIELDS]
+    slots: torch.Tensor  # int32 [num_tokens], -1 for rows of decode
+    angle_rows: torch.Tensor  # int32 [num_tokens]
+    tiles: PrefillTiles
+
+
+class TritonAttention:
+    """An AttentionBackend for CUDA in float32, bfloat16 or float16.
+
+    A decode-only step may be captured in a CUDA graph, once for each `padded_num_seqs`: `forward` then makes
+    one launch whose grid and addresses depend on `padded_num_seqs` alone. To capture, call `begin_step` with
+    any decode-only step (one without sequences too) and that `padded_num_seqs`, run `forward` once
+    uncaptured, so that the kernel is compiled, and capture `forward` of all layers on `qkv` and `out` at
+    their final addresses. To replay, call `begin_step` with the same `padded_num_seqs` on the stream of the
+    replay, outside the graph. Steps with prompts cannot be captured: their grids depend on the batch.
+
+    Neither method waits for the device, but for `begin_step` when it runs three steps ahead of it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        *,
+        max_num_seqs: int = 1024,
+        max_num_tokens: int = 8192,
+    ) -> None:
+        """`max_num_seqs` and `max_num_tokens` bound a step. Raises CapacityError if memory is too small."""
+        assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
+        assert (num_blocks + 1) * block_size < 2**31, "slots are int32"
+        self._config = config
+        self._block_size = block_size
+        self._dtype = dtype
+        self._max_num_seqs = max_num_seqs
+        self._max_num_tokens = max_num_tokens
+        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * _num_sms(device) // config.num_kv_heads)
+        self._windows = sorted(set(config.sliding_windows), key=lambda window: window or 0)
+        self._decode_tiles = choose_decode_tiles(dtype, config.num_heads // config.num_kv_heads)
+        max_num_items = max_num_seqs + self._max_num_pieces
+        num_entries = (
+            len(self._windows) * max_num_items * NUM_FIELDS
+            + max_num_seqs * -(-max_model_len // block_size)  # block tables
+            + max_num_tokens * (NUM_FIELDS + 4)  # items of prefill, arrays by token
+            + TABLE_SLACK
+        )
+        cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
+        try:
+            self._caches = list(torch.zeros(cache_shape, dtype=dtype, device=device))
+            self._workspace = DecodeWorkspace(
+                torch.empty(max_num_items, config.num_heads, config.head_dim, device=device),
+                torch.empty(max_num_items, config.num_heads, device=device),
+                torch.zeros(max_num_items, config.num_kv_heads, dtype=torch.int32, device=device),
+            )
+            self._angles = _Angles(config, max_model_len, max_num_tokens, device)
+            self._upload = StepUpload(num_entries, device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one
+            num_bytes = math.prod(cache_shape) * dtype.itemsize
+            raise CapacityError(
+                f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
+            ) from error
+
+    @staticmethod
+    def is_decode_only(step: StepMetadata) -> bool:
+        """Whether every sequence has one token in the step, so that a captured graph can run it."""
+        return len(step.positions) == len(step.num_tokens)
+
+    def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
+        """Plan the kernels' work and send it to the device; see AttentionBackend.
+
+        padded_num_seqs: for decode-only steps, the rows of qkv and out; those beyond the step's sequences
+        are padding, whose output becomes zero. None: no padding. Raises CapacityError for more sequences or
+        tokens than the backend was made for.
+        """
+        num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
+        padded = num_seqs if padded_num_seqs is None else padded_num_seqs
+        assert padded == num_seqs or (self.is_decode_only(step) and padded > num_seqs), "no room for the step"
+        if padded > self._max_num_seqs or num_tokens > self._max_num_tokens:
+            raise CapacityError(
+                f"a step has {padded} sequences and {num_tokens} tokens, the attention backend was made for"
+                f" {self._max_num_seqs} and {self._max_num_tokens}"
+            )
+        upload = self._upload
+        upload.begin()
+        # What a graph reads comes first: its addresses follow from `padded` alone.
+        num_pieces = self._num_pieces(padded)
+        num_items = padded + num_pieces
+        decode_items = {window: upload.reserve((num_items, NUM_FIELDS)) for window in self._windows}
+        self._block_tables, table_starts = self._write_block_tables(step)
+        angle_rows = self._angles.write(step, upload)
+        decode = _decode_rows(step, table_starts, angle_rows, padded)
+        for window, (items, _) in decode_items.items():
+            fill_decode_items(items, decode, window, num_pieces, self._decode_tiles.block_n)
+        self._decode_items = self._prefill = None
+        if len(decode.rows):
+            self._decode_items = {window: on_device for window, (_, on_device) in decode_items.items()}
+        if num_tokens > num_seqs:
+            self._prefill = self._write_prefill(step, table_starts, angle_rows)
+        upload.send()
+        self._angles.compute()
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """One layer of the step; see AttentionBackend. `qkv` and `out` may have more rows than the step."""
+        cache, window, angles = self._caches[layer], self._config.sliding_windows[layer], self._angles.table
+        if self._decode_items is not None:
+            items = self._decode_items[window]
+            decode_attention(
+                qkv, out, cache, angles, items, self._block_tables, self._workspace, self._decode_tiles
+            )
+        if (prefill := self._prefill) is not None:
+            rows = prefill.angle_rows
+            append_prefill(qkv, cache, angles, rows, prefill.slots)
+            prefill_attention(
+                qkv, out, cache, angles, rows, prefill.items, self._block_tables, window, prefill.tiles
+            )
+
+    def _num_pieces(self, num_seqs: int) -> int:
+        """Into how many pieces to cut all contexts; a sequence's share of them, rounded up, are its own.
+
+        The fewer sequences, the more pieces each. With many, only those much longer than the others are cut.
+        """
+        most = self._max_num_pieces
+        return most if num_seqs >= most else max(most - num_seqs, most // 2)
+
+    def _write_block_tables(self, step: StepMetadata) -> tuple[torch.Tensor, np.ndarray]:
+        """All tables in one flat array on the device, and where each starts, int32 [num_seqs]."""
+        tables = step.block_tables
+        num_seqs, width = tables.shape
+        counts = -(-step.context_lens // self._block_size)
+        if tables.size > _RAGGED_TABLES_FROM and 4 * counts.sum() < tables.size:
+            is_used = np.arange(width) < counts[:, None]
+            tables, starts = tables[is_used], (np.cumsum(counts) - counts).astype(np.int32)
+        else:
+            starts = np.arange(num_seqs, dtype=np.int32) * width
+        # One element at least: an empty tensor has no address, and graphs are captured with empty steps.
+        host, device = self._upload.reserve((max(tables.size, 1),))
+        host[: tables.size] = tables.reshape(-1)
+        return device, starts
+
+    def _write_prefill(
+        self, step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray
+    ) -> _Prefill:
+        num_tokens = step.num_tokens
+        is_prefill = num_tokens > 1
+        max_context_len = int(step.context_lens[is_prefill].max())
+        tiles = choose_prefill_tiles(self._config.head_dim, self._dtype, max_context_len)
+        first_rows = np.cumsum(num_tokens) - num_tokens
+        items = prefill_items(
+            first_rows[is_prefill],
+            num_tokens[is_prefill],
+            step.context_lens[is_prefill],
+            table_starts[is_prefill],
+            tiles.block_m,
+        )
+        slots = np.where(np.repeat(is_prefill, num_tokens), step.slot_mapping, -1)
+        on_device = []
+        for array in (items, slots, angle_rows):
+            host, device = self._upload.reserve(array.shape)
+            host[...] = array
+            on_device.append(device)
+        return _Prefill(*on_device, tiles)
+
+
+class _Angles:
+    """The table of cosines and sines that the kernels read, and each token's row in it.
+
+    `table` is float32 [num_rows, head_dim], cosines first. Its rows are the positions; twice, where two kinds
+    of rotation exist (longrope); or the tokens of the step, computed anew each time (dynamic).
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_model_len: int, max_num_tokens: int, device: torch.device
+    ) -> None:
+        self._rope = RotaryEmbedding(config.rope, max_model_len, device)
+        self._beyond = length_dependent_beyond(config.rope)
+        self._max_model_len = max_model_len
+        self._is_dynamic = config.rope.rope_type == "dynamic"
+        self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
+        if self._is_dynamic:
+            self.table = torch.zeros(max_num_tokens, config.head_dim, device=device)
+            return
+        positions = torch.arange(max_model_len, device=device)
+        lengths = [0] if self._beyond is None else [0, self._beyond + 1]
+        angles = [
+            torch.cat(self._rope(positions, torch.full_like(positions, length)), dim=1) for length in lengths
+        ]
+        self.table = torch.cat(angles)
+
+    def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
+        """Rows of the table, int32 [num_tokens]; what `compute` needs goes into `upload`."""
+        if self._is_dynamic:
+            both, on_device = upload.reserve((2, len(step.positions)))
+            both[...] = step.positions, step.rope_lens
+            self._inputs = on_device
+            return np.arange(len(step.positions), dtype=np.int32)
+        if self._beyond is not None:
+            return step.positions + np.int32(self._max_model_len) * (step.rope_lens > self._beyond)
+        return step.positions
+
+    def compute(self) -> None:
+        """Fill the table for the step, if its rows are the step's tokens."""
+        if self._inputs is not None:
+            positions, rope_lens = self._inputs.long()
+            torch.cat(self._rope(positions, rope_lens), dim=1, out=self.table[: len(positions)])
+
+
+def _decode_rows(
+    step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray, padded_num_seqs: int
+) -> DecodeRows:
+    """The sequences with one token, then rows of padding."""
+    num_tokens = step.num_tokens
+    num_padding = padded_num_seqs - len(num_tokens)
+    if TritonAttention.is_decode_only(step):
+        rows = np.arange(padded_num_seqs, dtype=np.int32)
+
+        def pad(array: np.ndarray) -> np.ndarray:
+            return np.concatenate((array, np.zeros(num_padding, np.int32))) if num_padding else array
+
+        columns = (step.context_lens, table_starts, step.slot_mapping, angle_rows)
+        return DecodeRows(rows, *map(pad, columns))
+    seqs = np.flatnonzero(num_tokens == 1)
+    rows = (np.cumsum(num_tokens) - num_tokens)[seqs]
+    by_seq = (step.context_lens[seqs], table_starts[seqs])
+    return DecodeRows(rows, *by_seq, step.slot_mapping[rows], angle_rows[rows])
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter, in tests
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,283 @@
+"""Decode attention as one Triton kernel: RoPE, append, split-KV attention and the merge of the splits.
+
+Memory bound: each cached key and value is read once, for all query heads of its kv head together. A long
+context is cut into pieces that run at the same time (flash-decoding), and whichever piece ends last merges
+them. The launch depends on sizes only, never on lengths, so that it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from services.attn_worker.backends.triton_cache_layout import (
+    cache_offset,
+    join_halves,
+    joined_dims,
+    load_tile_blocks,
+    padded_dims,
+    tile_offsets,
+)
+from services.attn_worker.backends.triton_rope_append import rotate
+from services.attn_worker.backends.work_items import NUM_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """What a program works on at a time; `block_n` keys, `num_stages` tiles in flight."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial results of split contexts, in device memory; counters are zero between steps."""
+
+    outputs: torch.Tensor  # float32 [max_items, num_heads, head_dim]
+    log_sums: torch.Tensor  # float32 [max_items, num_heads], log2 of the sum of exponentials
+    counters: torch.Tensor  # int32 [max_items, num_kv_heads], pieces done, by first item of a row
+
+
+def choose_decode_tiles(dtype: torch.dtype, group: int) -> DecodeTiles:
+    """Small tiles, so that several programs share an SM; measured, see bench/results/attention.md."""
+    if dtype == torch.float32:
+        return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
+    num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # more rows of sums must fit in registers
+    return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
+
+
+def decode_attention(
+    qkv: torch.Tensor,  # [num_tokens, qkv_size]
+    out: torch.Tensor,  # [num_tokens, attn_size]
+    cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
+    angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
+    items: torch.Tensor,  # int32 [num_items, NUM_FIELDS], see work_items.fill_decode_items
+    block_tables: torch.Tensor,  # int32, flat
+    workspace: DecodeWorkspace,
+    tiles: DecodeTiles,
+) -> None:
+    """Run all items: store the new keys and values, write the attention output of the items' rows."""
+    num_kv_heads, _, block_size, head_dim = cache.shape[1:]
+    group = out.shape[1] // (num_kv_heads * head_dim)
+    head_dim_padded = max(16, triton.next_power_of_2(head_dim))
+    group_padded = triton.next_power_of_2(group)
+    merge_tile = 4096 if group == 1 else 8192  # elements of partial outputs that a program holds at a time
+    _decode_kernel[(num_kv_heads, items.shape[0])](
+        qkv,
+        out,
+        cache,
+        angles,
+        items,
+        block_tables,
+        workspace.outputs,
+        workspace.log_sums,
+        workspace.counters,
+        qkv.stride(0),
+        out.stride(0),
+        SCALE=math.log2(math.e) / math.sqrt(head_dim),
+        NUM_FIELDS=NUM_FIELDS,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_PADDED=group_padded,
+        NUM_QUERIES=max(16, group_padded),
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        HALF=max(16, triton.next_power_of_2(head_dim // 2)),
+        BLOCK_N=tiles.block_n,
+        MERGE_N=max(2, merge_tile // (group_padded * head_dim_padded)),
+        NUM_STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    qkv,
+    out,
+    cache,
+    angles,
+    items,
+    block_tables,
+    partial_outputs,
+    partial_log_sums,
+    counters,
+    qkv_stride,
+    out_stride,
+    SCALE: tl.constexpr,
+    NUM_FIELDS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MERGE_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program: one item for one kv head. Queries are its GROUP heads, padded for the matrix units."""
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    fields = items + item * NUM_FIELDS
+    row = tl.load(fields)
+    table_start = tl.load(fields + 1)
+    first_key = tl.load(fields + 2)
+    end_key = tl.load(fields + 3)
+    first_item = tl.load(fields + 4)
+    num_items = tl.load(fields + 5)
+    slot = tl.load(fields + 6)
+    angle_row = tl.load(fields + 7)
+    if row < 0:
+        return
+
+    half: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = cache.dtype.element_ty
+    offs_g = tl.arange(0, NUM_QUERIES)
+    offs_h = tl.arange(0, HALF)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
+    mask_h = offs_h < half
+    heads = kv_head * GROUP + offs_g
+    mask_q = (offs_g < GROUP)[:, None] & mask_h[None, :]
+    out_rows = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + offs_d[None, :]
+    mask_out = (offs_g < GROUP)[:, None] & mask_d[None, :]
+    if num_items == 0:
+        tl.store(out_rows, tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], dtype), mask=mask_out)
+        return
+
+    table = block_tables + table_start
+    # No tile at all, not an empty one, where the new token is the item's only key.
+    first_tile = tl.where(first_key < end_key, first_key // BLOCK_N * BLOCK_N, end_key)
+    blocks = load_tile_blocks(table, first_tile, BLOCK_N, BLOCK_SIZE)
+    qkv_row = qkv + row.to(tl.int64) * qkv_stride
+    cos = tl.load(angles + angle_row * HEAD_DIM + offs_h, mask=mask_h, other=0.0)
+    sin = tl.load(angles + angle_row * HEAD_DIM + half + offs_h, mask=mask_h, other=0.0)
+    source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
+    query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
+    query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    # The new token is not read back from the cache: the item that appends it adds it after its own keys.
+    source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
+    new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
+    query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
+    query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
+    query = join_halves(query_1, query_2)
+    dims, mask_dims = joined_dims(HEAD_DIM, HALF)
+
+    log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
+    exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
+    acc = tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], tl.float32)
+    for start in tl.range(first_tile, end_key, BLOCK_N, num_stages=NUM_STAGES):
+        offsets = tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        cached = cache + offsets[:, None]
+        # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
+        blocks = load_tile_blocks(table, start + BLOCK_N, BLOCK_N, BLOCK_SIZE)
+        keys = start + offs_n
+        mask_n = (keys >= first_key) & (keys < end_key)
+        key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
+        mask_v = mask_n[:, None] & mask_d[None, :]
+        value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.where(mask_n[None, :], scores, float("-inf"))
+        new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
+        weights = tl.exp2(scores * SCALE - new_max[:, None])
+        decay = tl.exp2(log_max - new_max)
+        exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
+        log_max = new_max
+
+    if slot >= 0:
+        new_key_1, new_key_2 = rotate(new_key_1, new_key_2, cos, sin)
+        key_1, key_2 = new_key_1.to(dtype), new_key_2.to(dtype)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        target = cache_offset(block, kv_head, offset, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        tl.store(cache + target + offs_h, key_1, mask=mask_h)
+        tl.store(cache + target + half + offs_h, key_2, mask=mask_h)
+        tl.store(cache + target + BLOCK_SIZE * HEAD_DIM + offs_d, new_value, mask=mask_d)
+        products = query_1.to(tl.float32) * key_1.to(tl.float32)[None, :]
+        products += query_2.to(tl.float32) * key_2.to(tl.float32)[None, :]
+        score = tl.sum(products, axis=1) * SCALE
+        new_max = tl.maximum(log_max, score)
+        weight = tl.exp2(score - new_max)
+        decay = tl.exp2(log_max - new_max)
+        exp_sum = exp_sum * decay + weight
+        acc = acc * decay[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+        log_max = new_max
+
+    acc = acc / exp_sum[:, None]
+    if num_items == 1:
+        tl.store(out_rows, acc.to(dtype), mask=mask_out)
+        return
+
+    partial_row = item * (NUM_KV_HEADS * GROUP) + heads
+    tl.store(partial_log_sums + partial_row, log_max + tl.log2(exp_sum), mask=offs_g < GROUP)
+    partial = partial_outputs + partial_row.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(partial, acc, mask=mask_out)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    counter = counters + first_item * NUM_KV_HEADS + kv_head
+    num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if num_done == num_items - 1:
+        tl.store(counter, 0)
+        offs_r = tl.arange(0, GROUP_PADDED)
+        rows = first_item * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
+        merged = _merge(
+            partial_outputs + rows.to(tl.int64) * HEAD_DIM,
+            partial_log_sums + rows,
+            num_items,
+            NUM_KV_HEADS * GROUP,
+            GROUP,
+            GROUP_PADDED,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            MERGE_N,
+        )
+        target = out + row.to(tl.int64) * out_stride
+        target += (kv_head * GROUP + offs_r)[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(target, merged.to(dtype), mask=(offs_r < GROUP)[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _merge(
+    outputs,  # float32, of the first item and head; items lie item_stride heads apart
+    log_sums,
+    num_items,
+    item_stride,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    MERGE_N: tl.constexpr,
+):
+    """Partial outputs weighted by their sums of exponentials, float32 [GROUP_PADDED, HEAD_DIM_PADDED]."""
+    offs_s = tl.arange(0, MERGE_N)
+    offs_r = tl.arange(0, GROUP_PADDED)
+    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
+    log_max = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    acc = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
+    for start in range(0, num_items, MERGE_N):
+        pieces = (start + offs_s) * item_stride
+        mask = (start + offs_s < num_items)[:, None] & (offs_r < GROUP)[None, :]
+        heads = pieces[:, None] + offs_r[None, :]
+        # Other SMs wrote them in this very launch: read past the first-level cache of this one.
+        log_sum = tl.load(log_sums + heads, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        mask_3d = mask[:, :, None] & mask_d[None, None, :]
+        address = outputs + heads[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]
+        output = tl.load(address, mask=mask_3d, other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(log_max, tl.max(log_sum, axis=0))
+        weights = tl.exp2(log_sum - new_max[None, :])
+        decay = tl.exp2(log_max - new_max)
+        total = total * decay + tl.sum(weights, axis=0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * output, axis=0)
+        log_max = new_max
+    return acc / total[:, None]

@@ -1,0 +1,223 @@
+"""Attention of prompt chunks as a Triton kernel: ragged, causal, over the paged cache.
+
+A program holds a block of queries of one head and walks over the keys it sees (FlashAttention,
+arXiv:2307.08691), the cached prefix and the step's own alike: all of them lie in the cache by then.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from services.attn_worker.backends.triton_cache_layout import (
+    join_halves,
+    joined_dims,
+    load_tile_blocks,
+    padded_dims,
+    tile_offsets,
+)
+from services.attn_worker.backends.triton_rope_append import rotate
+from services.attn_worker.backends.work_items import NUM_FIELDS
+
+_SHORT_CONTEXT = 512  # up to here, half-empty tiles on the diagonal cost more than small ones
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """`block_m` queries by `block_n` keys at a time."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_prefill_tiles(head_dim: int, dtype: torch.dtype, max_context_len: int) -> PrefillTiles:
+    """Two programs per SM, so that one computes while the other waits; measured on an H200."""
+    if dtype == torch.float32:
+        return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2)
+    block_n = 32 if head_dim > 128 or max_context_len <= _SHORT_CONTEXT else 64
+    return PrefillTiles(block_m=64, block_n=block_n, num_warps=4, num_stages=3)
+
+
+def prefill_attention(
+    qkv: torch.Tensor,  # [num_tokens, qkv_size]
+    out: torch.Tensor,  # [num_tokens, attn_size]
+    cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
+    angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
+    angle_rows: torch.Tensor,  # int32 [num_tokens]
+    items: torch.Tensor,  # int32 [num_items, NUM_FIELDS], see work_items.prefill_items
+    block_tables: torch.Tensor,  # int32, flat
+    window: int | None,
+    tiles: PrefillTiles,
+) -> None:
+    """Attend for all items' rows; their keys and values are already in the cache."""
+    num_kv_heads, _, block_size, head_dim = cache.shape[1:]
+    num_heads = out.shape[1] // head_dim
+    _prefill_kernel[(items.shape[0], num_heads)](
+        qkv,
+        out,
+        cache,
+        angles,
+        angle_rows,
+        items,
+        block_tables,
+        qkv.stride(0),
+        out.stride(0),
+        SCALE=math.log2(math.e) / math.sqrt(head_dim),
+        NUM_FIELDS=NUM_FIELDS,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=max(16, triton.next_power_of_2(head_dim)),
+        HALF=max(16, triton.next_power_of_2(head_dim // 2)),
+        WINDOW=window or 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        NUM_STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    qkv,
+    out,
+    cache,
+    angles,
+    angle_rows,
+    items,
+    block_tables,
+    qkv_stride,
+    out_stride,
+    SCALE: tl.constexpr,
+    NUM_FIELDS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program: one item for one query head."""
+    fields = items + tl.program_id(0) * NUM_FIELDS
+    head = tl.program_id(1)
+    first_row = tl.load(fields)
+    num_rows = tl.load(fields + 1)
+    first_position = tl.load(fields + 2)
+    table = block_tables + tl.load(fields + 3)
+    kv_head = head // GROUP
+
+    half: tl.constexpr = HEAD_DIM // 2
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_h = tl.arange(0, HALF)
+    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
+    mask_m = offs_m < num_rows
+    mask_q = mask_m[:, None] & (offs_h < half)[None, :]
+    rows = first_row + offs_m
+    angle = angles + tl.load(angle_rows + rows, mask=mask_m, other=0)[:, None] * HEAD_DIM + offs_h[None, :]
+    cos = tl.load(angle, mask=mask_q, other=0.0)
+    sin = tl.load(angle + half, mask=mask_q, other=0.0)
+    source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM + offs_h[None, :]
+    query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
+    query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    query_1, query_2 = rotate(query_1, query_2, cos, sin)
+    dtype: tl.constexpr = cache.dtype.element_ty
+    query = join_halves(query_1.to(dtype), query_2.to(dtype))
+
+    log_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    exp_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    positions = first_position + offs_m
+    end = first_position + num_rows
+    # Tiles in [full_start, full_end) are visible to all rows and need no mask.
+    full_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    full_start = 0
+    if WINDOW > 0:
+        seen_by_first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        full_start = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        acc, exp_sum, log_max = _attend(
+            acc, exp_sum, log_max, query, cache, table, kv_head, positions, seen_by_first,
+            tl.minimum(full_start, full_end), end, True, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+            HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
+    acc, exp_sum, log_max = _attend(
+        acc, exp_sum, log_max, query, cache, table, kv_head, positions, full_start,
+        full_end, end, False, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
+    )  # fmt: skip
+    acc, exp_sum, log_max = _attend(
+        acc, exp_sum, log_max, query, cache, table, kv_head, positions, full_end,
+        end, end, True, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
+    )  # fmt: skip
+
+    target = out + rows.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + offs_d[None, :]
+    result = (acc / exp_sum[:, None]).to(dtype)
+    tl.store(target, result, mask=mask_m[:, None] & mask_d[None, :])
+
+
+@triton.jit
+def _attend(
+    acc,
+    exp_sum,
+    log_max,
+    query,
+    cache,
+    table,
+    kv_head,
+    positions,
+    start,
+    stop,  # keys [start, stop) of those before `end`
+    end,
+    IS_MASKED: tl.constexpr,
+    SCALE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Add the tiles of keys from `start` up to `stop` to the running softmax."""
+    dims, mask_dims = joined_dims(HEAD_DIM, HALF)
+    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
+    offs_n = tl.arange(0, BLOCK_N)
+    blocks = load_tile_blocks(table, start, BLOCK_N, BLOCK_SIZE)
+    for first_key in tl.range(start, stop, BLOCK_N, num_stages=NUM_STAGES):
+        offsets = tile_offsets(blocks, first_key, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
+        blocks = load_tile_blocks(table, first_key + BLOCK_N, BLOCK_N, BLOCK_SIZE)
+        keys = first_key + offs_n
+        mask_n = keys < end if IS_MASKED else tl.full([BLOCK_N], True, tl.int1)
+        cached = cache + offsets[:, None]
+        key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
+        mask_v = mask_n[:, None] & mask_d[None, :]
+        value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if IS_MASKED:
+            distance = positions[:, None] - keys[None, :]
+            is_seen = distance >= 0
+            if WINDOW > 0:
+                is_seen = is_seen & (distance < WINDOW)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
+        # Rows that have seen nothing yet keep a maximum of -inf; subtracting it from itself would be NaN.
+        offset = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
+        weights = tl.exp2(scores * SCALE - offset[:, None])
+        decay = tl.exp2(log_max - offset)
+        exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+        log_max = new_max
+    return acc, exp_sum, log_max

@@ -1,0 +1,92 @@
+"""RoPE, and the append of a prompt's keys and values to the paged cache, as a Triton kernel.
+
+A decode step needs no launch of it: its attention kernel rotates and appends by itself (`triton_decode.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from services.attn_worker.backends.triton_cache_layout import cache_offset
+
+_TOKENS_PER_PROGRAM = 16
+
+
+@triton.jit
+def rotate(first_half, second_half, cos, sin):
+    """Both halves of rotated heads, float32. RoPE (arXiv:2104.09864) with pairs (d, d + head_dim / 2)."""
+    return first_half * cos - second_half * sin, second_half * cos + first_half * sin
+
+
+def append_prefill(
+    qkv: torch.Tensor,  # [num_tokens, qkv_size]
+    cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
+    angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
+    angle_rows: torch.Tensor,  # int32 [num_tokens]
+    slots: torch.Tensor,  # int32 [num_tokens], -1: the row is skipped
+) -> None:
+    """Rotate the keys of the given rows and store keys and values in their slots."""
+    num_tokens = slots.shape[0]
+    num_kv_heads, _, block_size, head_dim = cache.shape[1:]
+    _append_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM), num_kv_heads)](
+        qkv,
+        cache,
+        angles,
+        angle_rows,
+        slots,
+        num_tokens,
+        qkv.stride(0),
+        KEY_START=qkv.shape[1] - 2 * num_kv_heads * head_dim,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        TOKENS=_TOKENS_PER_PROGRAM,
+        num_warps=2,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _append_kernel(
+    qkv,
+    cache,
+    angles,
+    angle_rows,
+    slots,
+    num_tokens,
+    qkv_stride,
+    KEY_START: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program appends one head of TOKENS rows."""
+    kv_head = tl.program_id(1)
+    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    in_step = rows < num_tokens
+    slot = tl.load(slots + rows, mask=in_step, other=-1)
+    angle_row = tl.load(angle_rows + rows, mask=in_step, other=0)
+    half: tl.constexpr = HEAD_DIM // 2
+    offs = tl.arange(0, HALF)
+    mask = (slot >= 0)[:, None] & (offs < half)[None, :]
+
+    source = qkv + (rows * qkv_stride + KEY_START + kv_head * HEAD_DIM)[:, None] + offs[None, :]
+    key_1 = tl.load(source, mask=mask, other=0.0)
+    key_2 = tl.load(source + half, mask=mask, other=0.0)
+    value_1 = tl.load(source + NUM_KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
+    value_2 = tl.load(source + NUM_KV_HEADS * HEAD_DIM + half, mask=mask, other=0.0)
+    angle = angles + angle_row[:, None] * HEAD_DIM + offs[None, :]
+    cos = tl.load(angle, mask=mask, other=0.0)
+    sin = tl.load(angle + half, mask=mask, other=0.0)
+    key_1, key_2 = rotate(key_1.to(tl.float32), key_2.to(tl.float32), cos, sin)
+
+    target = cache_offset(slot // BLOCK_SIZE, kv_head, slot % BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    target = cache + target[:, None] + offs[None, :]
+    tl.store(target, key_1.to(cache.dtype.element_ty), mask=mask)
+    tl.store(target + half, key_2.to(cache.dtype.element_ty), mask=mask)
+    tl.store(target + BLOCK_SIZE * HEAD_DIM, value_1, mask=mask)
+    tl.store(target + BLOCK_SIZE * HEAD_DIM + half, value_2, mask=mask)

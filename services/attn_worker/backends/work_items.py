@@ -1,0 +1,92 @@
+"""How the attention of one step is cut into equal pieces of GPU work. Plain numpy, once per step.
+
+An *item* is one row of int32 that one kernel program reads first. The kernels of `triton_decode.py` and
+`triton_prefill.py` document which column they use; the order of columns is fixed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NUM_FIELDS = 8  # int32 columns of an item
+NO_ITEM = -1  # in the first column: nothing to do
+
+_MIN_CHUNK = 64  # keys; smaller pieces cost more in merging than they gain
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The sequences of a step that have one token in it; integer arrays [num_rows]."""
+
+    rows: np.ndarray  # of qkv and out
+    context_lens: np.ndarray  # including the new token; 0: a padding row, whose output becomes zero
+    table_starts: np.ndarray  # index of the sequence's first block in the flat block tables
+    slots: np.ndarray  # where the new key and value go
+    angle_rows: np.ndarray  # row of the table of angles
+
+
+def fill_decode_items(
+    items: np.ndarray, decode: DecodeRows, window: int | None, num_pieces: int, tile: int
+) -> None:
+    """Write the pieces of all rows into `items`, int32 [>= num_rows + num_pieces, NUM_FIELDS].
+
+    Columns: row, table_start, first key, end of the cached keys, first item of the row, number of items of
+    the row (0: padding), slot of the new token or -1 where another item has it, angle row. Pieces are made of
+    whole tiles, about total / num_pieces keys each, but for the last one of a row. Long ones come first, so
+    that the GPU does not wait for them in the end. The rest of `items` is NO_ITEM.
+    """
+    ends = decode.context_lens
+    first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    first_tiles = first_keys // tile * tile
+    lengths = ends - first_tiles
+    chunk = max(_MIN_CHUNK, -(-int(lengths.sum()) // num_pieces))
+    counts = -(-lengths // chunk)
+    sizes = -(-lengths // np.maximum(counts * tile, 1)) * tile
+    counts = np.maximum(-(-lengths // np.maximum(sizes, 1)), 1)
+
+    order = np.argsort(-sizes, kind="stable")
+    ordered_counts = counts[order]
+    num_items = int(ordered_counts.sum())
+    ordered_firsts = np.cumsum(ordered_counts) - ordered_counts
+    owners = np.repeat(order, ordered_counts)
+    firsts = np.repeat(ordered_firsts, ordered_counts)
+    indices = np.arange(num_items)
+    tiles = first_tiles[owners] + (indices - firsts) * sizes[owners]
+    owner_ends = ends[owners]
+    stops = np.minimum(tiles + sizes[owners], owner_ends)
+    is_last = stops == owner_ends
+
+    used = items[:num_items]
+    used[:, 0] = decode.rows[owners]
+    used[:, 1] = decode.table_starts[owners]
+    used[:, 2] = np.maximum(tiles, first_keys[owners])
+    used[:, 3] = stops - is_last
+    used[:, 4] = firsts
+    used[:, 5] = (counts * (lengths > 0))[owners]
+    used[:, 6] = np.where(is_last, decode.slots[owners], -1)
+    used[:, 7] = decode.angle_rows[owners]
+    items[num_items:, 0] = NO_ITEM
+
+
+def prefill_items(
+    first_rows: np.ndarray,  # int [num_seqs], of qkv and out
+    num_tokens: np.ndarray,  # int [num_seqs]
+    context_lens: np.ndarray,  # int [num_seqs], including this step's tokens
+    table_starts: np.ndarray,  # int [num_seqs]
+    block_m: int,
+) -> np.ndarray:
+    """Blocks of up to `block_m` queries of one sequence, int32 [num_items, NUM_FIELDS], longest work first.
+
+    Columns: first row, number of rows, position of the first row, table_start; the others are unused.
+    """
+    counts = -(-num_tokens // block_m)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    offsets = (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]) * block_m
+    items = np.zeros((len(owners), NUM_FIELDS), np.int32)
+    items[:, 0] = first_rows[owners] + offsets
+    items[:, 1] = np.minimum(num_tokens[owners] - offsets, block_m)
+    items[:, 2] = (context_lens - num_tokens)[owners] + offsets
+    items[:, 3] = table_starts[owners]
+    return items[np.argsort(-items[:, 2], kind="stable")]

@@ -1,0 +1,136 @@
+"""Physical KV blocks by number: who uses them, which can be found again, which is evicted next.
+
+Owned by `KVCache`, in the attention worker's engine thread. No tensor is touched here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from services.common.errors import CapacityError
+
+DIGEST_SIZE_BYTES = 16
+
+
+def root_digest(weights_hash: bytes, cache_salt: bytes, rope_len: int | None = None) -> bytes:
+    """Parent of a sequence's first block: sequences with different roots never share a block.
+
+    `rope_len` is given only where the keys depend on the length of the prompt.
+    """
+    digest = blake2b(digest_size=DIGEST_SIZE_BYTES)
+    suffix = b"" if rope_len is None else rope_len.to_bytes(8, "little")
+    for part in (weights_hash, cache_salt, suffix):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def block_digest(parent: bytes, token_ids: bytes) -> bytes:
+    """Content hash of a full block: its parent's digest, then its token ids as little-endian uint32."""
+    return blake2b(parent + token_ids, digest_size=DIGEST_SIZE_BYTES).digest()
+
+
+class BlockPool:
+    """Reference counts of blocks 0..num_blocks-1 and the hashes of reusable ones; every call is O(1) a block.
+
+    A block is used (ref count > 0) or free. A free block with a registered hash stays findable until it is
+    evicted, least recently used first, after all free blocks without a hash are gone.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._blank = list(reversed(range(num_blocks)))  # free, no hash; lowest number on top at first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free, with a hash; next victim first
+        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, evictable ones included."""
+        return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Those free blocks whose content can still be found by its hash."""
+        return len(self._evictable)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` blocks, each with ref count 1 and no hash; all or none. Raises CapacityError."""
+        if num_blocks > self.num_free_blocks:
+            raise CapacityError(
+                f"{num_blocks} KV blocks are needed, {self.num_free_blocks} of {self.num_blocks} are free"
+            )
+        return [self._take() for _ in range(num_blocks)]
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block registered under `digest`; `pin` it before anything is allocated."""
+        return self._block_of.get(digest)
+
+    def pin(self, block_id: int) -> bool:
+        """Add a reference to a block that `lookup` found; True if it was free until now."""
+        was_free = self._ref_counts[block_id] == 0
+        if was_free:
+            del self._evictable[block_id]
+        self._ref_counts[block_id] += 1
+        return was_free
+
+    def release(self, block_ids: Sequence[int]) -> int:
+        """Drop one reference of each, given in sequence order; returns how many became free.
+
+        The tail goes first, so that it is evicted before the prefix that other sequences may share.
+        """
+        num_freed = 0
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            assert self._ref_counts[block_id] >= 0, f"block {block_id} was released more often than taken"
+            if self._ref_counts[block_id] == 0:
+                num_freed += 1
+                if block_id in self._digest_of:
+                    self._evictable[block_id] = None
+                else:
+                    self._blank.append(block_id)
+        return num_freed
+
+    def register_hash(self, block_id: int, digest: bytes) -> None:
+        """Make a used, completely filled block findable; the first block of a digest stays the one found."""
+        assert self._ref_counts[block_id] > 0 and block_id not in self._digest_of
+        if digest not in self._block_of:
+            self._block_of[digest] = block_id
+            self._digest_of[block_id] = digest
+
+    def unregister(self, block_id: int) -> None:
+        """Forget the hash of a used block, because its content is about to change; none is fine."""
+        assert self._ref_counts[block_id] > 0
+        self._forget(block_id)
+
+    def check_integrity(self, ref_counts: Sequence[int]) -> None:
+        """Raise AssertionError unless the books agree with `ref_counts`, counted anew by the caller."""
+        assert self._ref_counts == list(ref_counts), "ref counts differ from the block tables"
+        free = sorted([*self._blank, *self._evictable])
+        assert free == [block for block, count in enumerate(ref_counts) if count == 0], "free list is wrong"
+        assert self._digest_of == {block: digest for digest, block in self._block_of.items()}
+        assert all(block in self._digest_of for block in self._evictable)
+        assert not any(block in self._digest_of for block in self._blank)
+
+    def _take(self) -> int:
+        if self._blank:
+            block_id = self._blank.pop()
+        else:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
+        digest = self._digest_of.pop(block_id, None)
+        if digest is not None:
+            del self._block_of[digest]

@@ -1,0 +1,88 @@
+"""`CudaLayerRunner`: decode steps as captured CUDA graphs, handoffs included; other steps kernel by kernel.
+
+No host waits between layers: the handoffs are stream memory operations. Runs on the engine thread, on a
+stream of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from services.attn_worker.backends.triton_attention import TritonAttention
+from services.attn_worker.layer_runner import RunningStep, run_layers
+from services.attn_worker.step_metadata import StepMetadata
+from services.common.batch_buckets import batch_buckets, bucket_for
+from services.common.channel import Channel
+from services.common.cuda_graphs import capture_graphs
+
+
+class CudaLayerRunner:
+    """See `LayerRunner`. Graphs belong to one attachment, whose addresses they hold."""
+
+    def __init__(self, backend: TritonAttention, num_layers: int, max_num_seqs: int) -> None:
+        self._backend = backend
+        self._num_layers = num_layers
+        self._buckets = batch_buckets(max_num_seqs)
+        self._stream = torch.cuda.Stream()
+        self._channel: Channel | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def attach(self, channel: Channel) -> None:
+        """See `LayerRunner`. Captures one graph per bucket."""
+        self._channel = channel
+        self._graphs.clear()  # their memory is free before the new ones need it
+        backend, layers = self._backend, range(self._num_layers)
+
+        def warm_up(bucket: int) -> None:
+            backend.begin_step(_empty_step(), bucket)
+            backend.forward(0, channel.qkv[:bucket], channel.attn_out[:bucket])
+
+        self._graphs = capture_graphs(
+            self._stream,
+            reversed(self._buckets),
+            warm_up,
+            lambda bucket: run_layers(backend, channel, layers, bucket),
+        )
+
+    @torch.inference_mode()
+    def launch(self, step: StepMetadata) -> RunningStep:
+        """See `LayerRunner`. Never waits for the device."""
+        channel = self._channel
+        assert channel is not None, "steps need an attachment"
+        with torch.cuda.stream(self._stream):
+            if self._backend.is_decode_only(step):
+                bucket = bucket_for(self._buckets, len(step.num_tokens))
+                self._backend.begin_step(step, bucket)
+                self._graphs[bucket].replay()
+            else:
+                self._backend.begin_step(step)
+                run_layers(self._backend, channel, range(self._num_layers), len(step.positions))
+            event = torch.cuda.Event()
+            event.record()
+        return _Launched(event, channel)
+
+
+class _Launched:
+    def __init__(self, event: torch.cuda.Event, channel: Channel) -> None:
+        self._event = event
+        self._channel = channel
+
+    def is_done(self) -> bool:
+        if not self._event.query():
+            return False
+        self._channel.check()
+        return True
+
+
+def _empty_step() -> StepMetadata:
+    """A decode step without sequences: all its rows are padding."""
+    int32, int64 = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    return StepMetadata(
+        num_tokens=int32,
+        context_lens=int32,
+        block_tables=np.zeros((0, 1), np.int32),
+        slot_mapping=int64,
+        positions=int32,
+        rope_lens=int32,
+    )

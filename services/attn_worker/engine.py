@@ -1,0 +1,121 @@
+"""`AttentionEngine`: the attention worker's one engine thread. It owns the KV cache and the backend.
+
+    plan_step → accepted → (wait qkv → rope, append, attend → signal) per layer → commit_step
+
+Calls queue up in order. On a CPU a launched step is done; a GPU may still run one when the next is launched.
+A step that loses its dense worker is rolled back as if it had never been planned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from services.attn_worker.kv_cache import KVCache, OpenResult, PlannedStep
+from services.attn_worker.layer_runner import FinishedStep, LayerRunner, RunningStep
+from services.common.channel import Channel
+from services.common.errors import StaleEpoch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step as the dense worker wants it; columns as in `protos/attn.proto`."""
+
+    step_id: int
+    entries: list[tuple[int, int, int]]  # (seq_id, num_tokens, num_computed_tokens)
+    close_seq_ids: list[int]
+    confirmed: list[tuple[int, int]]  # (seq_id, token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a plan did to the cache, known before its layers run."""
+
+    step: PlannedStep
+    num_free_blocks: int
+
+
+class AttentionEngine:
+    """All work goes through `submit`, in order; counters may be read from any thread."""
+
+    def __init__(self, cache: KVCache, runner: LayerRunner) -> None:
+        self.cache = cache
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self._runner = runner
+        self._running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
+        self._channel: Channel | None = None
+        self._attachment_id = 0
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    def submit(self, function: Callable[P, R], *arguments: P.args, **keywords: P.kwargs) -> Future[R]:
+        """Runs one of the methods below on the engine thread, after everything submitted before."""
+        return self._executor.submit(function, *arguments, **keywords)
+
+    def stop(self) -> None:
+        """Ends the thread after the call it is in; whoever waits in a channel must have been aborted."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._channel is not None:
+            self._channel.close()
+
+    def attach(self, channel: Channel, attachment_id: int, weights_hash: str) -> None:
+        """Takes a new attachment's channel, owned by the engine from now on, in place of the last one's.
+
+        Steps that have not ended are rolled back. Keys and values of other weights than `weights_hash` are
+        dropped.
+        """
+        self._abort_steps()
+        self.cache.use_weights(bytes.fromhex(weights_hash))
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self._attachment_id = channel, attachment_id
+        self._runner.attach(channel)
+
+    def open_sequence(
+        self, attachment_id: int, seq_id: int, token_ids: list[int], num_prompt_tokens: int, cache_salt: bytes
+    ) -> OpenResult:
+        """See `KVCache.open_sequence`. Raises `StaleEpoch` for an attachment that was replaced."""
+        self._check_attachment(attachment_id)
+        self._commit_done()
+        result = self.cache.open_sequence(seq_id, token_ids, num_prompt_tokens, cache_salt)
+        self.num_cached_tokens += result.num_cached_tokens
+        return result
+
+    def run_step(self, attachment_id: int, plan: Plan, on_accepted: Callable[[Accepted], None]) -> None:
+        """Launches one step. Raises what `Channel.wait` raises, with all unfinished steps rolled back."""
+        self._check_attachment(attachment_id)
+        self._commit_done()
+        step = self.cache.plan_step(plan.entries, plan.close_seq_ids, plan.confirmed)
+        if step.errors and self._channel is not None:
+            self._channel.add_errors(len(step.errors))
+        on_accepted(Accepted(step, self.cache.num_free_blocks))
+        try:
+            running = self._runner.launch(step.metadata) if plan.entries else FinishedStep()
+            self._running.append((running, len(step.metadata.positions)))
+            self._commit_done()
+        except BaseException:
+            self._abort_steps()
+            raise
+
+    def _commit_done(self) -> None:
+        """Keeps the tokens of every step that has ended, in order."""
+        while self._running and self._running[0][0].is_done():
+            _, num_tokens = self._running.popleft()
+            self.cache.commit_step()
+            self.num_steps += 1
+            self.num_computed_tokens += num_tokens
+
+    def _abort_steps(self) -> None:
+        self._running.clear()
+        self.cache.abort_steps()
+
+    def _check_attachment(self, attachment_id: int) -> None:
+        if attachment_id != self._attachment_id:
+            raise StaleEpoch(f"attachment {attachment_id} was replaced by attachment {self._attachment_id}")

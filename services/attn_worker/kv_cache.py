@@ -1,0 +1,402 @@
+"""The sequences of the attention worker and where their keys and values lie.
+
+Called by the one engine thread only: `plan_step`, the layers run, `commit_step` or `abort_steps`. Steps may be
+planned ahead of those still running, as long as the device runs them, and nothing else, in order.
+The scheduler's ledger of free blocks is kept by the deltas that these calls return.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.attn_worker.block_pool import BlockPool, block_digest, root_digest
+from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
+
+_NO_SEQUENCE = 0  # row of entries whose sequence is unknown: empty, all null blocks
+_INITIAL_NUM_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OpenResult:
+    """Where a sequence stands after it was opened."""
+
+    num_cached_tokens: int  # its keys and values are there; the scheduler continues from here
+    num_pinned_blocks: int  # blocks this call took out of the free pool
+    num_held_blocks: int  # blocks the sequence holds now, shared ones included
+    num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step ready to run, and what did not fit into it."""
+
+    metadata: StepMetadata
+    num_freed_blocks: int  # by the sequences closed in this step
+    errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A planned step that may still be running; some of its sequences may have been closed since."""
+
+    sequences: list[_Sequence]
+    rows: np.ndarray  # int64 [num_seqs]
+    lengths: np.ndarray  # int64 [num_seqs], including the step's tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    row: int  # of the arrays in KVCache
+    root: bytes
+    token_ids: array[int]  # uint32; all that are known, may lag behind the computed length
+    digests: list[bytes]  # of its leading full blocks
+
+
+class KVCache:
+    """Block tables and lengths of all sequences, one numpy row each; prefixes are shared by full blocks.
+
+    `length_dependent_beyond`: prompts longer than this have keys that depend on the prompt's length
+    (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        *,
+        enable_prefix_cache: bool = True,
+        length_dependent_beyond: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks  # also the index of the null block
+        self._weights_hash = b""
+        self._enable_prefix_cache = enable_prefix_cache
+        self._length_dependent_beyond = length_dependent_beyond
+        self._pool = BlockPool(num_blocks)
+        self._sequences: dict[int, _Sequence] = {}
+        self._in_flight: deque[_InFlight] = deque()  # planned steps, oldest first
+        # One row per sequence; _num_computed runs ahead of _num_committed while a step is under way.
+        self._sequence_of_row: list[_Sequence | None] = []
+        self._free_rows: list[int] = []
+        self._block_tables = np.empty((0, -(-max_model_len // block_size)), np.int32)
+        self._counts = np.zeros((5, 0), np.int64)
+        self._add_rows(_INITIAL_NUM_ROWS)
+        self._free_rows.remove(_NO_SEQUENCE)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose content a new sequence may still find."""
+        return self._pool.num_cached_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_used_blocks
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def held_blocks(self) -> dict[int, int]:
+        """Number of blocks of every sequence, by seq_id; shared ones count for each."""
+        num_held = self._num_held_blocks.tolist()
+        return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
+
+    def use_weights(self, weights_hash: bytes) -> None:
+        """Name the weights that keys and values are made with; under others, all sequences are closed."""
+        if weights_hash != self._weights_hash:
+            self.close_sequences(list(self._sequences))
+            self._weights_hash = weights_hash
+
+    def open_sequence(
+        self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, cache_salt: bytes = b""
+    ) -> OpenResult:
+        """Start a sequence on its longest cached prefix, or take up a known one where it was committed.
+
+        At least the last token is always left to compute. A known sequence (its dense worker died) keeps
+        its blocks if `token_ids` agree with what it holds; otherwise it starts as if new. Raises
+        InvalidRequest for impossible lengths.
+        """
+        if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
+            raise InvalidRequest(
+                f"sequence {seq_id} has {len(token_ids)} tokens, {num_prompt_tokens} of them prompt;"
+                f" 1 to max_model_len {self.max_model_len} are possible"
+            )
+        ids = array("I", token_ids)
+        root = self._root(num_prompt_tokens, cache_salt)
+        num_pinned = num_freed = 0
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None and _continues(sequence, root, ids):
+            num_freed = self._truncate(sequence, len(ids) - 1)
+            sequence.token_ids = ids
+        else:
+            num_freed = self._drop(seq_id)
+            sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
+            num_pinned = self._pin_cached_prefix(sequence)
+        row = sequence.row
+        self._num_prompt_tokens[row] = num_prompt_tokens
+        num_cached, num_held = int(self._num_computed[row]), int(self._num_held_blocks[row])
+        return OpenResult(num_cached, num_pinned, num_held, num_freed)
+
+    def plan_step(
+        self,
+        entries: Sequence[tuple[int, int, int]],
+        close_seq_ids: Iterable[int] = (),
+        confirmed: Iterable[tuple[int, int]] = (),
+    ) -> PlannedStep:
+        """Confirm, close and place: the blocks for every entry's tokens, as one batch in entry order.
+
+        entries: (seq_id, num_tokens, num_computed_tokens); the last must be the sequence's own count.
+        confirmed: (seq_id, token_id), sampled by earlier steps; unknown sequences are ignored.
+        A sequence that cannot run is reported in `errors` and left as it is. Raises InvalidRequest, with
+        nothing done, for a num_tokens outside 1..max_model_len.
+        """
+        for seq_id, count, _ in entries:
+            if not 1 <= count <= self.max_model_len:
+                raise InvalidRequest(
+                    f"a step has {count} tokens of sequence {seq_id}, 1 to {self.max_model_len} are possible"
+                )
+        for seq_id, token_id in confirmed:
+            if (sequence := self._sequences.get(seq_id)) is not None:
+                sequence.token_ids.append(token_id)
+        num_freed = self.close_sequences(close_seq_ids)
+
+        seq_ids = [entry[0] for entry in entries]
+        num_tokens = np.array([entry[1] for entry in entries], np.int64)
+        num_computed = np.array([entry[2] for entry in entries], np.int64)
+        rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
+        errors = self._find_errors(seq_ids, rows, num_tokens, num_computed)
+        self._allocate_blocks(seq_ids, rows, num_computed + num_tokens, errors)
+
+        has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
+        running = rows[~has_failed]
+        self._num_computed[running] += num_tokens[~has_failed]
+        sequences = [self._sequence_of_row[row] for row in running.tolist()]
+        self._in_flight.append(_InFlight(sequences, running, self._num_computed[running]))
+        return PlannedStep(self._metadata(rows, num_tokens, has_failed), num_freed, errors)
+
+    def commit_step(self) -> None:
+        """The oldest planned step ran through: keep its tokens, make full blocks of known tokens findable."""
+        step = self._in_flight.popleft()
+        pairs = zip(step.rows.tolist(), step.sequences, strict=True)
+        is_open = np.array([self._sequence_of_row[row] is sequence for row, sequence in pairs], bool)
+        self._num_committed[step.rows[is_open]] = step.lengths[is_open]
+        rows = np.flatnonzero(self._num_committed // self.block_size > self._num_hashed_blocks)
+        for row in rows.tolist():
+            self._register_full_blocks(self._sequence_of_row[row])
+
+    def abort_steps(self) -> int:
+        """No planned step will run through: return to the last committed lengths; returns num_freed_blocks."""
+        planned = {id(sequence): sequence for step in self._in_flight for sequence in step.sequences}
+        self._in_flight.clear()
+        is_open = (sequence for sequence in planned.values() if self._sequence_of_row[sequence.row] is sequence)
+        return sum(self._truncate(sequence, self.max_model_len) for sequence in is_open)
+
+    def close_sequences(self, seq_ids: Iterable[int]) -> int:
+        """Forget sequences; unknown ones are ignored. Returns how many blocks became free."""
+        num_freed = 0
+        for seq_id in seq_ids:
+            if (sequence := self._sequences.get(seq_id)) is not None:
+                self._register_full_blocks(sequence)
+                num_freed += self._drop(seq_id)
+        return num_freed
+
+    def check_integrity(self) -> None:
+        """Count everything anew from the block tables; raises AssertionError on any disagreement."""
+        used_rows = {sequence.row for sequence in self._sequences.values()}
+        rows = set(range(1, len(self._block_tables)))
+        assert len(used_rows) == len(self._sequences) and sorted(rows - used_rows) == sorted(self._free_rows)
+        ref_counts = [0] * self._pool.num_blocks
+        for row, table in enumerate(self._block_tables):
+            num_held = int(self._num_held_blocks[row])
+            assert num_held == -(-self._num_computed[row] // self.block_size)
+            assert (table[num_held:] == self.num_blocks).all()
+            assert row in used_rows or num_held == 0
+            for block_id in table[:num_held].tolist():
+                ref_counts[block_id] += 1
+        self._pool.check_integrity(ref_counts)
+        assert self.num_free_blocks + self.num_used_blocks == self._pool.num_blocks
+        for sequence in self._sequences.values():
+            num_hashed = int(self._num_hashed_blocks[sequence.row])
+            assert num_hashed * self.block_size <= self._num_committed[sequence.row]
+            assert sequence.digests == [self._digest(sequence, index) for index in range(num_hashed)]
+
+    # Opening a sequence
+
+    def _root(self, num_prompt_tokens: int, cache_salt: bytes) -> bytes:
+        beyond = self._length_dependent_beyond
+        is_length_dependent = beyond is not None and num_prompt_tokens > beyond
+        return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
+
+    def _new_sequence(self, root: bytes, token_ids: array[int]) -> _Sequence:
+        if not self._free_rows:
+            self._add_rows(len(self._block_tables))
+        sequence = _Sequence(self._free_rows.pop(), root, token_ids, digests=[])
+        self._sequence_of_row[sequence.row] = sequence
+        return sequence
+
+    def _pin_cached_prefix(self, sequence: _Sequence) -> int:
+        """Returns how many of the pinned blocks were free."""
+        if not self._enable_prefix_cache:
+            return 0
+        row, num_pinned = sequence.row, 0
+        for index in range((len(sequence.token_ids) - 1) // self.block_size):
+            digest = self._digest(sequence, index)
+            block_id = self._pool.lookup(digest)
+            if block_id is None:
+                break
+            num_pinned += self._pool.pin(block_id)
+            self._block_tables[row, index] = block_id
+            sequence.digests.append(digest)
+        num_hits = len(sequence.digests)
+        self._num_held_blocks[row] = self._num_hashed_blocks[row] = num_hits
+        self._num_computed[row] = self._num_committed[row] = num_hits * self.block_size
+        return num_pinned
+
+    def _drop(self, seq_id: int) -> int:
+        """Forget a sequence, if it is known; returns how many blocks became free."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is None:
+            return 0
+        row = sequence.row
+        num_freed = self._release_blocks(row, first=0)
+        self._counts[:, row] = 0
+        self._sequence_of_row[row] = None
+        self._free_rows.append(row)
+        return num_freed
+
+    def _add_rows(self, num_new: int) -> None:
+        num_rows = len(self._block_tables) + num_new
+        self._free_rows.extend(reversed(range(num_rows - num_new, num_rows)))
+        self._sequence_of_row.extend([None] * num_new)
+        self._block_tables = np.pad(
+            self._block_tables, ((0, num_new), (0, 0)), constant_values=self.num_blocks
+        )
+        self._counts = np.pad(self._counts, ((0, 0), (0, num_new)))
+        (
+            self._num_prompt_tokens,
+            self._num_computed,
+            self._num_committed,
+            self._num_held_blocks,
+            self._num_hashed_blocks,
+        ) = self._counts  # views [num_rows]
+
+    # Planning a step
+
+    def _row(self, seq_id: int) -> int:
+        sequence = self._sequences.get(seq_id)
+        return _NO_SEQUENCE if sequence is None else sequence.row
+
+    def _find_errors(
+        self, seq_ids: list[int], rows: np.ndarray, num_tokens: np.ndarray, num_computed: np.ndarray
+    ) -> dict[int, TwostrokeError]:
+        """Entries that contradict what is known here; one vectorised check, words only where it fails."""
+        held = self._num_computed[rows]
+        is_wrong = (rows == _NO_SEQUENCE) | (held != num_computed)
+        is_wrong |= num_computed + num_tokens > self.max_model_len
+        if len(set(seq_ids)) < len(seq_ids):
+            is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
+        errors: dict[int, TwostrokeError] = {}
+        for index in np.flatnonzero(is_wrong).tolist():
+            seq_id = seq_ids[index]
+            if rows[index] == _NO_SEQUENCE:
+                errors[seq_id] = NotFound(f"sequence {seq_id} is not open")
+            else:
+                errors[seq_id] = RequestAborted(
+                    f"{seq_ids.count(seq_id)} entries of a step plan {num_tokens[index]} tokens after"
+                    f" {num_computed[index]} for sequence {seq_id}; it has {held[index]} tokens,"
+                    f" max_model_len is {self.max_model_len}"
+                )
+        return errors
+
+    def _allocate_blocks(
+        self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
+    ) -> None:
+        """Give each sequence the blocks for `lengths` tokens; one that does not fit is added to `errors`."""
+        num_missing = -(-lengths // self.block_size) - self._num_held_blocks[rows]
+        for index in np.flatnonzero(num_missing > 0).tolist():
+            if seq_ids[index] in errors:
+                continue
+            try:
+                blocks = self._pool.allocate(int(num_missing[index]))
+            except CapacityError as error:
+                errors[seq_ids[index]] = error
+                continue
+            row = rows[index]
+            first = self._num_held_blocks[row]
+            self._block_tables[row, first : first + len(blocks)] = blocks
+            self._num_held_blocks[row] += len(blocks)
+
+    def _metadata(self, rows: np.ndarray, num_tokens: np.ndarray, has_failed: np.ndarray) -> StepMetadata:
+        """Lengths already include this step; failed sequences read and write the null block only."""
+        starts = np.where(has_failed, 0, self._num_computed[rows] - num_tokens)
+        longest = int((starts + num_tokens).max(initial=0))
+        tables = self._block_tables[rows, : -(-longest // self.block_size)]
+        tables[has_failed] = self.num_blocks
+        return build_step_metadata(num_tokens, starts, self._num_prompt_tokens[rows], tables, self.block_size)
+
+    # After a step
+
+    def _register_full_blocks(self, sequence: _Sequence) -> None:
+        """Make the full blocks findable whose tokens are all committed and known."""
+        if not self._enable_prefix_cache:
+            return
+        row = sequence.row
+        num_known = min(int(self._num_committed[row]), len(sequence.token_ids))
+        for index in range(len(sequence.digests), num_known // self.block_size):
+            digest = self._digest(sequence, index)
+            self._pool.register_hash(int(self._block_tables[row, index]), digest)
+            sequence.digests.append(digest)
+        self._num_hashed_blocks[row] = len(sequence.digests)
+
+    def _digest(self, sequence: _Sequence, index: int) -> bytes:
+        """Of block `index`, whose parent's digest must be there."""
+        parent = sequence.digests[index - 1] if index else sequence.root
+        token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return block_digest(parent, np.array(token_ids, "<u4").tobytes())
+
+    def _truncate(self, sequence: _Sequence, max_tokens: int) -> int:
+        """Roll back to the committed tokens, `max_tokens` at most; returns how many blocks became free.
+
+        The block that will be written next must be neither findable nor shared. If others share it, it is
+        given up whole: recomputing a few tokens is cheaper than copying a block in every layer.
+        """
+        row = sequence.row
+        num_tokens = min(int(self._num_committed[row]), max_tokens)
+        index, offset = divmod(num_tokens, self.block_size)
+        if offset and index < len(sequence.digests):
+            block_id = int(self._block_tables[row, index])
+            if self._pool.ref_count(block_id) > 1:
+                num_tokens -= offset
+            else:
+                self._pool.unregister(block_id)
+        del sequence.digests[index:]
+        self._num_hashed_blocks[row] = len(sequence.digests)
+        self._num_computed[row] = self._num_committed[row] = num_tokens
+        return self._release_blocks(row, first=-(-num_tokens // self.block_size))
+
+    def _release_blocks(self, row: int, first: int) -> int:
+        """Give back a row's blocks from `first` on; returns how many became free."""
+        blocks = self._block_tables[row, first : self._num_held_blocks[row]]
+        num_freed = self._pool.release(blocks.tolist())
+        blocks[:] = self.num_blocks
+        self._num_held_blocks[row] = min(first, int(self._num_held_blocks[row]))
+        return num_freed
+
+
+def _continues(sequence: _Sequence, root: bytes, token_ids: array[int]) -> bool:
+    """Whether `token_ids` agree with all that is known of `sequence`, which may be shorter or longer."""
+    overlap = min(len(sequence.token_ids), len(token_ids))
+    return sequence.root == root and sequence.token_ids[:overlap] == token_ids[:overlap]

@@ -1,0 +1,226 @@
+"""gRPC front of the attention worker. Runs on the event loop; all work is the engine thread's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+
+import grpc
+import structlog
+import torch
+
+from services.attn_worker.build import StepLimits, build_engine
+from services.attn_worker.engine import Accepted, AttentionEngine, Plan
+from services.common.channel import Channel, ChannelSpec
+from services.common.channel.factory import create_channel
+from services.common.config import AttentionSection
+from services.common.errors import ConfigError, InvalidRequest, PeerError, StaleEpoch
+from services.common.process import resident_bytes
+from services.common.resolve import ResolvedModel
+from services.pb import attn_pb2, attn_pb2_grpc
+
+log = structlog.get_logger()
+
+
+class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
+    """Serves one attachment at a time. `epoch` names this process's life.
+
+    The KV cache is allocated at the first attachment: only then have the weights taken their memory.
+    """
+
+    def __init__(self, section: AttentionSection, model: ResolvedModel, epoch: int, wait_timeout_s: float) -> None:
+        self._section = section
+        self._model = model
+        self._engine: AttentionEngine | None = None
+        self._epoch = epoch
+        self._wait_timeout_s = wait_timeout_s
+        self._attachment_id = 0
+        self._channel: Channel | None = None
+
+    async def Attach(
+        self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.AttachReply:
+        self._check_model(request)
+        self.abort()
+        self._attachment_id += 1
+        attachment_id, config = self._attachment_id, self._model.config
+        spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, self._model.dtype)
+        channel = create_channel(
+            self._model.device, spec, self._epoch, attachment_id, lane=0, wait_timeout_s=self._wait_timeout_s
+        )
+        self._channel = channel
+        if self._engine is None:
+            limits = StepLimits(request.max_num_seqs, request.max_num_batched_tokens)
+            self._engine = await asyncio.to_thread(build_engine, self._section, self._model, limits)
+        engine = self._engine
+        await asyncio.wrap_future(engine.submit(engine.attach, channel, attachment_id, request.weights_hash))
+        log.info("attached", attachment_id=attachment_id, peer=context.peer(), channel=channel.kind)
+        cache = engine.cache
+        held_blocks = cache.held_blocks
+        return attn_pb2.AttachReply(
+            epoch=self._epoch,
+            attachment_id=attachment_id,
+            lanes=[
+                attn_pb2.LaneHandle(lane=0, kind=channel.kind, handle=channel.handle, num_bytes=channel.num_bytes)
+            ],
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            num_free_blocks=cache.num_free_blocks,
+            open_seq_ids=held_blocks.keys(),
+            open_num_blocks=held_blocks.values(),
+        )
+
+    async def OpenSequence(
+        self, request: attn_pb2.OpenSequenceRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.OpenSequenceReply:
+        engine = self._require_engine()
+        result = await asyncio.wrap_future(
+            engine.submit(
+                engine.open_sequence,
+                request.attachment_id,
+                request.seq_id,
+                list(request.token_ids),
+                request.num_prompt_tokens,
+                request.cache_salt.encode(),
+            )
+        )
+        log.debug(
+            "opened",
+            request_id=request.request_id,
+            seq_id=f"{request.seq_id:x}",
+            num_cached_tokens=result.num_cached_tokens,
+        )
+        return attn_pb2.OpenSequenceReply(
+            num_cached_tokens=result.num_cached_tokens,
+            num_pinned_blocks=result.num_pinned_blocks,
+            num_held_blocks=result.num_held_blocks,
+            num_freed_blocks=result.num_freed_blocks,
+        )
+
+    async def Execute(
+        self, requests: AsyncIterator[attn_pb2.StepPlan], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[attn_pb2.StepResult]:
+        metadata = dict(context.invocation_metadata())
+        epoch, attachment_id = int(metadata.get("epoch", 0)), int(metadata.get("attachment-id", 0))
+        if (epoch, attachment_id) != (self._epoch, self._attachment_id):
+            raise StaleEpoch(
+                f"plans are of epoch {epoch:016x}, attachment {attachment_id}; "
+                f"this is epoch {self._epoch:016x}, attachment {self._attachment_id}"
+            )
+        channel, engine = self._channel, self._require_engine()
+        assert channel is not None
+        results: asyncio.Queue[attn_pb2.StepResult | Exception] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(requests, engine, attachment_id, results))
+        try:
+            while True:
+                result = await results.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+        finally:
+            channel.abort()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            log.info("detached", attachment_id=attachment_id)
+
+    async def GetStatus(
+        self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.AttentionStatus:
+        engine = self._require_engine()
+        cache = engine.cache
+        return attn_pb2.AttentionStatus(
+            epoch=self._epoch,
+            num_blocks=cache.num_blocks,
+            num_free_blocks=cache.num_free_blocks,
+            num_cached_blocks=cache.num_cached_blocks,
+            num_sequences=cache.num_sequences,
+            num_steps=engine.num_steps,
+            num_computed_tokens=engine.num_computed_tokens,
+            num_cached_tokens=engine.num_cached_tokens,
+            resident_bytes=resident_bytes(),
+        )
+
+    def abort(self) -> None:
+        """Releases the engine thread if it waits for the dense worker."""
+        if self._channel is not None:
+            self._channel.abort()
+
+    def stop(self) -> None:
+        """Ends the engine thread; blocks until it has."""
+        if self._engine is not None:
+            self._engine.stop()
+
+    def _require_engine(self) -> AttentionEngine:
+        if self._engine is None:
+            raise PeerError("no dense worker has attached yet")
+        return self._engine
+
+    async def _read(
+        self,
+        requests: AsyncIterator[attn_pb2.StepPlan],
+        engine: AttentionEngine,
+        attachment_id: int,
+        results: asyncio.Queue[attn_pb2.StepResult | Exception],
+    ) -> None:
+        """Hands every plan to the engine; its result, or the error that ends the stream, goes to `results`."""
+        loop = asyncio.get_running_loop()
+
+        def put(result: attn_pb2.StepResult | Exception) -> None:
+            loop.call_soon_threadsafe(results.put_nowait, result)
+
+        def report(step: Future[None]) -> None:
+            if not step.cancelled() and (error := step.exception()) is not None:
+                put(error if isinstance(error, Exception) else PeerError(repr(error)))
+
+        async for message in requests:
+            plan = decode_plan(message)
+            step = engine.submit(
+                engine.run_step,
+                attachment_id,
+                plan,
+                lambda accepted, step_id=plan.step_id: put(encode_result(step_id, accepted)),
+            )
+            step.add_done_callback(report)
+        put(PeerError("the dense worker ended the stream of plans"))
+
+    def _check_model(self, request: attn_pb2.AttachRequest) -> None:
+        own = {"dtype": _name(self._model.dtype), "model_fingerprint": self._model.config.fingerprint}
+        for field, value in own.items():
+            if getattr(request, field) != value:
+                raise ConfigError(
+                    f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
+                    "both must be started with the same model section"
+                )
+
+
+def decode_plan(plan: attn_pb2.StepPlan) -> Plan:
+    """Raises `InvalidRequest` when the columns are not of equal length."""
+    columns = (plan.seq_ids, plan.num_tokens, plan.num_computed_tokens)
+    confirmed = (plan.confirmed_seq_ids, plan.confirmed_token_ids)
+    try:
+        return Plan(
+            plan.step_id,
+            list(zip(*columns, strict=True)),
+            list(plan.close_seq_ids),
+            list(zip(*confirmed, strict=True)),
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"columns of plan {plan.step_id} differ in length: {error}") from error
+
+
+def encode_result(step_id: int, accepted: Accepted) -> attn_pb2.StepResult:
+    """What the dense worker needs to know of an accepted plan."""
+    return attn_pb2.StepResult(
+        step_id=step_id,
+        num_freed_blocks=accepted.step.num_freed_blocks,
+        num_free_blocks=accepted.num_free_blocks,
+        errors=[
+            attn_pb2.SequenceError(seq_id=seq_id, message=str(error))
+            for seq_id, error in accepted.step.errors.items()
+        ],
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,48 @@
+"""What one step looks like to an attention backend: lengths, positions and places of its tokens.
+
+Built by `KVCache.plan_step` without torch, read once by `AttentionBackend.begin_step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """The batch of one step. The arrays are fresh for each step and owned by its reader.
+
+    The rows of qkv are the tokens of sequence 0, then of sequence 1, and so on. A sequence that cannot
+    run keeps its rows: they start at position 0 and lie in the null block, whose index is `num_blocks`.
+    """
+
+    num_tokens: np.ndarray  # int32 [num_seqs], tokens of this step
+    context_lens: np.ndarray  # int32 [num_seqs], length including this step's tokens
+    block_tables: np.ndarray  # int32 [num_seqs, max_blocks_used], padded with the null block
+    slot_mapping: np.ndarray  # int64 [total_tokens], block * block_size + offset in the block
+    positions: np.ndarray  # int32 [total_tokens]
+    rope_lens: np.ndarray  # int32 [total_tokens], max(position + 1, prompt length): for length-scaled RoPE
+
+
+def build_step_metadata(
+    num_tokens: np.ndarray,  # int64 [num_seqs]
+    num_computed_tokens: np.ndarray,  # int64 [num_seqs], 0 for sequences that cannot run
+    num_prompt_tokens: np.ndarray,  # int64 [num_seqs]
+    block_tables: np.ndarray,  # int32 [num_seqs, >= blocks needed]
+    block_size: int,
+) -> StepMetadata:
+    """Expand per-sequence counts into per-token positions and slots."""
+    seq_index = np.repeat(np.arange(len(num_tokens)), num_tokens)
+    first_rows = np.cumsum(num_tokens) - num_tokens
+    positions = np.arange(len(seq_index)) + (num_computed_tokens - first_rows)[seq_index]
+    blocks = block_tables[seq_index, positions // block_size].astype(np.int64)
+    return StepMetadata(
+        num_tokens=num_tokens.astype(np.int32),
+        context_lens=(num_computed_tokens + num_tokens).astype(np.int32),
+        block_tables=block_tables,
+        slot_mapping=blocks * block_size + positions % block_size,
+        positions=positions.astype(np.int32),
+        rope_lens=np.maximum(positions + 1, num_prompt_tokens[seq_index]).astype(np.int32),
+    )

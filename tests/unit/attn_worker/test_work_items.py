@@ -1,0 +1,97 @@
+"""Items of GPU work cover every visible key once, whatever the lengths, and never outgrow their array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.attn_worker.backends.work_items import (
+    NO_ITEM,
+    NUM_FIELDS,
+    DecodeRows,
+    fill_decode_items,
+    prefill_items,
+)
+
+
+def make_items(
+    lengths: list[int], window: int | None, num_pieces: int, tile: int
+) -> tuple[np.ndarray, DecodeRows]:
+    """Items of one step, and the rows they are made of."""
+    context_lens = np.array(lengths, np.int32)
+    num_rows = len(lengths)
+    rows = DecodeRows(
+        rows=np.arange(num_rows, dtype=np.int32),
+        context_lens=context_lens,
+        table_starts=np.arange(0, 1000 * num_rows, 1000, dtype=np.int32),
+        slots=np.arange(100, 100 + num_rows, dtype=np.int32),
+        angle_rows=np.maximum(context_lens - 1, 0),
+    )
+    items = np.full((num_rows + num_pieces, NUM_FIELDS), 77, np.int32)
+    fill_decode_items(items, rows, window, num_pieces, tile)
+    return items, rows
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
+    window=st.none() | st.integers(1, 3000),
+    num_pieces=st.integers(1, 40),
+    tile=st.sampled_from([16, 32, 64]),
+)
+def test_items_partition_the_visible_keys(
+    lengths: list[int], window: int | None, num_pieces: int, tile: int
+) -> None:
+    items, rows = make_items(lengths, window, num_pieces, tile)
+    used = items[items[:, 0] != NO_ITEM]
+    assert (items[len(used) :, 0] == NO_ITEM).all()
+    for row, length in enumerate(lengths):
+        own = np.flatnonzero(used[:, 0] == row)
+        assert (np.diff(own) == 1).all() and (used[own, 4] == own[0]).all()
+        _, table_start, first, end, _, num_items, slot, angle_row = used[own, :NUM_FIELDS].T
+        assert (table_start == rows.table_starts[row]).all() and (angle_row == rows.angle_rows[row]).all()
+        if length == 0:
+            assert len(own) == 1 and num_items[0] == 0
+            continue
+        assert (num_items == len(own)).all()
+        # The pieces follow each other; the last one also has the new token, which is not read from the cache.
+        lowest = 0 if window is None else max(0, length - window)
+        assert [first[0], *end] == [lowest, *first[1:], length - 1]
+        assert slot.tolist() == [-1] * (len(own) - 1) + [rows.slots[row]]
+
+
+def test_equal_sequences_are_not_cut_when_there_are_enough_of_them() -> None:
+    items, _ = make_items([1000] * 20, None, num_pieces=16, tile=32)
+    assert (items[:, 0] != NO_ITEM).sum() == 20
+
+
+def test_one_long_sequence_among_short_ones_is_cut_and_comes_first() -> None:
+    items, _ = make_items([100] * 19 + [9000], None, num_pieces=10, tile=32)
+    used = items[items[:, 0] != NO_ITEM]
+    assert used[0, 0] == 19 and used[0, 5] >= 8
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_prefill_items_hold_each_query_once(block_m: int) -> None:
+    num_tokens, context_lens = np.array([1, 64, 200, 17]), np.array([1, 64, 900, 40])
+    first_rows, table_starts = np.array([5, 6, 70, 270]), np.array([0, 10, 20, 30])
+    items = prefill_items(first_rows, num_tokens, context_lens, table_starts, block_m)
+    assert (items[:, 1] <= block_m).all() and (np.diff(items[:, 2]) <= 0).all()
+    covered = [
+        (row, position, table)
+        for first_row, count, first_position, table in items[:, :4].tolist()
+        for row, position in zip(
+            range(first_row, first_row + count), range(first_position, 10**6), strict=False
+        )
+    ]
+    expected = [
+        (
+            int(first_rows[seq] + index),
+            int(context_lens[seq] - num_tokens[seq] + index),
+            int(table_starts[seq]),
+        )
+        for seq in range(4)
+        for index in range(num_tokens[seq])
+    ]
+    assert sorted(covered) == expected
