@@ -1,0 +1,165 @@
+"""`python -m services.dense_worker --config FILE`: the process that owns weights, scheduler and sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+
+from services.common.channel import ChannelSpec
+from services.common.cli import parse_service_args
+from services.common.config import Config, ModelSection
+from services.common.logs import configure_logs
+from services.common.resolve import ResolvedModel, resolve_model, use_device
+from services.common.server import GrpcServer, run_service, run_together
+from services.dense_worker.attention_client import Attachment, AttachOptions, AttentionClient
+from services.dense_worker.backends.select import select_backend
+from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.model_runner import ModelRunner
+from services.dense_worker.profiles import Limits
+from services.dense_worker.sampler import Sampler
+from services.dense_worker.scheduler import SchedulerLimits
+from services.dense_worker.servicer import DenseServicer
+from services.dense_worker.weights import ModelWeights, load_weights, random_weights, weights_hash
+from services.pb import dense_pb2, dense_pb2_grpc
+
+log = structlog.get_logger()
+
+SERVICE_NAME = "twostroke.dense.v1.DenseWorker"
+STOP_GRACE_S = 1.0
+
+
+async def serve(config: Config) -> None:
+    """Opens everything, serves until cancelled, closes everything."""
+    model = resolve_model(config.model, config.dense.device)
+    use_device(model.device, config.dense.num_threads)
+    server = GrpcServer(config.dense.address, [SERVICE_NAME], config.peers.max_message_bytes)
+    servicer = DenseServicer()
+    dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
+    address = await server.start()
+    try:
+        digest, weights = await asyncio.to_thread(open_weights, config.model, model)
+        await run_engine(config, model, digest, weights, servicer, server, address)
+    finally:
+        await server.stop(STOP_GRACE_S)
+
+
+def open_weights(section: ModelSection, model: ResolvedModel) -> tuple[str, ModelWeights]:
+    """The weights and their hash. Raises `ModelError` for what is missing or damaged."""
+    if section.load_format == "dummy":
+        digest = weights_hash(section.path, model.config, section.dummy_seed)
+        return digest, random_weights(model.config, model.dtype, model.device, section.dummy_seed)
+    return weights_hash(section.path, model.config), load_weights(
+        section.path, model.config, model.dtype, model.device
+    )
+
+
+async def run_engine(
+    config: Config,
+    model: ResolvedModel,
+    digest: str,
+    weights: ModelWeights,
+    servicer: DenseServicer,
+    server: GrpcServer,
+    address: str,
+) -> None:
+    """Runs the engine beside the client of the attention worker; raises whatever ends either."""
+    loop = asyncio.get_running_loop()
+    scheduler = config.scheduler
+    options = AttachOptions(
+        weights_hash=digest,
+        model_fingerprint=model.config.fingerprint,
+        max_num_seqs=scheduler.max_num_seqs,
+        spec=ChannelSpec(
+            scheduler.max_num_batched_tokens, model.config.qkv_size, model.config.attn_size, model.dtype
+        ),
+        device=model.device,
+        wait_timeout_s=config.channel.wait_timeout_s,
+    )
+    client = AttentionClient(config.attention.address, options, config.peers)
+    backend, runner = await asyncio.to_thread(build_runner, config, model, weights)
+    failure: asyncio.Future[None] = loop.create_future()
+
+    def deliver(report: StepReport) -> None:
+        loop.call_soon_threadsafe(servicer.deliver, report)
+
+    def fail(error: BaseException) -> None:
+        loop.call_soon_threadsafe(failure.set_exception, error)
+
+    engine = Engine(
+        SchedulerLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+            max_num_waiting=scheduler.max_num_waiting,
+            policy=scheduler.policy,
+        ),
+        runner,
+        client,
+        deliver,
+        fail,
+        result_timeout_s=config.channel.wait_timeout_s,
+    )
+
+    async def become_ready() -> None:
+        attachment = await client.wait_attached()
+        servicer.set_ready(engine, describe(model, digest, backend, attachment))
+        await server.set_serving(True)
+        log.info("serving", address=address, backend=backend, device=str(model.device), dtype=str(model.dtype))
+        await failure
+
+    engine.start()
+    try:
+        await run_together(client.run(engine), become_ready())
+    finally:
+        client.abort()
+        await asyncio.to_thread(engine.stop, STOP_GRACE_S)
+
+
+def build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) -> tuple[str, ModelRunner]:
+    """The backend's name, and what runs steps on it."""
+    use_device(model.device, config.dense.num_threads)  # of the calling thread
+    scheduler, layers = config.scheduler, model.config.num_layers
+    limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    selected = select_backend(config.dense, model, weights, config.model.path, limits)
+    sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
+    if model.device.type == "cpu":
+        return selected.name, ModelRunner(selected.backend, sampler, layers, scheduler.max_num_seqs)
+    from services.dense_worker.cuda_model_runner import CudaModelRunner
+
+    return selected.name, CudaModelRunner(
+        selected.backend,
+        sampler,
+        model.config,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        config.channel.wait_timeout_s,
+    )
+
+
+def describe(
+    model: ResolvedModel, digest: str, backend: str, attachment: Attachment
+) -> dense_pb2.DenseInfo:
+    """What a gateway may ask for: the model's limits, and the KV cache's where they are lower."""
+    config = model.config
+    return dense_pb2.DenseInfo(
+        family=config.family,
+        dtype=str(model.dtype).removeprefix("torch."),
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        max_model_len=min(model.max_model_len, attachment.num_blocks * attachment.block_size),
+        weights_hash=digest,
+        backend=backend,
+        device=str(model.device),
+    )
+
+
+def main() -> None:
+    config = parse_service_args("services.dense_worker", sys.argv[1:])
+    configure_logs(config.log, "dense_worker")
+    run_service(serve(config))
+
+
+if __name__ == "__main__":
+    main()

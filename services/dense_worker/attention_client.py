@@ -1,0 +1,251 @@
+"""`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
+
+Lives on the event loop. The engine thread calls `publish` and `open` from outside; everything that comes
+back goes through the `AttentionListener`, whose methods hand it to the engine thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+import torch
+
+from services.common.channel import Channel, ChannelSpec
+from services.common.channel.factory import map_channel
+from services.common.client import open_channel
+from services.common.config import PeerSection
+from services.common.errors import ConfigError, PeerError, TwostrokeError
+from services.dense_worker.scheduler import StepPlan
+from services.dense_worker.sequence import Sequence
+from services.pb import attn_pb2, attn_pb2_grpc
+
+log = structlog.get_logger()
+
+_RETRY_S = 0.2
+# What a later try may cure; any other answer is the attention worker's refusal.
+_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A mapped data region and what the attention worker said of its cache. Owned by the client."""
+
+    epoch: int
+    attachment_id: int
+    channel: Channel
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    held_blocks: dict[int, int]  # by sequences that an earlier dense worker left open
+
+
+class AttentionListener(Protocol):
+    """What the engine wants to know; called on the event loop."""
+
+    def on_attached(self, attachment: Attachment) -> None: ...
+    def on_detached(self, attachment: Attachment, error: str) -> None: ...
+    def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None: ...
+    def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None: ...
+    def on_accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOptions:
+    """What this dense worker tells the attention worker when it attaches."""
+
+    weights_hash: str
+    model_fingerprint: str
+    max_num_seqs: int
+    spec: ChannelSpec
+    device: torch.device
+    wait_timeout_s: float
+
+
+class AttentionClient:
+    """One attachment at a time, renewed whenever it breaks, for `peers.connect_timeout_s` seconds at most."""
+
+    def __init__(self, address: str, options: AttachOptions, peers: PeerSection) -> None:
+        self._address = address
+        self._options = options
+        self._connect_timeout_s = peers.connect_timeout_s
+        self._rpc_timeout_s = peers.rpc_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._grpc = open_channel(address, peers.max_message_bytes)
+        self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
+        self._attachment: Attachment | None = None
+        self._is_attached = asyncio.Event()
+        self._to_send: asyncio.Queue[tuple[Attachment, StepPlan | Sequence | str]] = asyncio.Queue()
+
+    async def run(self, listener: AttentionListener) -> None:
+        """Attaches, serves until the attachment breaks, and again. Raises `PeerError` when nobody is there."""
+        try:
+            while True:
+                attachment = self._attachment = await self._attach()
+                self._is_attached.set()
+                listener.on_attached(attachment)
+                error = await self._serve(attachment, listener)
+                attachment.channel.abort()
+                log.warning("attention worker lost", error=error)
+                listener.on_detached(attachment, error)
+        finally:
+            await self._grpc.close()
+
+    async def wait_attached(self) -> Attachment:
+        """The first attachment, once there is one; `run` raises when there will be none."""
+        await self._is_attached.wait()
+        assert self._attachment is not None
+        return self._attachment
+
+    def abort(self) -> None:
+        """Releases an engine thread that waits for the attention worker. Called when all ends."""
+        if self._attachment is not None:
+            self._attachment.channel.abort()
+
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        """Sends a plan. Called on the engine thread; never blocks."""
+        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, plan))
+
+    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+        """Asks for a sequence to be opened. Called on the engine thread; never blocks."""
+        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, sequence))
+
+    def drop(self, attachment: Attachment, error: str) -> None:
+        """Gives the attachment up and makes a new one. Called on the engine thread; never blocks."""
+        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, error))
+
+    async def _attach(self) -> Attachment:
+        options = self._options
+        request = attn_pb2.AttachRequest(
+            weights_hash=options.weights_hash,
+            model_fingerprint=options.model_fingerprint,
+            dtype=str(options.spec.dtype).removeprefix("torch."),
+            max_num_batched_tokens=options.spec.max_tokens,
+            max_num_seqs=options.max_num_seqs,
+        )
+        deadline = time.monotonic() + self._connect_timeout_s
+        while True:
+            try:
+                reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
+                return self._map(reply)
+            except (grpc.aio.AioRpcError, TwostrokeError) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _TRANSIENT:
+                    raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error
+                if time.monotonic() > deadline:
+                    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    raise PeerError(
+                        f"no attention worker at {self._address} within {self._connect_timeout_s} s: {reason}"
+                    ) from error
+                await asyncio.sleep(_RETRY_S)
+
+    def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
+        lane = reply.lanes[0]
+        return Attachment(
+            epoch=reply.epoch,
+            attachment_id=reply.attachment_id,
+            channel=map_channel(
+                self._options.device,
+                lane.kind,
+                lane.handle,
+                self._options.spec,
+                reply.epoch,
+                reply.attachment_id,
+                self._options.wait_timeout_s,
+            ),
+            block_size=reply.block_size,
+            num_blocks=reply.num_blocks,
+            num_free_blocks=reply.num_free_blocks,
+            held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+        )
+
+    async def _serve(self, attachment: Attachment, listener: AttentionListener) -> str:
+        """Until the attachment breaks; returns why it did."""
+        call = self._stub.Execute(
+            metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
+        )
+        tasks: set[asyncio.Task[None]] = set()
+        tasks.add(asyncio.create_task(self._receive(attachment, call, listener)))
+        tasks.add(asyncio.create_task(self._send(attachment, call, listener, tasks)))
+        try:
+            while True:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                tasks -= done
+                for task in done:
+                    task.result()  # of an opening; the other two end with an error only
+        except PeerError as error:
+            return str(error)
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(
+        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener
+    ) -> None:
+        try:
+            async for result in call:
+                listener.on_accepted(attachment, result)
+        except grpc.aio.AioRpcError as error:
+            raise PeerError(f"{error.code().name}: {error.details()}") from error
+        raise PeerError("the attention worker ended the stream of plans")
+
+    async def _send(
+        self,
+        attachment: Attachment,
+        call: grpc.aio.StreamStreamCall,
+        listener: AttentionListener,
+        tasks: set[asyncio.Task[None]],
+    ) -> None:
+        while True:
+            wanted_by, message = await self._to_send.get()
+            if wanted_by is not attachment:
+                continue  # of an attachment that is gone
+            if isinstance(message, StepPlan):
+                try:
+                    await call.write(encode_plan(message))
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                    raise PeerError(f"a plan could not be sent: {error}") from error
+            elif isinstance(message, Sequence):
+                tasks.add(asyncio.create_task(self._open(attachment, message, listener)))
+            else:
+                raise PeerError(message)
+
+    async def _open(self, attachment: Attachment, sequence: Sequence, listener: AttentionListener) -> None:
+        request = attn_pb2.OpenSequenceRequest(
+            attachment_id=attachment.attachment_id,
+            seq_id=sequence.seq_id,
+            token_ids=sequence.prompt_token_ids + sequence.output_token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            cache_salt=sequence.cache_salt,
+            request_id=sequence.request_id,
+        )
+        # The attention worker answers between two steps, and a step lasts no longer than its waits may.
+        timeout_s = self._rpc_timeout_s + self._options.wait_timeout_s
+        try:
+            reply = await self._stub.OpenSequence(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                raise PeerError(f"opening a sequence: {error.code().name}: {error.details()}") from error
+            listener.on_open_failed(attachment, sequence, str(error.details()))
+        else:
+            listener.on_opened(attachment, sequence, reply)
+
+
+def encode_plan(plan: StepPlan) -> attn_pb2.StepPlan:
+    """The plan as columns; see `protos/attn.proto`."""
+    entries: SequenceOf = plan.entries
+    return attn_pb2.StepPlan(
+        step_id=plan.step_id,
+        seq_ids=[entry.sequence.seq_id for entry in entries],
+        num_tokens=[entry.num_tokens for entry in entries],
+        num_computed_tokens=[entry.num_computed_tokens for entry in entries],
+        close_seq_ids=plan.close_seq_ids,
+        confirmed_seq_ids=[seq_id for seq_id, _ in plan.confirmed],
+        confirmed_token_ids=[token_id for _, token_id in plan.confirmed],
+    )

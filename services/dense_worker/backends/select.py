@@ -1,0 +1,127 @@
+"""Which DenseBackend the worker uses: resolved once, at start, from the config and what the machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.common.config import DenseSection
+from services.common.errors import ConfigError
+from services.common.resolve import ResolvedModel
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends.segment_runner import torch_segments
+from services.dense_worker.backends.tensorrt_backend import TensorRTBackend
+from services.dense_worker.backends.tensorrt_segments import TensorRTSegments
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.gpu import Gpu, current_gpu, current_stream, on_device, synchronize
+from services.dense_worker.measure import (
+    known_measurements,
+    measure_segments,
+    store_measurements,
+    time_on_gpu,
+)
+from services.dense_worker.optional_packages import require
+from services.dense_worker.plan_cache import PlanCache
+from services.dense_worker.profiles import Limits, check_cover, parse_profiles
+from services.dense_worker.tensorrt_api import INSTALL, TensorRT, is_installed, load_tensorrt
+from services.dense_worker.weights import ModelWeights
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedBackend:
+    """What runs the dense stroke, and what it is called."""
+
+    name: str
+    backend: DenseBackend
+
+
+def select_backend(
+    section: DenseSection, model: ResolvedModel, weights: ModelWeights, path: Path, limits: Limits
+) -> SelectedBackend:
+    """Resolves `dense.backend`; loads the TensorRT plans it needs, and builds those that are missing.
+
+    `auto` is torch where there is no GPU, or no TensorRT for it and the model's dtype, and the log says so;
+    otherwise the faster of the two, for each segment and size. `path` is the model's directory, `limits` are
+    the scheduler's. Raises ConfigError where TensorRT is asked for and cannot be had, naming what is missing;
+    for profiles that end below the limits; for plans that are missing while `dense.build` is "never".
+    """
+    if section.backend != "torch":
+        gpu = current_gpu(model.device)
+        try:
+            api = _usable_tensorrt(gpu, model)
+        except ConfigError as error:
+            if section.backend == "tensorrt":
+                raise ConfigError(f"dense.backend is 'tensorrt', but {error}") from error
+            log.info("dense backend is torch", reason=str(error))
+        else:
+            with on_device(model.device):
+                backend = _tensorrt_backend(section, model, weights, path, limits, api, gpu)
+            log.info("dense backend is TensorRT", version=api.name, gpu=gpu.name, num_sms=gpu.num_sms)
+            return SelectedBackend(api.name, backend)
+    if model.device.type == "cpu":
+        return SelectedBackend("torch", TorchBackend(weights, model.config))
+    from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
+
+    return SelectedBackend("torch", CudaBackend(weights, model.config, limits.num_tokens))
+
+
+def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
+    """TensorRT, if it can run this model here. Raises ConfigError, naming what is missing."""
+    if gpu is None:
+        install = "" if is_installed() else f"; {INSTALL}"
+        raise ConfigError(
+            f"TensorRT runs on a CUDA device, and the dense worker's device is {str(model.device)!r}{install}"
+        )
+    api = load_tensorrt()
+    api.check_gpu(gpu)
+    api.check_dtype(model.dtype)
+    require("onnx")
+    return api
+
+
+def _tensorrt_backend(
+    section: DenseSection,
+    model: ResolvedModel,
+    weights: ModelWeights,
+    path: Path,
+    limits: Limits,
+    api: TensorRT,
+    gpu: Gpu,
+) -> TensorRTBackend:
+    # Here, because a worker that runs torch does without the packages of requirements-export.txt.
+    from services.dense_worker.onnx_segments import export_networks
+    from services.dense_worker.plan_builder import PlanBuilder
+
+    profiles = parse_profiles(section.profiles)
+    check_cover(profiles, limits)
+    cache = PlanCache(section.plan_dir.expanduser())
+    command = f"python -m services.dense_worker.build --model {path} --output-dir {cache.directory}"
+    plans = PlanBuilder(api, gpu, profiles, cache).find_or_build(
+        export_networks(model.config, model.dtype),
+        model.dtype,
+        None if section.build == "auto" else command,
+        lambda line: log.info("plan", progress=line),
+    )
+    tensorrt_segments = TensorRTSegments(
+        api,
+        {name: cached.plan for name, cached in plans.items()},
+        profiles,
+        weights,
+        model.config,
+        limits,
+        current_stream,
+    )
+    synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
+    if section.backend == "tensorrt":
+        return TensorRTBackend(tensorrt_segments)
+    by_torch = torch_segments(weights, model.config, limits.num_tokens)
+    measured = known_measurements(plans, limits)
+    if measured is None and section.build == "auto":
+        runners = {"tensorrt": tensorrt_segments, "torch": by_torch}
+        measured = measure_segments(runners, model.config, model.dtype, model.device, limits, time_on_gpu)
+        store_measurements(cache, plans, measured)
+    return TensorRTBackend(tensorrt_segments, by_torch, measured)

@@ -1,0 +1,152 @@
+"""One token's linear layer, bound by the reading of its weights: y = W x, with norm, SwiGLU or addition fused.
+
+A program keeps x in registers and streams some rows of W through shared memory. The first of them are under
+way before x is known: with programmatic dependent launch they arrive while the kernel before still ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_norm import normalize
+
+_MAX_BLOCK_OUT = 16
+MAX_IN_FEATURES = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTiles:
+    """What a program works on at a time: `block_out` rows of W; `num_stages` - 1 such tiles are in flight."""
+
+    block_in: int  # in_features, padded to a power of two
+    block_out: int
+    num_stages: int
+    num_warps: int
+    programs_per_sm: int  # that run at the same time; together they get an equal share of the rows
+
+
+def choose_gemv_tiles(in_features: int, is_gated: bool) -> GemvTiles:
+    """What made whole steps of 7B and 13B models fastest on an H200, see bench/results/dense.md.
+
+    The programs of an SM together hold 128 to 192 KiB of W, padding included.
+    """
+    block_in = triton.next_power_of_2(in_features)
+    if is_gated:  # two tiles each: of the gate and of the up rows
+        if block_in <= 4096:
+            elements, num_stages, num_warps, programs_per_sm = 16384, 3, 8, 1
+        elif block_in <= 8192:
+            elements, num_stages, num_warps, programs_per_sm = 8192, 4, 8, 2
+        else:
+            elements, num_stages, num_warps, programs_per_sm = block_in, 3 if block_in <= 16384 else 2, 16, 1
+    elif block_in <= 8192:
+        elements, num_stages, num_warps, programs_per_sm = 16384, 3, 8, 3
+    elif block_in <= 16384:
+        elements, num_stages, num_warps, programs_per_sm = 16384, 4, 8, 2
+    else:
+        elements, num_stages, num_warps, programs_per_sm = block_in, 3, 16, 1
+    block_out = min(elements // block_in, _MAX_BLOCK_OUT)
+    return GemvTiles(block_in, block_out, num_stages, num_warps, programs_per_sm)
+
+
+def gemv(
+    launcher: KernelLauncher,
+    x: torch.Tensor,  # [1, in_features], 16 bits
+    weight: torch.Tensor,  # [out_features, in_features]; if is_gated [2 * out_features, in_features]
+    bias: torch.Tensor | None,  # [weight's rows]
+    out: torch.Tensor,  # [1, out_features], x's dtype, or float32: rounded to x's dtype all the same
+    *,
+    norm_weight: torch.Tensor | None = None,  # [in_features]: x is first normalised
+    eps: float = 0.0,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,  # [1, out_features]: added to the result; may be `out`
+) -> None:
+    """out = W x + bias; if is_gated, SiLU of the first half times the second; then + residual."""
+    out_features, in_features = out.shape[1], x.shape[1]
+    tiles = choose_gemv_tiles(in_features, is_gated)
+    rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
+    launcher(
+        _gemv_kernel,
+        (triton.cdiv(out_features, rows_per_program),),
+        out,
+        x,
+        weight,
+        norm_weight,
+        bias,
+        residual,
+        out_features,
+        in_features,
+        rows_per_program,
+        eps,
+        IS_GATED=is_gated,
+        IS_PADDED=in_features < tiles.block_in,
+        BLOCK_IN=tiles.block_in,
+        BLOCK_OUT=tiles.block_out,
+        NUM_STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["rows_per_program"])
+def _gemv_kernel(
+    out,
+    x,
+    weight,
+    norm_weight,
+    bias,
+    residual,
+    out_features,
+    in_features,
+    rows_per_program,
+    eps,
+    IS_GATED: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = weight.dtype.element_ty
+    start = tl.program_id(0) * rows_per_program
+    end = tl.minimum(start + rows_per_program, out_features)
+    if PDL:
+        gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK_IN)
+    is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
+    if norm_weight is not None:
+        gain = tl.load(norm_weight + columns, mask=is_column, other=0.0)
+    up_offset = out_features.to(tl.int64) * in_features
+    x_row = tl.zeros([BLOCK_IN], tl.float32)
+    for first_row in tl.range(start, end, BLOCK_OUT, num_stages=NUM_STAGES):
+        rows = first_row + tl.arange(0, BLOCK_OUT)
+        is_row = rows < end
+        tile = weight + rows.to(tl.int64)[:, None] * in_features + columns[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        w = tl.load(tile, mask=mask, other=0.0)
+        if IS_GATED:
+            w_up = tl.load(tile + up_offset, mask=mask, other=0.0)
+        # Within the loop, so that the loads of W above, which the compiler moves ahead by NUM_STAGES - 1
+        # iterations, come before the wait.
+        if first_row == start:
+            if PDL:
+                gdc_wait()
+            x_row = tl.load(x + columns, mask=is_column, other=0.0).to(tl.float32)
+            if norm_weight is not None:
+                x_row = normalize(x_row, gain, in_features, eps, 0).to(tl.float32)
+        y = tl.sum(w.to(tl.float32) * x_row[None, :], 1)
+        if bias is not None:
+            y += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up = tl.sum(w_up.to(tl.float32) * x_row[None, :], 1)
+            if bias is not None:
+                up += tl.load(bias + out_features + rows, mask=is_row, other=0.0).to(tl.float32)
+            y = swiglu(y, up, dtype)
+        if residual is not None:
+            y = y.to(dtype).to(tl.float32) + tl.load(residual + rows, mask=is_row, other=0.0).to(tl.float32)
+        tl.store(out + rows, y.to(dtype).to(out.dtype.element_ty), mask=is_row)

@@ -1,0 +1,124 @@
+"""RMSNorm kernels: with the residual's addition, and of each q and k head on its own.
+
+Reference: `segments._rms_norm`. Computed in float32 and rounded where Hugging Face rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.dense_worker.backends.triton_launch import KernelLauncher
+
+_HEADS_PER_PROGRAM = 8
+
+
+def add_rms_norm(
+    launcher: KernelLauncher,
+    residual: torch.Tensor,  # [n, hidden], rows contiguous; `delta` is added in place
+    delta: torch.Tensor | None,  # [n, hidden]
+    weight: torch.Tensor,  # [hidden]
+    eps: float,
+    out: torch.Tensor,  # [n, hidden]; may be `delta`
+) -> None:
+    """residual += delta, out = RMSNorm(residual) * weight (arXiv:1910.07467)."""
+    num_rows, hidden_size = residual.shape
+    block_size = triton.next_power_of_2(hidden_size)
+    launcher(
+        _add_rms_norm_kernel,
+        (num_rows,),
+        out,
+        residual,
+        delta,
+        weight,
+        hidden_size,
+        eps,
+        BLOCK_SIZE=block_size,
+        num_warps=min(max(block_size // 512, 1), 16),
+    )
+
+
+def head_rms_norm(
+    launcher: KernelLauncher,
+    qkv: torch.Tensor,  # [n, qkv_size]: q heads, k heads, v heads; q and k are normalised in place
+    q_weight: torch.Tensor,  # [head_dim]
+    k_weight: torch.Tensor,  # [head_dim]
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> None:
+    """RMSNorm over each head of q and k."""
+    head_dim = q_weight.shape[0]
+    num_normed = num_heads + num_kv_heads
+    launcher(
+        _head_rms_norm_kernel,
+        (qkv.shape[0], triton.cdiv(num_normed, _HEADS_PER_PROGRAM)),
+        qkv,
+        q_weight,
+        k_weight,
+        qkv.stride(0),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_NORMED=num_normed,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def normalize(x, weight, size, eps, AXIS: tl.constexpr):
+    """x float32, padded with zeros to more than `size` elements of AXIS -> normalised, in weight's dtype."""
+    mean_square = tl.sum(x * x, AXIS, keep_dims=True) / size
+    return (x * tl.rsqrt(mean_square + eps)).to(weight.dtype) * weight
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    out, residual, delta, weight, hidden_size, eps, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row_start = tl.program_id(0).to(tl.int64) * hidden_size
+    columns = tl.arange(0, BLOCK_SIZE)
+    mask = columns < hidden_size
+    gain = tl.load(weight + columns, mask=mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(residual + row_start + columns, mask=mask, other=0.0)
+    if delta is not None:
+        change = tl.load(delta + row_start + columns, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + change.to(tl.float32)).to(x.dtype)
+        tl.store(residual + row_start + columns, x, mask=mask)
+    tl.store(out + row_start + columns, normalize(x.to(tl.float32), gain, hidden_size, eps, 0), mask=mask)
+
+
+@triton.jit
+def _head_rms_norm_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    qkv_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_NORMED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < HEAD_DIM
+    q_gain = tl.load(q_weight + dims, mask=is_dim, other=0.0)
+    k_gain = tl.load(k_weight + dims, mask=is_dim, other=0.0)
+    gain = tl.where((heads < NUM_HEADS)[:, None], q_gain[None, :], k_gain[None, :])
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = qkv + tl.program_id(0).to(tl.int64) * qkv_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    mask = (heads < NUM_NORMED)[:, None] & is_dim[None, :]
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, normalize(x, gain, HEAD_DIM, eps, 1), mask=mask)

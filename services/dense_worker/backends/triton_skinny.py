@@ -1,0 +1,177 @@
+"""The linear layer of a few tokens (2 to 64), bound by the reading of its weights, on the tensor cores.
+
+The weights are the tall operand of the matrix product, so that few tokens waste nothing. Layers with too few
+rows of weights to occupy the GPU are also split along in_features; the program that ends last of a tile's
+splits sums them, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_launch import KernelLauncher
+
+MIN_ROWS = 16  # narrowest tile; fewer tokens leave columns of it empty
+MAX_ROWS = 64
+_BLOCK_OUT = 64
+_MAX_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyTiles:
+    """What a program works on at a time; `num_stages` - 1 tiles of weights and tokens are in flight."""
+
+    block_rows: int
+    block_in: int
+    num_stages: int
+    num_splits: int
+
+
+class SplitWorkspace:
+    """Partial sums of split layers, in device memory. Counters are zero between launches."""
+
+    def __init__(self, device: torch.device, num_sms: int) -> None:
+        self.partial_sums = torch.empty(num_sms * _BLOCK_OUT * MAX_ROWS, dtype=torch.float32, device=device)
+        self.num_done = torch.zeros(num_sms, dtype=torch.int32, device=device)
+
+
+def choose_skinny_tiles(num_rows: int, out_features: int, is_gated: bool, num_sms: int) -> SkinnyTiles:
+    """What made whole steps of 7B and 13B models fastest on an H200, see bench/results/dense.md."""
+    block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
+    num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
+    if is_gated:
+        if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:
+            return SkinnyTiles(block_rows, block_in=64, num_stages=4, num_splits=1)  # all run at once
+        return SkinnyTiles(block_rows, block_in=128, num_stages=4, num_splits=1)
+    num_splits = 1
+    while num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_sms:
+        num_splits *= 2
+    return SkinnyTiles(block_rows, block_in=128, num_stages=6, num_splits=num_splits)
+
+
+def skinny_linear(
+    launcher: KernelLauncher,
+    x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, 16 bits, rows contiguous
+    weight: torch.Tensor,  # [out_features, in_features]; if is_gated [2 * out_features, in_features]
+    bias: torch.Tensor | None,  # [weight's rows]
+    out: torch.Tensor,  # [n, out_features], x's dtype, or float32: rounded to x's dtype all the same
+    workspace: SplitWorkspace,
+    *,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,  # [n, out_features], strided as `out`: added; may be `out`
+) -> None:
+    """out = x W^T + bias; if is_gated, SiLU of the first half times the second; then + residual."""
+    num_rows, out_features = out.shape
+    in_features = x.shape[1]
+    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms)
+    launcher(
+        _skinny_kernel,
+        (triton.cdiv(out_features, _BLOCK_OUT), tiles.num_splits),
+        out,
+        x,
+        weight,
+        bias,
+        residual,
+        workspace.partial_sums,
+        workspace.num_done,
+        num_rows,
+        out_features,
+        in_features,
+        x.stride(0),
+        out.stride(0),
+        IS_GATED=is_gated,
+        IS_PADDED=in_features % tiles.block_in != 0,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_IN=tiles.block_in,
+        NUM_SPLITS=tiles.num_splits,
+        NUM_STAGES=tiles.num_stages,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _skinny_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    residual,
+    partial_sums,
+    num_done,
+    num_rows,
+    out_features,
+    in_features,
+    x_stride,
+    out_stride,
+    IS_GATED: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_OUT features of all tokens, over one of NUM_SPLITS parts of in_features."""
+    dtype: tl.constexpr = weight.dtype.element_ty
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    features = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_feature = features < out_features
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows < num_rows
+    # Features beyond the last read the first, which is never stored: weights need no mask.
+    w_rows = weight + tl.where(is_feature, features, 0).to(tl.int64)[:, None] * in_features
+    up_offset = out_features.to(tl.int64) * in_features
+    x_rows = x + rows[:, None] * x_stride
+
+    part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
+    start = split * part_size
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for first_column in tl.range(start, tl.minimum(start + part_size, in_features), BLOCK_IN, num_stages=NUM_STAGES):
+        columns = first_column + tl.arange(0, BLOCK_IN)
+        is_column = columns < in_features if IS_PADDED else tl.full([BLOCK_IN], True, tl.int1)
+        w = tl.load(w_rows + columns[None, :], mask=is_column[None, :], other=0.0)
+        x_tile = tl.load(x_rows + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        sums = tl.dot(w, tl.trans(x_tile), sums)
+        if IS_GATED:
+            w_up = tl.load(w_rows + up_offset + columns[None, :], mask=is_column[None, :], other=0.0)
+            up_sums = tl.dot(w_up, tl.trans(x_tile), up_sums)
+
+    is_last = True
+    if NUM_SPLITS > 1:
+        part: tl.constexpr = BLOCK_ROWS * BLOCK_OUT
+        at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+        at += partial_sums + tile * (NUM_SPLITS * part)
+        tl.store(at + split * part, sums)
+        tl.debug_barrier()  # all threads have stored before one counts
+        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
+        if is_last:
+            sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+            for i in tl.static_range(NUM_SPLITS):
+                sums += tl.load(at + i * part)
+            tl.store(num_done + tile, 0)
+    if is_last:
+        y = sums
+        if bias is not None:
+            y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            up = up_sums
+            if bias is not None:
+                up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+            y = swiglu(y, up, dtype)
+        target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
+        mask = is_feature[:, None] & is_row[None, :]
+        if residual is not None:
+            y = y.to(dtype).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + target, y.to(dtype).to(out.dtype.element_ty), mask=mask)

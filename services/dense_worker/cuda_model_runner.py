@@ -1,0 +1,147 @@
+"""`CudaModelRunner`: the dense worker's steps on a GPU, one step enqueued while the one before it runs.
+
+Steps are captured CUDA graphs, one per number of tokens, handoffs included: to launch a step kernel by kernel
+takes longer than to run it, up to a prompt of a few hundred tokens. The token a sequence got stays on the
+device as the input of its next step; the host reads it from pinned memory when an event says so.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from services.common.batch_buckets import bucket_for, token_buckets
+from services.common.channel import Channel, ChannelTimeout
+from services.common.cuda_graphs import capture_graphs
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.model_runner import ModelRunner, RunningStep, StepInput, run_layers
+from services.dense_worker.sampler import Sampler
+from services.dense_worker.scheduler import StepPlan
+
+_NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet
+_POLL_S = 20e-6
+FEW_SAMPLED = 16  # rows
+
+
+class CudaModelRunner(ModelRunner):
+    """See `ModelRunner`. Graphs belong to one attachment, whose addresses they hold."""
+
+    def __init__(
+        self,
+        backend: DenseBackend,
+        sampler: Sampler,
+        config: ModelConfig,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        wait_timeout_s: float,
+    ) -> None:
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs)
+        self._wait_timeout_s = wait_timeout_s
+        self._max_num_seqs = max_num_seqs
+        self._buckets = token_buckets(max_num_seqs, max_num_tokens)
+        self._stream = torch.cuda.Stream()
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by numbers of tokens and sampled rows
+        # One step's input, packed so that one copy moves it; see `_unpack`.
+        self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
+        self._stages = [
+            torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)
+        ]
+        # Graphs leave their logits here, so that they can share all other memory.
+        self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
+        self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
+        self._num_launched = 0
+
+    def attach(self, channel: Channel) -> None:
+        """Captures the graphs."""
+        super().attach(channel)
+        self._graphs.clear()  # their memory is free before the new ones need it
+        sizes = [(rows, sampled) for rows in reversed(self._buckets) for sampled in self._sampled_sizes(rows)]
+
+        def run(size: tuple[int, int]) -> None:
+            self._logits[: size[1]] = self._run_rows(channel, *size)
+
+        self._graphs = capture_graphs(self._stream, sizes, lambda size: self._warm_up(channel, *size), run)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Enqueues the whole step; never waits for the device."""
+        channel = self._channel
+        assert channel is not None, "steps need an attachment"
+        stage = self._num_launched % _NUM_STAGES
+        self._num_launched += 1
+        with torch.cuda.stream(self._stream):
+            step = self.prepare(plan)
+            if plan.entries:
+                self._enqueue(step, channel, stage)
+            event = torch.cuda.Event()
+            event.record()
+        return _Launched(event, channel, self._outputs[stage][: len(step.sampled_slots)], self._wait_timeout_s)
+
+    def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> None:
+        num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
+        is_captured = num_tokens <= self._buckets[-1]
+        num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
+        token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
+        token_ids[:num_tokens] = step.token_ids
+        token_ids[num_tokens:] = 0  # padding: any token will do, and any row
+        fed_slots.fill_(-1)
+        fed_slots[step.fed_rows] = step.fed_slots
+        sampled_rows[:num_sampled] = step.sampled_rows
+        sampled_rows[num_sampled:] = 0
+        # Both sides are contiguous and the host's is pinned: the copy is asynchronous.
+        self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
+        if is_captured:
+            self._graphs[num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)].replay()
+            logits = self._logits
+        else:
+            logits = self._run_rows(channel, num_rows, num_sampled)
+        if num_sampled:
+            tokens = self._sampler.sample(logits[:num_sampled], step.sampled_slots, step.positions, step.output_lens)
+            self._outputs[stage][:num_sampled].copy_(tokens, non_blocking=True)
+
+    def _run_rows(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.Tensor:
+        """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size]."""
+        token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
+        fed = self._sampler.last_token[fed_slots.clamp(min=0)]
+        token_ids = torch.where(fed_slots < 0, token_ids, fed)
+        return run_layers(self._backend, channel, self._num_layers, token_ids, sampled_rows[:num_sampled])
+
+    def _sampled_sizes(self, num_rows: int) -> list[int]:
+        """Numbers of sampled rows to capture: most prompts' steps yield few tokens, decode steps one a row."""
+        most = min(num_rows, self._max_num_seqs)
+        return sorted({min(most, FEW_SAMPLED), most})
+
+    def _warm_up(self, channel: Channel, num_rows: int, num_sampled: int) -> None:
+        """Each segment once without handoffs: compiles kernels and lets libraries choose theirs."""
+        qkv, attn_out = channel.qkv[:num_rows], channel.attn_out[:num_rows]
+        token_ids, _, sampled_rows = _unpack(self._input, num_rows)
+        attn_out.zero_()
+        self._backend.first(token_ids, qkv)
+        if self._num_layers > 1:
+            self._backend.middle(0, attn_out, qkv)
+        self._backend.last(attn_out, sampled_rows[:num_sampled])
+
+
+def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids; the slot each is fed from, or -1; rows to sample: views of int64 [num_rows] each."""
+    token_ids, fed_slots, sampled_rows = packed[: 3 * num_rows].view(3, num_rows)
+    return token_ids, fed_slots, sampled_rows
+
+
+class _Launched:
+    def __init__(self, event: torch.cuda.Event, channel: Channel, tokens: torch.Tensor, timeout_s: float) -> None:
+        self._event = event
+        self._channel = channel
+        self._tokens = tokens
+        self._timeout_s = timeout_s
+
+    def collect(self) -> list[int]:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                raise ChannelTimeout(f"a step did not end within {self._timeout_s} s")
+            time.sleep(_POLL_S)
+        self._channel.check()
+        return self._tokens.tolist()

@@ -1,0 +1,276 @@
+"""`Engine`: the dense worker's one engine thread. It owns scheduler, runner and device.
+
+    schedule → publish → run → update → deliver
+
+A plan is published before the step ahead of it has run, so that the attention worker never waits for one.
+Everything from outside comes through an inbox and is handled between two steps.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from services.common.errors import PeerError, RequestAborted, TwostrokeError
+from services.dense_worker.attention_client import Attachment
+from services.dense_worker.block_ledger import BlockLedger
+from services.dense_worker.model_runner import ModelRunner, RunningStep
+from services.dense_worker.scheduler import Scheduler, SchedulerLimits, SequenceOutput, StepPlan
+from services.dense_worker.sequence import FinishReason, Sequence
+from services.pb import attn_pb2
+
+log = structlog.get_logger()
+
+# How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
+CLAIM_S = 30.0
+
+
+class AttentionPort(Protocol):
+    """The engine's way to the attention worker; see `AttentionClient`."""
+
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...
+    def open(self, attachment: Attachment, sequence: Sequence) -> None: ...
+    def drop(self, attachment: Attachment, error: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A published plan and its running step."""
+
+    attachment: Attachment
+    plan: StepPlan
+    step: RunningStep
+    launch_ms: float  # host time to publish and launch it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Of sequences now, and of steps and preemptions in all."""
+
+    num_waiting: int
+    num_running: int
+    num_steps: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step means to the gateways."""
+
+    step_id: int
+    started: list[Sequence]
+    outputs: list[SequenceOutput]
+
+
+class Engine:
+    """Call `start`; then `submit`, `cancel` and the `on_...` methods from any thread; at last `stop`.
+
+    `deliver` gets every `StepReport` on the engine thread and must not block. `on_failure` is called once,
+    from the engine thread, if that thread ends with an error.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        runner: ModelRunner,
+        attention: AttentionPort,
+        deliver: Callable[[StepReport], None],
+        on_failure: Callable[[BaseException], None],
+        result_timeout_s: float,
+    ) -> None:
+        self._scheduler = Scheduler(limits, BlockLedger(1, 0, 0))  # replaced by the first attachment
+        self._runner = runner
+        self._attention = attention
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._result_timeout_s = result_timeout_s
+        self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_stopping = False
+        self._attachment: Attachment | None = None
+        self._claim_deadline: float | None = None
+        self._unaccepted: dict[int, StepPlan] = {}  # published, by step_id, without a result yet
+        self._num_errors = 0  # of the attachment, in the results that have come
+
+    @property
+    def counts(self) -> EngineCounts:
+        """As of now; each number is right, but they may be of two neighbouring steps."""
+        scheduler = self._scheduler
+        return EngineCounts(
+            scheduler.num_waiting, scheduler.num_running, scheduler.num_steps, scheduler.num_preemptions
+        )
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the step it is in; blocks up to `timeout_s` seconds."""
+        self._post(self._stop)
+        self._thread.join(timeout_s)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence; a refusal comes back as an output with an error."""
+        self._post(self._add, sequence)
+
+    def cancel(self, seq_id: int) -> None:
+        """Forgets a sequence."""
+        self._post(self._cancel, seq_id)
+
+    def on_attached(self, attachment: Attachment) -> None:
+        self._post(self._attach, attachment)
+
+    def on_detached(self, attachment: Attachment, error: str) -> None:
+        self._post(self._detach, attachment, error)
+
+    def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
+        self._post(self._opened, attachment, sequence, reply)
+
+    def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None:
+        self._post(self._open_failed, attachment, sequence, error)
+
+    def on_accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None:
+        self._post(self._accepted, attachment, result)
+
+    def _run(self) -> None:
+        try:
+            in_flight: InFlight | None = None
+            is_idle = True
+            while not self._is_stopping:
+                self._handle_inbox(is_idle)
+                published = self._step(in_flight)
+                is_idle = in_flight is None and published is None
+                in_flight = published
+        except BaseException as error:
+            self._on_failure(error)
+
+    def _step(self, in_flight: InFlight | None) -> InFlight | None:
+        """Publishes and launches the next plan, then completes the one before. Returns the one now in flight."""
+        attachment = self._attachment
+        if attachment is None:
+            return None
+        for sequence in self._scheduler.next_to_open():
+            self._attention.open(attachment, sequence)
+        published = None
+        if plan := self._scheduler.schedule():
+            start = time.perf_counter()
+            self._unaccepted[plan.step_id] = plan
+            self._attention.publish(attachment, plan)
+            step = self._runner.launch(plan)
+            published = InFlight(attachment, plan, step, 1e3 * (time.perf_counter() - start))
+        if in_flight is not None and in_flight.attachment is attachment:
+            try:
+                self._complete(in_flight)
+            except PeerError as error:
+                attachment.channel.abort()
+                self._attention.drop(attachment, str(error))
+                self._detach(attachment, str(error))
+                return None
+        return published
+
+    def _complete(self, in_flight: InFlight) -> None:
+        plan, start = in_flight.plan, time.perf_counter()
+        token_ids = in_flight.step.collect()
+        log.debug(
+            "step",
+            step_id=plan.step_id,
+            num_seqs=len(plan.entries),
+            num_tokens=plan.num_tokens,
+            launch_ms=round(in_flight.launch_ms, 3),
+            collect_ms=round(1e3 * (time.perf_counter() - start), 3),
+        )
+        if in_flight.attachment.channel.num_errors != self._num_errors:
+            self._await_result(in_flight)  # it may say whose rows have no meaning
+        outputs = self._scheduler.update(plan, token_ids)
+        started = [entry.sequence for entry in plan.entries if entry.is_first]
+        if started or outputs:
+            self._deliver(StepReport(plan.step_id, started, outputs))
+
+    def _await_result(self, in_flight: InFlight) -> None:
+        deadline = time.monotonic() + self._result_timeout_s
+        while in_flight.plan.step_id in self._unaccepted:
+            try:
+                function, arguments = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise PeerError(
+                    f"no result of step {in_flight.plan.step_id} within {self._result_timeout_s} s"
+                ) from None
+            function(*arguments)
+            if self._attachment is not in_flight.attachment:
+                raise PeerError("the attention worker went away")
+
+    def _handle_inbox(self, is_idle: bool) -> None:
+        """Handles all that has come; when idle, sleeps until something comes."""
+        while True:
+            try:
+                function, arguments = self._inbox.get(block=is_idle, timeout=1.0 if is_idle else None)
+            except queue.Empty:
+                break
+            function(*arguments)
+            is_idle = False
+        if self._claim_deadline is not None and time.monotonic() > self._claim_deadline:
+            self._claim_deadline = None
+            self._scheduler.close_unclaimed()
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._inbox.put((function, arguments))
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _add(self, sequence: Sequence) -> None:
+        try:
+            self._scheduler.add(sequence)
+        except TwostrokeError as error:
+            self._deliver(StepReport(0, [], [SequenceOutput(sequence, None, FinishReason.ERROR, error)]))
+
+    def _cancel(self, seq_id: int) -> None:
+        self._scheduler.cancel(seq_id)
+
+    def _attach(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._unaccepted.clear()
+        self._num_errors = 0
+        self._runner.attach(attachment.channel)
+        ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
+        self._scheduler.reset(ledger, attachment.held_blocks)
+        self._claim_deadline = time.monotonic() + CLAIM_S if attachment.held_blocks else None
+        log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
+
+    def _detach(self, attachment: Attachment, error: str) -> None:
+        if self._attachment is attachment:
+            self._attachment = None
+            log.warning("detached", error=error)
+
+    def _opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
+        if attachment is self._attachment:
+            log.debug("opened", request_id=sequence.request_id, num_cached_tokens=reply.num_cached_tokens)
+            self._scheduler.opened(
+                sequence,
+                reply.num_cached_tokens,
+                reply.num_pinned_blocks,
+                reply.num_held_blocks,
+                reply.num_freed_blocks,
+            )
+
+    def _open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None:
+        if attachment is self._attachment:
+            output = self._scheduler.open_failed(sequence, RequestAborted(error))
+            if output is not None:
+                self._deliver(StepReport(0, [], [output]))
+
+    def _accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None:
+        plan = self._unaccepted.pop(result.step_id, None) if attachment is self._attachment else None
+        if plan is None:
+            return  # of an attachment that is gone
+        self._num_errors += len(result.errors)
+        errors = {error.seq_id: RequestAborted(error.message) for error in result.errors}
+        outputs = self._scheduler.accepted(plan, result.num_freed_blocks, errors)
+        if outputs:
+            self._deliver(StepReport(plan.step_id, [], outputs))

@@ -1,0 +1,72 @@
+"""`Sequence`: one prompt on its way to tokens, as the scheduler sees it. Plain Python, no torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from services.common.sampling_params import SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands; only RUNNING ones are known to hold blocks in the KV cache."""
+
+    WAITING = enum.auto()  # in the queue; also after preemption
+    OPENING = enum.auto()  # blocks are reserved, the attention worker has been asked
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended. A cancelled one ends without a reason: nobody is told."""
+
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+    ERROR = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens and how far they have come. Owned by the scheduler, on the engine thread.
+
+    `num_computed_tokens` counts published plans as done. `num_pending_tokens` have been sampled, or will be
+    by a published plan, but are not known on the host yet: lengths run ahead of tokens.
+    """
+
+    seq_id: int
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
+    output_token_ids: list[int] = field(default_factory=list)
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    arrival: int = 0  # set by the scheduler; smaller goes first, kept through preemption
+    num_cached_tokens: int | None = None  # found in the KV cache at first opening
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_blocks: int = 0  # held in the attention worker once all published plans have run
+    num_reserved_blocks: int = 0  # promised to it, not allocated yet
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, pending ones included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens to compute before the next one can be sampled; 0 when no further one is wanted."""
+        if len(self.output_token_ids) + self.num_pending_tokens >= self.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def max_num_cached_tokens(self) -> int:
+        """Most tokens it can ever have in the KV cache: the last token sampled is never computed."""
+        return self.num_prompt_tokens + self.max_tokens - 1

@@ -1,0 +1,94 @@
+"""A TensorRT plan loaded on a GPU: its inputs, its execution contexts, and what its layers are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Of an input or output of an engine."""
+
+    dtype: torch.dtype | None  # None: one that no segment uses
+    shape: tuple[int, ...]  # -1 is a dynamic dimension
+
+
+class Engine:
+    """A plan on a GPU, from which execution contexts are made."""
+
+    def __init__(
+        self,
+        trt: Any,
+        dtypes: Mapping[Any, torch.dtype],
+        take_errors: Callable[[], str],
+        runtime: Any,
+        engine: Any,
+    ) -> None:
+        """`trt` is the module, `dtypes` are by its data types; for `TensorRT.load` only."""
+        self.take_errors = take_errors  # what TensorRT complained of since the last call
+        self._trt = trt
+        self._dtypes = dtypes
+        self._runtime = runtime  # must outlive the engine
+        self._engine = engine
+        self.num_profiles: int = engine.num_optimization_profiles
+
+    def tensors(self) -> dict[str, TensorType]:
+        """Inputs and outputs by name."""
+        engine = self._engine
+        return {
+            name: TensorType(
+                self._dtypes.get(engine.get_tensor_dtype(name)), tuple(engine.get_tensor_shape(name))
+            )
+            for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
+        }
+
+    def context_bytes(self, num_profiles: int) -> int:
+        """Device memory that a context of any of the first `num_profiles` profiles needs while it runs."""
+        for name in ("get_device_memory_size_for_profile_v2", "get_device_memory_size_for_profile"):
+            if hasattr(self._engine, name):
+                return max(map(getattr(self._engine, name), range(num_profiles)))
+        return self._engine.device_memory_size  # of 8.6: for all profiles
+
+    def create_context(self, profile: int, memory: torch.Tensor, stream: int) -> Any:
+        """An execution context for good in one profile, its device memory the caller's uint8 tensor `memory`.
+
+        To be used once `stream` has got there. The methods of contexts are the same in every version.
+        """
+        engine, trt = self._engine, self._trt
+        if hasattr(engine, "create_runtime_config"):
+            config = engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(
+                trt.ExecutionContextAllocationStrategy.USER_MANAGED
+            )
+            if hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
+                # RTX: compile for a shape when it is set, not during a later run, which may be captured.
+                strategies = trt.DynamicShapesKernelSpecializationStrategy
+                config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+            context = engine.create_execution_context(config)
+        elif hasattr(trt, "ExecutionContextAllocationStrategy"):
+            context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        else:
+            context = engine.create_execution_context_without_device_memory()
+        if context is None or not context.set_optimization_profile_async(profile, stream):
+            raise ConfigError(f"TensorRT has no context for profile {profile}: {self.take_errors()}")
+        if hasattr(context, "set_device_memory"):
+            context.set_device_memory(memory.data_ptr(), memory.numel())
+        else:
+            context.device_memory = memory.data_ptr()
+        return context
+
+    def layers(self) -> list[Any]:
+        """The engine's layers as TensorRT tells them: each a dict of name, tactic and so on, or a name."""
+        inspector = self._engine.create_engine_inspector()
+        text = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
+        try:
+            return json.loads(text)["Layers"]
+        except (ValueError, LookupError, TypeError):
+            return [text]

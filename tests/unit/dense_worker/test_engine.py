@@ -1,0 +1,95 @@
+"""The engine thread against a scripted attention worker: whose tokens may be delivered, and when."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.attention_client import Attachment
+from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.scheduler import SchedulerLimits, StepPlan
+from services.dense_worker.sequence import FinishReason, Sequence
+from services.pb import attn_pb2
+
+TIMEOUT_S = 10.0
+GOOD, BAD = 1, 2
+DELAY_S = 0.05
+
+
+@dataclass
+class FakeStep:
+    plan: StepPlan
+
+    def collect(self) -> list[int]:
+        return [9 for entry in self.plan.entries if entry.is_sampled]
+
+
+class FakeRunner:
+    def attach(self, channel: object) -> None: ...
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        return FakeStep(plan)
+
+
+class FakeAttention:
+    """Opens at once; step `bad_step` cannot run sequence BAD, which is counted at once and told late."""
+
+    def __init__(self, bad_step: int) -> None:
+        self.bad_step = bad_step
+        self.channel = SimpleNamespace(num_errors=0, abort=lambda: None)
+        self.engine: Engine | None = None
+
+    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+        assert self.engine is not None
+        self.engine.on_opened(attachment, sequence, attn_pb2.OpenSequenceReply())
+
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        assert self.engine is not None
+        result = attn_pb2.StepResult(step_id=plan.step_id)
+        if plan.step_id != self.bad_step:
+            self.engine.on_accepted(attachment, result)
+            return
+        self.channel.num_errors += 1
+        result.errors.add(seq_id=BAD, message="no room")
+        threading.Timer(DELAY_S, self.engine.on_accepted, (attachment, result)).start()
+
+    def drop(self, attachment: Attachment, error: str) -> None:
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("bad_step", [1, 2, 3])
+def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(bad_step: int) -> None:
+    reports: queue.Queue[StepReport] = queue.Queue()
+    attention = FakeAttention(bad_step)
+    engine = Engine(
+        SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict"),
+        FakeRunner(),
+        attention,
+        reports.put,
+        lambda error: reports.put(StepReport(-1, [], [])),
+        result_timeout_s=TIMEOUT_S,
+    )
+    attention.engine = engine
+    engine.start()
+    engine.on_attached(Attachment(1, 1, attention.channel, 4, 100, 100, {}))
+    for seq_id in (GOOD, BAD):
+        engine.submit(Sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
+    num_tokens = {GOOD: 0, BAD: 0}
+    ends: dict[int, FinishReason] = {}
+    while len(ends) < 2:
+        report = reports.get(timeout=TIMEOUT_S)
+        assert report.step_id >= 0, "the engine failed"
+        for output in report.outputs:
+            seq_id = output.sequence.seq_id
+            assert seq_id not in ends, "nothing may follow an end"
+            num_tokens[seq_id] += output.token_id is not None
+            if output.finish_reason is not None:
+                ends[seq_id] = output.finish_reason
+    engine.stop(TIMEOUT_S)
+    assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
+    assert num_tokens == {GOOD: 6, BAD: bad_step - 1}
