@@ -1,0 +1,25 @@
+"""The gateway process: `python -m services.gateway --config FILE [--set section.key=value ...]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from services.common.cli import parse_service_args
+from services.common.logs import configure_logs
+from services.common.server import run_service
+
+
+def main() -> None:
+    config = parse_service_args("services.gateway", sys.argv[1:])
+    configure_logs(config.log, "gateway")
+    # transformers imports torch where it can: 2 s and 250 MB, and nothing here needs it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would advise to install torch
+    from services.gateway.service import serve
+
+    run_service(serve(config))
+
+
+if __name__ == "__main__":
+    main()

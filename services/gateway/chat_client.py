@@ -1,0 +1,173 @@
+"""A client for people: streams the answer to one prompt, or holds a conversation, in a terminal.
+
+`python -m services.gateway.chat_client --prompt "San Francisco is a" --max-tokens 7`
+"""
+
+from __future__ import annotations
+
+import argparse
+import readline  # noqa: F401  line editing and history for input()
+import sys
+import threading
+from collections.abc import Sequence
+
+import grpc
+
+from services.common.cli import dashed
+from services.common.config import GatewaySection
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+
+INFO_TIMEOUT_S = 5.0
+MAX_STOP_AFTER_MS = 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C."""
+    parser = _parser()
+    arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
+    if arguments.system is not None and arguments.prompt is not None and not arguments.chat:
+        parser.error("--system belongs to a chat: add --chat, or leave --prompt out")
+    try:
+        request = _request(arguments)
+    except ValueError as error:  # a number too large for its field
+        parser.error(str(error))
+    with grpc.insecure_channel(arguments.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        try:
+            if arguments.prompt is None:
+                converse(stub, request, arguments)
+                return 0
+            _, is_interrupted = print_answer(stub, request, arguments.stop_after_ms)
+            return 130 if is_interrupted else 0
+        except grpc.RpcError as error:
+            _print_error(arguments.address, error)
+            return 1
+
+
+def print_answer(
+    stub: gateway_pb2_grpc.GatewayStub,
+    request: gateway_pb2.GenerateRequest,
+    stop_after_ms: float | None = None,
+) -> tuple[str, bool]:
+    """Prints the answer as it comes, then a newline. Returns the text and whether Ctrl-C ended it.
+
+    A request that runs longer than `stop_after_ms` is cancelled. Raises `grpc.RpcError`.
+    """
+    call = stub.GenerateStream(request)
+    pieces: list[str] = []
+    is_interrupted = False
+    timer = None
+    if stop_after_ms is not None:
+        timer = threading.Timer(stop_after_ms / 1000, call.cancel)
+        timer.start()
+    try:
+        for chunk in call:
+            pieces.append(chunk.text)
+            print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        call.cancel()
+        is_interrupted = True
+    except grpc.RpcError as error:
+        if timer is None or error.code() is not grpc.StatusCode.CANCELLED:
+            if pieces:
+                print()
+            raise
+    finally:
+        if timer is not None:
+            timer.cancel()
+    print()
+    return "".join(pieces), is_interrupted
+
+
+def converse(
+    stub: gateway_pb2_grpc.GatewayStub,
+    request: gateway_pb2.GenerateRequest,
+    arguments: argparse.Namespace,
+) -> None:
+    """Asks for messages until Ctrl-D. `request` holds the options and the opening of every conversation."""
+    info = stub.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=INFO_TIMEOUT_S)
+    print(f"{info.model}, {info.max_model_len} tokens. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets.")
+    opening = list(request.chat.messages)
+    while True:
+        try:
+            text = input("> ").strip().encode(errors="replace").decode()  # a terminal may send what is not UTF-8
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        messages = request.chat.messages
+        if text == "/reset":
+            del messages[len(opening) :]
+            continue
+        if not text:
+            continue
+        messages.add(role="user", content=text)
+        try:
+            answer, _ = print_answer(stub, request, arguments.stop_after_ms)
+        except grpc.RpcError as error:
+            _print_error(arguments.address, error)
+            answer = ""
+        if answer:
+            messages.add(role="assistant", content=answer)
+        else:
+            del messages[-1]  # so that roles keep alternating
+
+
+def _request(arguments: argparse.Namespace) -> gateway_pb2.GenerateRequest:
+    request = gateway_pb2.GenerateRequest(
+        sampling=sampling_pb2.SamplingParams(
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+        ),
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+    )
+    if arguments.prompt is not None and not arguments.chat:
+        request.prompt = arguments.prompt
+        return request
+    request.chat.SetInParent()
+    if arguments.system is not None:
+        request.chat.messages.add(role="system", content=arguments.system)
+    if arguments.prompt is not None:
+        request.chat.messages.add(role="user", content=arguments.prompt)
+    return request
+
+
+def _print_error(address: str, error: grpc.RpcError) -> None:
+    details = " ".join(error.details().split())
+    print(f"chat_client: gateway at {address}: {error.code().name}: {details}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="services.gateway.chat_client",
+        description="Streams the answer to --prompt; without it, an interactive chat.",
+    )
+    address = GatewaySection().address
+    parser.add_argument("--address", default=address, help="of the gateway (default: %(default)s)")
+    parser.add_argument("--prompt", help="text to continue")
+    parser.add_argument("--chat", action="store_true", help="send --prompt as a user's message")
+    parser.add_argument("--system", help="system message of the chat")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (default: what the context allows)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens")
+    parser.add_argument("--top-p", type=float, help="sample from the tokens that make up this probability")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--stop", action="append", default=[], help="end before this text; may be repeated")
+    parser.add_argument("--stop-after-ms", type=_milliseconds, help="end the answer early, after this time")
+    return parser
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < MAX_STOP_AFTER_MS:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MAX_STOP_AFTER_MS:.0f}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

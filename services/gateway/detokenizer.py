@@ -1,0 +1,266 @@
+"""Incremental detokenization: what each new token adds to a text, never half a character.
+
+Used by the gateway's event loop, one `Detokenizer` per output. Most tokenizers add to a text token by token:
+their tokens become bytes, by a table that all outputs share, and bytes become characters once complete.
+The other tokenizers decode a sliding window of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 4  # of a window: what an added token may look at
+MAX_HELD_TOKENS = 8  # of a window: a character has at most 4 bytes, hence 4 tokens
+MAX_HELD_BYTES = 3
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+# Decoders, as `tokenizers` describes them, that give what the first token is at the start of a text (which
+# may lack a space) and then what each further token adds, whatever stands before it.
+_TOKEN_BY_TOKEN_TYPES = ("ByteLevel", "Metaspace", "WordPiece")  # Llama 3 and Qwen, T5, BERT
+_LLAMA_2_STEPS = [
+    {"type": "Replace", "pattern": {"String": "\N{LOWER ONE EIGHTH BLOCK}"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},  # absent from Gemma's
+]
+
+
+class Detokenizer:
+    """Turns the output tokens of one request into text, piece by piece.
+
+    The pieces of `append`, and `flush` at the end, together are what `decode(prompt + output)` adds after
+    `decode(prompt)` (without cleaning up spaces), for any token ids and however they are handed over. So a
+    space between prompt and output appears although `decode(output)` would drop it. Two exceptions:
+
+    - The output completes a character that the prompt began: the text starts with that character.
+    - A tokenizer with byte fallback decodes a run of byte tokens that is not UTF-8 to replacement characters
+      only, and so takes back characters that were complete. Here these stay, and each other byte of the run
+      becomes one replacement character.
+
+    Held back are at most 3 bytes of a character. A tokenizer whose decoder is not known to add token by token
+    (`_token_table`) decodes windows: equal where a longer sequence only appends to the text of a
+    shorter one and a token looks back at most 4; held back are at most 8 tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        table = _token_table(tokenizer, skip_special_tokens)
+        self._stream: _ByteStream | _WindowStream
+        if table is not None:
+            self._stream = _ByteStream(table, prompt_token_ids)
+        else:
+            self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now and was not before."""
+        return self._stream.append(token_ids)
+
+    def flush(self) -> str:
+        """The held-back rest, once no more tokens come."""
+        return self._stream.flush()
+
+
+class _ByteStream:
+    """Bytes of tokens, decoded as far as characters are complete."""
+
+    def __init__(self, table: _TokenTable, prompt_token_ids: Sequence[int]) -> None:
+        self._table = table
+        self._is_at_start = True  # until the first token that is not skipped
+        self._held = b""  # the begun character, at most MAX_HELD_BYTES
+        self._num_prompt_replacements = 0  # at the end of the decoded prompt, for its begun character
+        self._begin_with(prompt_token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        pieces = [self._table[token_id] for token_id in token_ids]
+        if self._is_at_start:
+            self._replace_first_piece(pieces, token_ids)
+        try:
+            text = (self._held + b"".join(pieces)).decode()
+            self._held = b""
+        except UnicodeDecodeError:
+            text = "".join([self._decode_damaged(piece) for piece in pieces])
+        return self._without_prompt_replacements(text) if self._num_prompt_replacements else text
+
+    def flush(self) -> str:
+        text = self._decode_damaged(b"", is_last=True)
+        return self._without_prompt_replacements(text)
+
+    def _begin_with(self, prompt_token_ids: Sequence[int]) -> None:
+        """Only the end of a prompt matters: a begun character lies within its last bytes."""
+        start, num_bytes = len(prompt_token_ids), 0
+        while start > 0 and num_bytes < MAX_HELD_BYTES:
+            start -= 1
+            num_bytes += len(self._table[prompt_token_ids[start]])
+        self.append(prompt_token_ids[start:])
+        self._num_prompt_replacements = self._num_replacements(len(self._held))
+
+    def _replace_first_piece(self, pieces: list[bytes], token_ids: Sequence[int]) -> None:
+        for index, token_id in enumerate(token_ids):
+            if not self._table.is_skipped(token_id):
+                pieces[index] = self._table.first_piece(token_id)
+                self._is_at_start = False
+                return
+
+    def _decode_damaged(self, piece: bytes, is_last: bool = False) -> str:
+        data, text = self._held + piece, ""
+        while True:
+            try:
+                text += data.decode()
+                self._held = b""
+                return text
+            except UnicodeDecodeError as error:
+                text += data[: error.start].decode()
+                if error.reason == "unexpected end of data" and not is_last:
+                    self._held = data[error.start :]
+                    return text
+                text += REPLACEMENT * self._num_replacements(error.end - error.start)
+                data = data[error.end :]
+
+    def _num_replacements(self, num_invalid_bytes: int) -> int:
+        return num_invalid_bytes if self._table.has_byte_fallback else min(num_invalid_bytes, 1)
+
+    def _without_prompt_replacements(self, text: str) -> str:
+        """`decode(prompt)` shows them already, if they did not become a character."""
+        if not text:
+            return text
+        num_dropped, self._num_prompt_replacements = self._num_prompt_replacements, 0
+        return text[:num_dropped].lstrip(REPLACEMENT) + text[num_dropped:]
+
+
+class _TokenTable(dict[int, bytes]):
+    """What each token id adds to a text that has begun, in UTF-8; filled as ids come up."""
+
+    def __init__(
+        self, backend: Tokenizer, anchor: int | None, has_byte_fallback: bool, skip_special_tokens: bool
+    ) -> None:
+        """`anchor`: a word to begin a text with; None for byte-level tokens, which need none."""
+        super().__init__()
+        self.has_byte_fallback = has_byte_fallback
+        self._backend = backend
+        self._anchor = anchor
+        self._anchor_text = "" if anchor is None else self._decode(anchor)
+        self._byte_values = _byte_level_values() if anchor is None else None
+        added_tokens = backend.get_added_tokens_decoder().values()
+        special_tokens = {token.content for token in added_tokens if token.special}
+        self._skipped_tokens = special_tokens if skip_special_tokens else set()
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = piece = self._piece(token_id)
+        return piece
+
+    def is_skipped(self, token_id: int) -> bool:
+        """Special tokens, if so wanted, and ids that the tokenizer does not know."""
+        token = self._backend.id_to_token(token_id)
+        return token is None or token in self._skipped_tokens
+
+    def first_piece(self, token_id: int) -> bytes:
+        """What the token is at the start of a text: some decoders take a space off there."""
+        piece = self[token_id]
+        is_part_of_character = len(piece) == 1 and not piece.isascii()
+        if self._byte_values is not None or is_part_of_character:
+            return piece
+        return self._decode(token_id).encode()
+
+    def _piece(self, token_id: int) -> bytes:
+        if self.is_skipped(token_id):
+            return b""
+        token = self._backend.id_to_token(token_id)
+        if self._byte_values is not None:
+            values = [self._byte_values.get(character) for character in token]
+            return token.encode() if None in values else bytes(values)
+        if self.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return self._decode(self._anchor, token_id).removeprefix(self._anchor_text).encode()
+
+    def _decode(self, *token_ids: int) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+
+class _WindowStream:
+    """Decodes the last tokens with each new one, and takes what that adds."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped: set[int] = set()
+        if skip_special_tokens:
+            added_tokens = tokenizer.added_tokens_decoder.items()
+            self._skipped.update(tokenizer.all_special_ids, (i for i, token in added_tokens if token.special))
+        prompt = [token_id for token_id in prompt_token_ids if token_id not in self._skipped]
+        self._context = prompt[-CONTEXT_TOKENS:]
+        self._context_text = self._decode(self._context)
+        self._held: list[int] = []
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._append(token_id) for token_id in token_ids if token_id not in self._skipped])
+
+    def flush(self) -> str:
+        return self._take(self._decode(self._context + self._held))
+
+    def _append(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._decode(self._context + self._held)
+        is_certain = text != self._context_text and not text.endswith(REPLACEMENT)
+        return self._take(text) if is_certain or len(self._held) == MAX_HELD_TOKENS else ""
+
+    def _take(self, text: str) -> str:
+        num_known = len(self._context_text)
+        while not text.startswith(self._context_text[:num_known]):
+            num_known -= 1  # a begun character was completed
+        self._context = (self._context + self._held)[-CONTEXT_TOKENS:]
+        self._context_text = self._decode(self._context)
+        self._held = []
+        return text[num_known:]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _token_table(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _TokenTable | None:
+    """The one table of a tokenizer; None if its decoder is not known to add token by token."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    own_class, plain_class = type(tokenizer), PreTrainedTokenizerFast
+    if own_class.decode is not plain_class.decode or own_class._decode is not plain_class._decode:
+        return None
+    backend = tokenizer.backend_tokenizer
+    if backend.decoder is None:
+        return None
+    decoder = json.loads(backend.decoder.__getstate__())
+    is_byte_level = decoder["type"] == "ByteLevel"
+    is_llama_2 = decoder.get("decoders") in (_LLAMA_2_STEPS, _LLAMA_2_STEPS[:-1])
+    if decoder["type"] not in _TOKEN_BY_TOKEN_TYPES and not is_llama_2:
+        return None
+    anchor = None if is_byte_level else _find_word(backend)
+    if anchor is None and not is_byte_level:
+        return None
+    return _TokenTable(backend, anchor, is_llama_2, skip_special_tokens)
+
+
+def _find_word(backend: Tokenizer) -> int | None:
+    """Any token that is a plain word; None if there is none."""
+    vocab = backend.get_vocab(with_added_tokens=False)
+    return min((i for token, i in vocab.items() if token.isascii() and token.isalpha()), default=None)
+
+
+def _byte_level_values() -> dict[str, int]:
+    """Byte value of each character of the byte-level alphabet (Radford et al., GPT-2, 2019).
+
+    Bytes that print stand for themselves; the others, in order, for the characters from 256 on.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(0x100)) - set(printed))
+    return {chr(value): value for value in printed} | {chr(256 + i): value for i, value in enumerate(others)}

@@ -1,0 +1,44 @@
+"""A gateway put together from its parts: started, serving, stopped in reverse."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.common.config import Config
+from services.common.errors import PeerError
+from services.common.model_config import load_model_config
+from services.common.server import GrpcServer, run_together
+from services.gateway.dense_client import DenseClient
+from services.gateway.journal import Journal
+from services.gateway.servicer import SERVICE_NAME, GatewayServicer
+from services.gateway.tokenizer import load_tokenizer
+from services.pb import gateway_pb2_grpc
+
+log = structlog.get_logger()
+
+STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
+
+
+async def serve(config: Config) -> None:
+    """Serves until cancelled. Raises `ConfigError`, `ModelError`, or `PeerError` if no dense worker comes."""
+    path = config.model.path
+    eos_token_ids = load_model_config(path).eos_token_ids
+    tokenizer = load_tokenizer(path, is_optional=config.model.load_format == "dummy")
+    server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
+    journal = Journal()
+    dense = DenseClient(config.dense.address, config.peers, journal, server.set_serving)
+    servicer = GatewayServicer(path.resolve().name, eos_token_ids, tokenizer, journal, dense)
+    gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
+    address = await server.start()
+
+    async def announce() -> None:
+        log.info("waiting for the dense worker", address=address, dense_address=config.dense.address)
+        await dense.wait_connected()
+        log.info("serving", address=address, model=str(path))
+
+    try:
+        await run_together(dense.run(), announce())
+    finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
+        journal.shut(PeerError("the gateway is shutting down"))
+        await server.stop(STOP_GRACE_S)
+        tokenizer.close()

@@ -1,0 +1,104 @@
+"""Text and chats to token ids, by the model's own tokenizer and chat template.
+
+Runs in the gateway's event loop for short texts; longer ones are handed to threads, because the Rust
+tokenizer releases the interpreter lock and a prompt of megabytes takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from services.common.errors import InvalidRequest, ModelError
+
+MAX_INLINE_CHARACTERS = 1_000  # about 0.5 ms; more would delay every running stream noticeably
+NUM_THREADS = 2
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat; `role` as the chat template names it."""
+
+    role: str
+    content: str
+
+
+class Tokenizer:
+    """Owns the model's tokenizer and the threads it may use; `close` ends them."""
+
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+        self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
+        self._backend = hf_tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
+        self._backend.no_padding()
+        self.max_token_characters = max(map(len, self._backend.get_vocab()))  # no token stands for more text
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; by default with the special tokens the model expects around a prompt."""
+        if len(text) <= MAX_INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat that awaits its answer. Raises `InvalidRequest` where the template refuses."""
+        if self.hf_tokenizer.chat_template is None:
+            raise InvalidRequest("this model has no chat template: send a prompt instead of a chat")
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self.hf_tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=False
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses this chat: {error}") from error
+        return await self.encode(text, add_special_tokens=False)  # the template writes its own
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the tokenizer writes it; empty for ids that it does not know."""
+        return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    def close(self) -> None:
+        """Refuses further long texts and lets the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode_batch_fast` releases the interpreter lock, `encode` does not.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+
+def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, without network access.
+
+    `is_optional`: a directory without tokenizer files gets one token per UTF-8 byte (for dummy weights).
+    Raises `ModelError`.
+    """
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        if is_optional:
+            return Tokenizer(_byte_tokenizer())
+        raise ModelError(f"model directory {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    try:
+        hf_tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers, tokenizers and JSON errors have no common base
+        raise ModelError(f"the tokenizer in {path} cannot be read: {error}") from error
+    if not isinstance(hf_tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(f"the tokenizer in {path} is a {type(hf_tokenizer).__name__}, a fast one is needed")
+    return Tokenizer(hf_tokenizer)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = RustTokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

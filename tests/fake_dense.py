@@ -1,0 +1,137 @@
+"""A dense worker without a model: tests script its tokens, kill it, and see what the gateway asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from services.pb import dense_pb2, dense_pb2_grpc
+
+Script = Callable[[dense_pb2.Submit], Sequence[int]]
+
+
+class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
+    """Gives every running sequence one token a step: those of `script(submit)`, all output tokens in order.
+
+    A sequence ends at a stop token or at `max_tokens`; a script that ends earlier leaves it hanging.
+    `errors[request_id] = (status_code, message)` refuses that request. `start` may follow `kill`.
+    """
+
+    def __init__(
+        self, script: Script, *, step_s: float = 0.0, vocab_size: int = 32_000, max_model_len: int = 2048
+    ) -> None:
+        self.script = script
+        self.step_s = step_s  # pause after each step
+        self.info = dense_pb2.DenseInfo(
+            family="llama",
+            dtype="float32",
+            vocab_size=vocab_size,
+            num_layers=2,
+            max_model_len=max_model_len,
+            weights_hash="c0ffee",
+            backend="fake",
+            device="cpu",
+        )
+        self.errors: dict[str, tuple[grpc.StatusCode, str]] = {}
+        self.num_cached_tokens = 0  # reported for every sequence
+        self.submits: list[dense_pb2.Submit] = []
+        self.cancelled_seq_ids: list[int] = []
+        self.running: dict[int, _Sequence] = {}  # of the newest stream
+        self.num_streams = 0
+        self._news = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, address: str) -> None:
+        """Listens at `address`."""
+        self._server = grpc.aio.server()
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self, self._server)
+        self._server.add_insecure_port(address)
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Breaks every stream and stops listening; nothing is remembered but the records for tests."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def GetInfo(
+        self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseInfo:
+        return self.info
+
+    async def Connect(
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[dense_pb2.StepOutput]:
+        self.running = {}
+        self.num_streams += 1
+        step_id = 0
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while not reader.done():
+                output = self._step()
+                if output.ByteSize():
+                    step_id += 1
+                    output.step_id = step_id
+                    yield output
+                    await asyncio.sleep(self.step_s)
+                else:
+                    self._news.clear()
+                    await self._news.wait()
+        finally:
+            self.num_streams -= 1
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage]) -> None:
+        async for message in requests:
+            if message.WhichOneof("message") == "submit":
+                submit = message.submit
+                self.submits.append(submit)
+                self.running[submit.seq_id] = _Sequence(submit, self.script(submit))
+            else:
+                self.cancelled_seq_ids.append(message.cancel.seq_id)
+                self.running.pop(message.cancel.seq_id, None)
+            self._news.set()
+        self._news.set()
+
+    def _step(self) -> dense_pb2.StepOutput:
+        output = dense_pb2.StepOutput()
+        for seq_id, sequence in list(self.running.items()):
+            submit = sequence.submit
+            if submit.request_id in self.errors:
+                code, message = self.errors[submit.request_id]
+                output.ended.add(
+                    seq_id=seq_id,
+                    reason=dense_pb2.SequenceEnd.ERROR,
+                    status_code=code.value[0],
+                    message=message,
+                )
+                del self.running[seq_id]
+                continue
+            if not sequence.is_started:
+                sequence.is_started = True
+                output.started.add(seq_id=seq_id, num_cached_tokens=self.num_cached_tokens)
+            if sequence.num_output_tokens == len(sequence.token_ids):
+                continue
+            token_id = sequence.token_ids[sequence.num_output_tokens]
+            sequence.num_output_tokens += 1
+            output.seq_ids.append(seq_id)
+            output.token_ids.append(token_id)
+            reason = None
+            if token_id in submit.stop_token_ids:
+                reason = dense_pb2.SequenceEnd.STOP
+            elif sequence.num_output_tokens == submit.max_tokens:
+                reason = dense_pb2.SequenceEnd.LENGTH
+            if reason is not None:
+                output.ended.add(seq_id=seq_id, reason=reason)
+                del self.running[seq_id]
+        return output
+
+
+class _Sequence:
+    def __init__(self, submit: dense_pb2.Submit, token_ids: Sequence[int]) -> None:
+        self.submit = submit
+        self.token_ids = token_ids
+        self.num_output_tokens = len(submit.output_token_ids)
+        self.is_started = False

@@ -1,0 +1,339 @@
+"""The load generator against a scripted gateway, and the whole program against the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.load import Load, TimedRequest, replay, shares
+from bench.serving import format_table, main
+from bench.stats import RequestRecord, ServingFigures, Summary, num_output_tokens
+from services.pb import gateway_pb2, gateway_pb2_grpc
+from tests.fake_dense import FakeDense
+from tests.running_gateway import ServiceProcess, run, running_gateway
+
+TABLE = """\
+============ Serving Benchmark Result ============
+Successful requests:                     50
+Benchmark duration (s):                  52.67
+Total input tokens:                      14056
+Total generated tokens:                  10508
+Request throughput (req/s):              0.95
+Input token throughput (tok/s):          266.86
+Output token throughput (tok/s):         199.50
+---------------Time to First Token----------------
+Mean TTFT (ms):                          121.19
+Median TTFT (ms):                        94.22
+P99 TTFT (ms):                           289.86
+-----Time per Output Token (excl. 1st token)------
+Mean TPOT (ms):                          48.93
+Median TPOT (ms):                        48.89
+P99 TPOT (ms):                           84.22
+---------------Inter-token Latency----------------
+Mean ITL (ms):                           54.84
+Median ITL (ms):                         52.61
+P99 ITL (ms):                            206.89
+=================================================="""
+MS = 1_000_000
+
+
+class ScriptedGateway(gateway_pb2_grpc.GatewayServicer):
+    """Answers each request with chunks of the given numbers of tokens; names in `errors` fail after them."""
+
+    def __init__(self, chunk_sizes: list[int]) -> None:
+        self.chunk_sizes = chunk_sizes
+        self.errors: dict[str, str] = {}
+        self.has_finish = True
+        self.num_output_tokens: int | None = None  # that it claims; None: the truth
+        self.request_ids: list[str] = []
+        self.num_running = 0
+        self.max_running = 0
+        self.gate = asyncio.Event()  # no answer goes on before it is set
+        self.gate.set()
+
+    async def GenerateStream(
+        self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
+        self.request_ids.append(request.request_id)
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        await self.gate.wait()
+        for num_tokens in self.chunk_sizes:
+            await asyncio.sleep(0.001)
+            yield gateway_pb2.GenerateChunk(token_ids=[9] * num_tokens)
+        self.num_running -= 1
+        if request.request_id in self.errors:
+            await context.abort(grpc.StatusCode.ABORTED, self.errors[request.request_id])
+        if self.has_finish:
+            usage = gateway_pb2.Usage(
+                num_prompt_tokens=len(request.prompt_token_ids.ids),
+                num_output_tokens=sum(self.chunk_sizes) if self.num_output_tokens is None else self.num_output_tokens,
+            )
+            yield gateway_pb2.GenerateChunk(finish=gateway_pb2.Finish(usage=usage))
+
+
+@contextlib.asynccontextmanager
+async def served(gateway: ScriptedGateway, directory: Path) -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server()
+    gateway_pb2_grpc.add_GatewayServicer_to_server(gateway, server)
+    server.add_insecure_port(f"unix:{directory}/scripted.sock")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{directory}/scripted.sock") as channel:
+        yield channel
+    await server.stop(None)
+
+
+def load(count: int, max_concurrency: int | None = None, gap_ms: int = 0) -> Load:
+    requests = []
+    for index in range(count):
+        message = gateway_pb2.GenerateRequest(request_id=str(index))
+        message.prompt_token_ids.ids.extend(range(index + 1))
+        requests.append(TimedRequest(index, index * gap_ms * MS, message.SerializeToString()))
+    return Load("unused", [], requests, max_concurrency, request_timeout_s=20.0)
+
+
+async def replay_now(channel: grpc.aio.Channel, load: Load) -> list[RequestRecord]:
+    return sorted(await replay(channel, load, start_ns=0), key=lambda record: record.index)
+
+
+def test_every_chunk_is_recorded_with_its_tokens(tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = ScriptedGateway([1, 3, 0, 2])
+        async with served(gateway, tmp_path) as channel:
+            records = await replay_now(channel, load(3))
+        for index, record in enumerate(records):
+            assert record.error is None
+            assert record.chunk_num_tokens == [1, 3, 0, 2, 0]
+            assert num_output_tokens(record) == 6
+            assert record.num_prompt_tokens == index + 1
+            times = [record.send_ns, *record.chunk_ns, record.end_ns]
+            assert times == sorted(times) and len(set(times[:-1])) == len(times[:-1])
+
+    run(test())
+
+
+def test_requests_in_flight_reach_the_limit_and_never_pass_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = ScriptedGateway([1, 1])
+        gateway.gate.clear()
+        async with served(gateway, tmp_path) as channel:
+            running = asyncio.create_task(replay_now(channel, load(10, max_concurrency=3)))
+            while gateway.num_running < 3:  # noqa: ASYNC110  what it looks at has no event
+                await asyncio.sleep(0.001)
+            gateway.gate.set()
+            assert len(await running) == 10
+        assert gateway.max_running == 3
+        assert sorted(gateway.request_ids[:3]) == ["0", "1", "2"]
+
+    run(test())
+
+
+def test_open_loop_sends_without_waiting_for_answers(tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = ScriptedGateway([1])
+        gateway.gate.clear()
+        async with served(gateway, tmp_path) as channel:
+            running = asyncio.create_task(replay_now(channel, load(5, gap_ms=1)))
+            while gateway.num_running < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            gateway.gate.set()
+            records = await running
+        assert [record.scheduled_ns for record in records] == [0, MS, 2 * MS, 3 * MS, 4 * MS]
+
+    run(test())
+
+
+def test_failed_requests_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = ScriptedGateway([2, 2])
+        gateway.errors["1"] = "gave up"
+        async with served(gateway, tmp_path) as channel:
+            records = await replay_now(channel, load(3, max_concurrency=1))
+        assert [record.error for record in records] == [None, "ABORTED: gave up", None]
+        assert records[1].chunk_num_tokens == [2, 2]
+
+    run(test())
+
+
+def test_an_answer_without_a_finish_or_with_missing_tokens_has_failed(tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = ScriptedGateway([1, 1])
+        async with served(gateway, tmp_path) as channel:
+            gateway.num_output_tokens = 3
+            [record] = await replay_now(channel, load(1))
+            assert record.error == "2 tokens came, the server counts 3"
+            gateway.has_finish = False
+            [record] = await replay_now(channel, load(1))
+            assert record.error == "the stream ended without a finish"
+
+    run(test())
+
+
+@pytest.mark.parametrize(("max_concurrency", "limits"), [(None, [None] * 4), (10, [3, 3, 2, 2]), (3, [1, 1, 1])])
+def test_processes_share_requests_and_concurrency(max_concurrency: int | None, limits: list[int | None]) -> None:
+    whole = load(11, max_concurrency)
+    parts = shares(whole, 4)
+    assert [part.max_concurrency for part in parts] == limits
+    dealt = sorted((request for part in parts for request in part.requests), key=lambda request: request.index)
+    assert dealt == whole.requests
+    sizes = [len(part.requests) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def summary(mean: float, median: float, p99: float) -> Summary:
+    return Summary(mean, median, p90=-1.0, p99=p99, min=-1.0, max=-1.0)
+
+
+def test_the_table_has_the_usual_rows() -> None:
+    figures = ServingFigures(
+        num_successful=50,
+        num_failed=0,
+        duration_s=52.6712,
+        total_input_tokens=14056,
+        total_cached_tokens=0,
+        total_output_tokens=10508,
+        request_throughput=0.9493,
+        input_throughput=266.8631,
+        output_throughput=199.5012,
+        ttft_ms=summary(121.19, 94.22, 289.86),
+        tpot_ms=summary(48.93, 48.89, 84.22),
+        itl_ms=summary(54.84, 52.61, 206.89),
+        first_error=None,
+    )
+    assert format_table(figures) == TABLE
+
+
+def recompute(requests: list[dict[str, Any]]) -> dict[str, str]:
+    """The table's values from the raw timestamps in a saved file; by other means than the program's."""
+    duration_s = max(request["end_ns"] for request in requests) / 1e9
+    ttfts, tpots, itls, num_tokens = [], [], [], 0
+    for request in requests:
+        times_ms = [time / 1e6 for time, n in zip(request["chunk_ns"], request["chunk_num_tokens"], strict=True) if n]
+        count = sum(request["chunk_num_tokens"])
+        num_tokens += count
+        ttfts.append(times_ms[0] - request["send_ns"] / 1e6)
+        if count > 1:
+            tpots.append((times_ms[-1] - times_ms[0]) / (count - 1))
+        itls += [times_ms[i + 1] - times_ms[i] for i in range(len(times_ms) - 1)]
+    num_input_tokens = sum(request["num_prompt_tokens"] for request in requests)
+    rows = {
+        "Successful requests": str(len(requests)),
+        "Benchmark duration (s)": f"{duration_s:.2f}",
+        "Total input tokens": str(num_input_tokens),
+        "Total generated tokens": str(num_tokens),
+        "Request throughput (req/s)": f"{len(requests) / duration_s:.2f}",
+        "Input token throughput (tok/s)": f"{num_input_tokens / duration_s:.2f}",
+        "Output token throughput (tok/s)": f"{num_tokens / duration_s:.2f}",
+        "Failed requests": "0",
+    }
+    for name, values in (("TTFT", ttfts), ("TPOT", tpots), ("ITL", itls)):
+        rows[f"Mean {name} (ms)"] = f"{statistics.fmean(values):.2f}"
+        rows[f"Median {name} (ms)"] = f"{statistics.median(values):.2f}"
+        rows[f"P99 {name} (ms)"] = f"{statistics.quantiles(values, n=100, method='inclusive')[98]:.2f}"
+    return rows
+
+
+def test_printed_figures_follow_from_the_saved_timestamps(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * submit.max_tokens, step_s=0.001, vocab_size=500)
+        file = tmp_path / "run.json"
+        async with running_gateway(tmp_path, dense) as gateway:
+            lengths = "--num-prompts 12 --input-len 30 --output-len 8"
+            options = f"{lengths} --request-rate 100 --warmup 3 --client-processes 2"
+            process = ServiceProcess(
+                "bench.serving", "--address", gateway.address, "--json", str(file), *options.split()
+            )
+            status, stdout, stderr = await process.outcome()
+        assert status == 0, stderr
+        printed = dict(line.split(":") for line in stdout.splitlines() if ":" in line)
+        saved = json.loads(file.read_text())
+        expected = recompute(saved["requests"])
+        assert {name: printed[name].strip() for name in expected} == expected
+        assert [request["index"] for request in saved["requests"]] == list(range(12))
+        assert saved["config"]["request_rate"] == 100.0 and saved["model"]["vocab_size"] == 500
+        assert {"date", "commit", "versions", "figures", "client"} <= saved.keys()
+
+        assert len(dense.submits) == 12 + 3
+        assert all(15 <= len(submit.prompt_token_ids) <= 45 for submit in dense.submits)
+        assert all(4 <= submit.max_tokens <= 12 for submit in dense.submits)
+        assert all(not submit.stop_token_ids for submit in dense.submits), "EOS must be ignored"
+        assert len({submit.cache_salt for submit in dense.submits}) == 2, "warm-up and run share no prefixes"
+        sent = sorted(len(submit.prompt_token_ids) for submit in dense.submits[3:])
+        assert sent == sorted(request["num_prompt_tokens"] for request in saved["requests"])
+
+    run(test())
+
+
+def test_failures_are_counted_with_the_first_error_and_the_exit_status(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * submit.max_tokens)
+        async with running_gateway(tmp_path, dense) as gateway:
+            dense.errors = _RefuseFourth()
+            process = ServiceProcess(
+                "bench.serving", "--address", gateway.address, "--num-prompts=6", "--output-len=4", "--warmup=0"
+            )
+            status, stdout, _ = await process.outcome()
+        assert status == 1
+        lines = [line.split() for line in stdout.splitlines()]
+        assert ["Successful", "requests:", "5"] in lines
+        assert ["Failed", "requests:", "1"] in lines
+        assert "  the first: RESOURCE_EXHAUSTED: no room" in stdout
+
+    run(test())
+
+
+def test_a_failed_warm_up_ends_the_program_before_the_run(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * submit.max_tokens)
+        dense.errors = _RefuseFourth()
+        async with running_gateway(tmp_path, dense) as gateway:
+            process = ServiceProcess("bench.serving", "--address", gateway.address, "--warmup=4", "--output-len=4")
+            status, stdout, stderr = await process.outcome()
+        assert (status, stdout) == (1, "")
+        assert stderr.splitlines()[-1] == "serving: a warm-up request failed: RESOURCE_EXHAUSTED: no room"
+        assert len(dense.submits) == 4
+
+    run(test())
+
+
+class _RefuseFourth(dict[str, tuple[grpc.StatusCode, str]]):
+    """The program makes up the names of its requests; they end with their index."""
+
+    def __contains__(self, request_id: object) -> bool:
+        return str(request_id).endswith("-3")
+
+    def __getitem__(self, request_id: str) -> tuple[grpc.StatusCode, str]:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"
+
+
+def test_a_missing_gateway_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"unix:{tmp_path}/none.sock"
+    assert main(["--address", address]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"serving: gateway at {address}: UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--request-rate", "0"],
+        ["--num-prompts", "0"],
+        ["--len-range-ratio", "1"],
+        ["--max-concurrency", "-1"],
+        ["--dataset", "data.json"],
+        ["--dataset", "data.json", "--tokenizer", ".", "--input-len", "3"],
+        ["--json", "/nowhere/at/all.json"],
+    ],
+)
+def test_impossible_options_are_refused_before_any_load(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2

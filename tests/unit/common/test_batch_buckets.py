@@ -1,0 +1,25 @@
+"""Sizes of captured steps: every step fits, and padding stays small."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.batch_buckets import MAX_CAPTURED_TOKENS, batch_buckets, bucket_for, token_buckets
+
+
+@given(st.integers(1, 1024))
+def test_every_batch_fits_with_little_padding(max_num_seqs: int) -> None:
+    buckets = batch_buckets(max_num_seqs)
+    assert buckets == sorted(set(buckets)) and buckets[-1] == max_num_seqs
+    for num_seqs in range(1, max_num_seqs + 1):
+        padding = bucket_for(buckets, num_seqs) - num_seqs
+        assert 0 <= padding <= max(3, num_seqs / 8)
+
+
+@given(st.integers(1, 1024), st.integers(1, 9000))
+def test_token_buckets_go_on_where_batches_end(max_num_seqs: int, max_num_tokens: int) -> None:
+    buckets = token_buckets(max_num_seqs, max_num_tokens)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == min(max_num_tokens, MAX_CAPTURED_TOKENS)
+    assert set(batch_buckets(min(max_num_seqs, buckets[-1]))) <= set(buckets)

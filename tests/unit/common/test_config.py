@@ -1,0 +1,76 @@
+"""Config: one TOML, overrides, and every mistake named before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL, Config, dump_config, load_config
+from services.common.errors import ConfigError
+
+
+def test_defaults_serve_the_embedded_model() -> None:
+    assert load_config(None) == Config()
+    assert load_config(None).model.path == EMBEDDED_MODEL
+
+
+def test_a_file_and_overrides_combine_and_the_last_override_wins(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[model]\ndtype = "float16"\nnum_layers = 2\n[scheduler]\nmax_num_seqs = 5\n')
+    config = load_config(file, ["model.num_layers=3", "scheduler.max_num_seqs=7", "scheduler.max_num_seqs=9"])
+    assert (config.model.dtype, config.model.num_layers, config.scheduler.max_num_seqs) == ("float16", 3, 9)
+
+
+def test_override_values_are_toml_or_plain_strings() -> None:
+    config = load_config(
+        None, ["model.dtype=bfloat16", 'log.level="debug"', "attention.enable_prefix_cache=false"]
+    )
+    assert (config.model.dtype, config.log.level) == ("bfloat16", "debug")
+    assert config.attention.enable_prefix_cache is False
+
+
+def test_a_dumped_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(
+        None, ['gateway.address=unix:/tmp/a "quoted" \\ name.sock', "model.num_layers=1", "peers.rpc_timeout_s=0.25"]
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("nothing.key=1", ["unknown config key nothing"]),
+        ("model.lenght=1", ["unknown config key model.lenght"]),
+        ("model.num_layers=0", ["model.num_layers", "0", "greater than or equal to 1"]),
+        ("model.num_layers=two", ["model.num_layers", "two", "integer"]),
+        ("channel.wait_timeout_s=0", ["channel.wait_timeout_s", "greater than 0"]),
+        ("scheduler.policy=never", ["scheduler.policy", "guaranteed_no_evict", "max_utilization"]),
+        ("scheduler.max_num_seqs=513", ["513", "512"]),
+        ("model.path=/does/not/exist", ["/does/not/exist", "not a directory"]),
+        ("dense.address=127.0.0.1:50051", ["must differ", "127.0.0.1:50051"]),
+        ("model", ["section.key=value"]),
+        ("model=3", ["section.key=value"]),
+    ],
+)
+def test_a_mistake_is_named(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "words"), [("model = [", "not TOML"), (None, "cannot be read")])
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "config.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(file)
+
+
+def test_sections_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(None).model.num_layers = 3  # type: ignore[misc]

@@ -1,0 +1,68 @@
+"""Which sampling options are refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.common.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "limit"),
+    [
+        ("temperature", -0.1, "from 0 to 100"),
+        ("temperature", 100.5, "from 0 to 100"),
+        ("top_k", 0, "at least 1"),
+        ("top_k", -1, "at least 1"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.0000001, "above 0 and at most 1"),
+        ("min_p", -0.01, "from 0 to 1"),
+        ("min_p", 1.01, "from 0 to 1"),
+        ("repetition_penalty", 0.0, "above 0 and at most 100"),
+        ("presence_penalty", 2.5, "from -2 to 2"),
+        ("presence_penalty", -2.5, "from -2 to 2"),
+        ("frequency_penalty", 2.5, "from -2 to 2"),
+        ("frequency_penalty", -2.5, "from -2 to 2"),
+        ("min_tokens", -1, "at least 0"),
+        ("seed", -1, "from 0 to 18446744073709551615"),
+        ("seed", 2**64, "from 0 to 18446744073709551615"),
+    ],
+)
+def test_option_out_of_range_is_refused_with_value_and_limit(option: str, value: float, limit: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        SamplingParams(**{option: value}).validate()
+    assert str(refusal.value).startswith(f"{option} is {value}, must be ")
+    assert limit in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "option",
+    ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
+)
+def test_option_that_is_not_finite_is_refused(option: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{option} is {value}, must be a finite number"):
+        SamplingParams(**{option: value}).validate()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.0},
+        {
+            "temperature": 100.0,
+            "top_k": 1,
+            "top_p": 1.0,
+            "min_p": 1.0,
+            "min_tokens": 10**9,
+            "seed": 2**64 - 1,
+        },
+        {"top_p": 1e-9, "repetition_penalty": 1e-3, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+    ],
+)
+def test_options_within_their_ranges_are_accepted(options: dict[str, float]) -> None:
+    SamplingParams(**options).validate()

@@ -1,0 +1,150 @@
+"""The terminal client as a user runs it: its own process, against a whole gateway."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from services.common.config import EMBEDDED_MODEL
+from services.gateway import chat_client
+from services.pb import dense_pb2
+from tests.fake_dense import FakeDense
+from tests.running_gateway import ServiceProcess, run, running_gateway, until
+
+REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+
+
+def ids(text: str) -> list[int]:
+    return REFERENCE(text, add_special_tokens=False)["input_ids"]
+
+
+def chat_ids(*messages: tuple[str, str]) -> list[int]:
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    return REFERENCE.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+
+
+def start(*arguments: str) -> ServiceProcess:
+    return ServiceProcess("services.gateway.chat_client", *arguments)
+
+
+def test_a_prompt_prints_only_its_continuation(tmp_path: Path) -> None:
+    async def test() -> None:
+        answer = " city in 日本"
+        dense = FakeDense(lambda submit: ids(answer))
+        async with running_gateway(tmp_path, dense) as gateway:
+            flags = [f"--max_tokens={len(ids(answer))}", "--seed", "5", "--stop", "_x_"]
+            client = start("--address", gateway.address, "--prompt", "San_Francisco is a", *flags)
+            assert await client.outcome() == (0, answer + "\n", "")
+            [submit] = dense.submits
+            assert submit.prompt_token_ids == REFERENCE("San_Francisco is a")["input_ids"]
+            assert submit.sampling.temperature == 0
+            assert submit.sampling.seed == 5
+
+    run(test())
+
+
+def test_a_prompt_can_be_a_message_of_a_chat(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [*ids("Hi."), REFERENCE.eos_token_id])
+        async with running_gateway(tmp_path, dense) as gateway:
+            chat = ["--chat", "--system", "Be brief.", "--prompt", "Hello"]
+            client = start("--address", gateway.address, *chat)
+            assert await client.outcome() == (0, "Hi.\n", "")
+            assert dense.submits[0].prompt_token_ids == chat_ids(("system", "Be brief."), ("user", "Hello"))
+
+    run(test())
+
+
+def test_stop_after_ms_ends_the_request(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: ids("begin"))  # and then nothing more
+        async with running_gateway(tmp_path, dense) as gateway:
+            client = start("--address", gateway.address, "--prompt", "x", "--stop_after_ms", "300")
+            assert await client.outcome() == (0, "begin\n", "")
+            await until(lambda: len(dense.cancelled_seq_ids) == 1)
+
+    run(test())
+
+
+def test_a_refused_request_is_one_line_and_status_1(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, FakeDense(lambda submit: [])) as gateway:
+            client = start("--address", gateway.address, "--prompt", "x", "--max-tokens", "0")
+            status, stdout, stderr = await client.outcome()
+            assert (status, stdout) == (1, "")
+            assert stderr.count("\n") == 1
+            assert "INVALID_ARGUMENT: max_tokens is 0" in stderr
+
+    run(test())
+
+
+def test_a_missing_gateway_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for mode in (["--prompt", "x"], []):
+        assert chat_client.main(["--address", "127.0.0.1:1", *mode]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert "127.0.0.1:1: UNAVAILABLE" in captured.err
+
+
+def test_a_conversation_remembers_until_it_is_reset(tmp_path: Path) -> None:
+    def script(submit: dense_pb2.Submit) -> list[int]:
+        return [*ids(f"Answer {len(dense.submits)}."), REFERENCE.eos_token_id]
+
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway:
+            client = start("--address", gateway.address, "--system", "Be brief.")
+            status, stdout, stderr = await client.outcome("One?\n\n  Two?\n/reset\nThree?\n")
+            assert (status, stderr) == (0, "")
+            assert [f"Answer {i}." in stdout for i in (1, 2, 3, 4)] == [True, True, True, False]
+            opening = ("system", "Be brief.")
+            assert [list(submit.prompt_token_ids) for submit in dense.submits] == [
+                chat_ids(opening, ("user", "One?")),
+                chat_ids(opening, ("user", "One?"), ("assistant", "Answer 1."), ("user", "Two?")),
+                chat_ids(opening, ("user", "Three?")),
+            ]
+
+    dense = FakeDense(script)
+    run(test())
+
+
+def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway:
+            client = start("--address", gateway.address)
+            status, stdout, stderr = await client.outcome("word " * 3000 + "\nShort?\n")
+            assert status == 0
+            assert "max_model_len is 2048" in stderr
+            assert stderr.count("\n") == 1
+            assert "Yes." in stdout
+            assert [list(submit.prompt_token_ids) for submit in dense.submits] == [chat_ids(("user", "Short?"))]
+
+    dense = FakeDense(lambda submit: [*ids("Yes."), REFERENCE.eos_token_id])
+    run(test())
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(tmp_path: Path) -> None:
+    def script(submit: dense_pb2.Submit) -> list[int]:
+        if len(dense.submits) == 1:
+            return ids("Once upon")  # and then nothing more
+        return [*ids("Done."), REFERENCE.eos_token_id]
+
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway:
+            client = start("--address", gateway.address)
+            client.write("Tell me a story\n")
+            await client.read_until("Once upon", "stdout")
+            client.send_signal(signal.SIGINT)
+            await until(lambda: len(dense.cancelled_seq_ids) == 1)
+            status, stdout, stderr = await client.outcome("Stop?\n")
+            assert (status, stderr) == (0, "")
+            assert "Done." in stdout
+            assert dense.submits[1].prompt_token_ids == chat_ids(
+                ("user", "Tell me a story"), ("assistant", "Once upon"), ("user", "Stop?")
+            )
+
+    dense = FakeDense(script)
+    run(test())

@@ -1,0 +1,165 @@
+"""Every rule that the comments of gateway.proto and sampling.proto promise to check."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import InvalidRequest
+from services.common.sampling_params import SamplingParams
+from services.gateway.request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
+from services.gateway.tokenizer import load_tokenizer
+from services.pb import gateway_pb2
+
+LIMITS = ModelLimits(vocab_size=1000, max_model_len=64, eos_token_ids=(2, 7))
+TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
+IDS = {"prompt_token_ids": {"ids": [5, 6, 7]}}
+
+
+def read(fields: dict[str, Any], limits: ModelLimits = LIMITS) -> GenerationRequest:
+    return asyncio.run(read_request(gateway_pb2.GenerateRequest(**fields), TOKENIZER, limits))
+
+
+def test_unset_fields_take_the_defaults_of_the_proto() -> None:
+    request = read(IDS)
+    assert request.prompt_token_ids == [5, 6, 7]
+    assert request.max_tokens == 64 - 3
+    assert request.stop == ()
+    assert request.stop_token_ids == (2, 7)
+    assert request.skip_special_tokens
+    assert not request.include_stop_str_in_output
+    assert request.cache_salt == ""
+    seed = request.sampling.seed
+    assert request.sampling == SamplingParams(
+        temperature=1.0,
+        top_k=None,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        min_tokens=0,
+        seed=seed,
+    )
+
+
+def test_names_and_seeds_are_drawn_anew_for_each_request() -> None:
+    requests = [read(IDS) for _ in range(8)]
+    assert len({request.request_id for request in requests}) == 8
+    assert len({request.sampling.seed for request in requests}) == 8
+    assert all(0 <= request.sampling.seed < 2**64 for request in requests)
+
+
+def test_given_fields_are_kept() -> None:
+    sampling = {
+        "temperature": 0.0,
+        "top_k": 1000,
+        "top_p": 0.25,
+        "min_p": 1.0,
+        "repetition_penalty": 100.0,
+        "presence_penalty": -2.0,
+        "frequency_penalty": 2.0,
+        "min_tokens": 9,
+        "seed": 2**64 - 1,
+    }
+    request = read(
+        {
+            **IDS,
+            "request_id": "mine",
+            "sampling": sampling,
+            "max_tokens": 61,
+            "stop": ["a", "b" * 256],
+            "stop_token_ids": [999, 2, 0],
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "cache_salt": "tenant",
+        }
+    )
+    assert request == GenerationRequest(
+        request_id="mine",
+        prompt_token_ids=[5, 6, 7],
+        sampling=SamplingParams(**sampling),
+        max_tokens=61,
+        stop=("a", "b" * 256),
+        stop_token_ids=(2, 7, 999, 0),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        cache_salt="tenant",
+    )
+
+
+def test_a_seed_of_zero_is_a_given_seed() -> None:
+    assert read({**IDS, "sampling": {"seed": 0}}).sampling.seed == 0
+
+
+def test_ignored_eos_does_not_stop() -> None:
+    assert read({**IDS, "ignore_eos": True, "stop_token_ids": [3]}).stop_token_ids == (3,)
+
+
+def test_the_longest_prompt_leaves_one_token() -> None:
+    assert read({"prompt_token_ids": {"ids": [1] * 63}}).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"exactly one of prompt, prompt_token_ids, chat is required"),
+        ({"prompt": ""}, r"prompt is empty"),
+        ({"prompt_token_ids": {}}, r"no tokens"),
+        ({"chat": {}}, r"chat has no messages"),
+        ({"chat": {"messages": [{"content": "hi"}]}}, r"chat message 0 has no role"),
+        (
+            {"chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant"}]}},
+            r"chat message 1 has no content",
+        ),
+        ({"chat": {"messages": [{"role": "oracle", "content": "hi"}]}}, r"oracle"),
+        ({"prompt_token_ids": {"ids": [1] * 64}}, r"has 64 tokens, max_model_len is 64"),
+        ({"prompt": "word " * 200}, r"tokens, max_model_len is 64"),
+        ({"prompt": "word " * 500}, r"2500 characters; max_model_len is 64 tokens of \d+ characters"),
+        ({"prompt_token_ids": {"ids": [0, 999, 1000]}}, r"prompt_token_ids\[2\] is 1000, must be in \[0, 1000\)"),
+        ({"prompt_token_ids": {"ids": [0, -1]}}, r"prompt_token_ids\[1\] is -1, must be in \[0, 1000\)"),
+        ({"prompt_token_ids": {"ids": [2**63 - 1]}}, r"prompt_token_ids\[0\] is 9223372036854775807"),
+        ({**IDS, "max_tokens": 0}, r"max_tokens is 0, must be at least 1"),
+        ({**IDS, "max_tokens": -5}, r"max_tokens is -5, must be at least 1"),
+        ({**IDS, "max_tokens": 62}, r"max_tokens is 62, but max_model_len is 64 .* leaves 61"),
+        ({**IDS, "request_id": "x" * 129}, r"request_id has 129 characters, at most 128"),
+        ({**IDS, "request_id": "a\nb"}, r"request_id is 'a\\nb', must be printable"),
+        ({**IDS, "stop": ["x"] * 17}, r"stop has 17 strings, at most 16"),
+        ({**IDS, "stop": ["x", ""]}, r"stop\[1\] has 0 characters"),
+        ({**IDS, "stop": ["x" * 257]}, r"stop\[0\] has 257 characters, must have 1 to 256"),
+        ({**IDS, "stop_token_ids": [1] * 65}, r"stop_token_ids has 65 ids, at most 64"),
+        ({**IDS, "stop_token_ids": [1000]}, r"stop_token_ids\[0\] is 1000, must be in \[0, 1000\)"),
+        ({**IDS, "sampling": {"temperature": math.nan}}, r"temperature is nan"),
+        ({**IDS, "sampling": {"temperature": -0.1}}, r"temperature is -0.1"),
+        ({**IDS, "sampling": {"top_p": 0.0}}, r"top_p is 0"),
+        ({**IDS, "sampling": {"min_p": math.inf}}, r"min_p is inf"),
+        ({**IDS, "sampling": {"repetition_penalty": 0.0}}, r"repetition_penalty is 0"),
+        ({**IDS, "sampling": {"presence_penalty": 2.5}}, r"presence_penalty is 2.5"),
+        ({**IDS, "sampling": {"frequency_penalty": -2.5}}, r"frequency_penalty is -2.5"),
+        ({**IDS, "sampling": {"top_k": 0}}, r"top_k is 0"),
+        ({**IDS, "sampling": {"top_k": 1001}}, r"top_k is 1001, vocab_size is 1000"),
+        ({**IDS, "sampling": {"min_tokens": -1}}, r"min_tokens is -1"),
+        ({**IDS, "sampling": {"min_tokens": 6}, "max_tokens": 5}, r"min_tokens is 6, max_tokens is 5"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_its_value_and_limit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read(fields)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_cannot_smuggle_ids() -> None:
+    with pytest.raises(InvalidRequest, match=r"must be in \[0, 3\), the vocab_size"):
+        read({"prompt": "hello"}, ModelLimits(vocab_size=3, max_model_len=64, eos_token_ids=()))
+
+
+def test_tokenizing_nothing_is_refused() -> None:
+    for message, expected in [
+        (gateway_pb2.TokenizeRequest(), "exactly one of text, chat"),
+        (gateway_pb2.TokenizeRequest(text=""), "text is empty"),
+    ]:
+        with pytest.raises(InvalidRequest, match=expected):
+            asyncio.run(read_text_or_chat(message, TOKENIZER))

@@ -1,0 +1,477 @@
+"""The public API over a real channel, with the whole gateway behind it and a scripted dense worker."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
+from transformers import AutoTokenizer
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import ConfigError, PeerError
+from services.pb import dense_pb2, gateway_pb2, gateway_pb2_grpc
+from tests.fake_dense import FakeDense
+from tests.running_gateway import RunningGateway, run, running_gateway, until
+
+REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+EOS = REFERENCE.eos_token_id
+ANSWER = " Łódź, 東京 and 서울 🙂🙃 — e\u0301 are\n\ncities.  Two  spaces."
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def ids(text: str) -> list[int]:
+    return REFERENCE(text, add_special_tokens=False)["input_ids"]
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return REFERENCE.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def say(token_ids: Sequence[int]) -> Callable[[dense_pb2.Submit], Sequence[int]]:
+    """A script: the same tokens for every request."""
+    return lambda submit: token_ids
+
+
+def request(**fields: Any) -> gateway_pb2.GenerateRequest:
+    return gateway_pb2.GenerateRequest(**{"prompt": "Tell me about", **fields})
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: gateway_pb2.Finish | None = None
+
+
+async def stream(gateway: RunningGateway, **fields: Any) -> Answer:
+    """All chunks of a GenerateStream call, put together."""
+    answer = Answer()
+    async for chunk in gateway.stub.GenerateStream(request(**fields)):
+        assert answer.finish is None
+        answer.text += chunk.text
+        answer.token_ids += chunk.token_ids
+        if chunk.HasField("finish"):
+            answer.finish = chunk.finish
+    assert answer.finish is not None
+    return answer
+
+
+def with_gateway(
+    tmp_path: Path, dense: FakeDense, test: Callable[[RunningGateway], Any], **options: Any
+) -> None:
+    """Runs `test` against a serving gateway."""
+
+    async def body() -> None:
+        async with running_gateway(tmp_path, dense, **options) as gateway:
+            await test(gateway)
+
+    run(body())
+
+
+def test_streamed_text_is_the_decoded_text(tmp_path: Path) -> None:
+    token_ids = ids(ANSWER)
+    assert len(token_ids) > len(ANSWER.split())
+
+    async def test(gateway: RunningGateway) -> None:
+        answer = await stream(gateway, max_tokens=len(token_ids), sampling={"seed": 77})
+        assert answer.text == text_of(token_ids) == ANSWER
+        assert answer.token_ids == token_ids
+        assert answer.finish == gateway_pb2.Finish(
+            reason=gateway_pb2.FINISH_REASON_LENGTH,
+            usage=gateway_pb2.Usage(
+                num_prompt_tokens=len(REFERENCE("Tell me about")["input_ids"]),
+                num_cached_tokens=3,
+                num_output_tokens=len(token_ids),
+            ),
+            seed=77,
+        )
+
+    dense = FakeDense(say(token_ids))
+    dense.num_cached_tokens = 3
+    with_gateway(tmp_path, dense, test)
+
+
+def test_a_chunk_never_ends_within_a_character(tmp_path: Path) -> None:
+    token_ids = ids(ANSWER)
+
+    async def test(gateway: RunningGateway) -> None:
+        call = gateway.stub.GenerateStream(request(max_tokens=len(token_ids)))
+        texts = [chunk.text async for chunk in call]
+        assert len(texts) > 1
+        assert "\ufffd" not in "".join(texts)
+
+    with_gateway(tmp_path, FakeDense(say(token_ids), step_s=0.001), test)
+
+
+def test_the_whole_answer_equals_the_streamed_one(tmp_path: Path) -> None:
+    token_ids = ids(ANSWER)
+
+    async def test(gateway: RunningGateway) -> None:
+        whole = await gateway.stub.Generate(request(max_tokens=len(token_ids), request_id="mine"))
+        assert whole.request_id == "mine"
+        assert whole.text == ANSWER
+        assert whole.token_ids == token_ids
+        assert whole.finish.reason == gateway_pb2.FINISH_REASON_LENGTH
+        assert whole.finish.usage.num_output_tokens == len(token_ids)
+
+    with_gateway(tmp_path, FakeDense(say(token_ids)), test)
+
+
+def test_each_of_many_streams_gets_its_own_answer(tmp_path: Path) -> None:
+    answers = {f"r{i}": f"Answer {i} is {'very ' * i}short. 東{i}京" for i in range(40)}
+
+    async def test(gateway: RunningGateway) -> None:
+        streams = (
+            stream(gateway, request_id=name, max_tokens=len(ids(text))) for name, text in answers.items()
+        )
+        received = await asyncio.gather(*streams)
+        assert [answer.text for answer in received] == list(answers.values())
+
+    with_gateway(tmp_path, FakeDense(lambda submit: ids(answers[submit.request_id])), test)
+
+
+def test_eos_ends_the_answer_and_is_not_part_of_its_text(tmp_path: Path) -> None:
+    token_ids = [*ids("Hello."), EOS]
+
+    async def test(gateway: RunningGateway) -> None:
+        answer = await stream(gateway, max_tokens=20, skip_special_tokens=False)
+        assert answer.text == "Hello."
+        assert answer.token_ids == token_ids
+        assert answer.finish.reason == gateway_pb2.FINISH_REASON_STOP
+        assert answer.finish.stop_token_id == EOS
+        assert not answer.finish.HasField("stop_string")
+        assert answer.finish.usage.num_output_tokens == len(token_ids)
+
+    with_gateway(tmp_path, FakeDense(say([*token_ids, *ids("never")])), test)
+
+
+def test_ignored_eos_is_like_any_other_token(tmp_path: Path) -> None:
+    token_ids = [*ids("Hello."), EOS, *ids(" More")]
+
+    async def test(gateway: RunningGateway) -> None:
+        hidden = await stream(gateway, max_tokens=len(token_ids), ignore_eos=True)
+        assert hidden.text == "Hello. More"
+        shown = await stream(
+            gateway, max_tokens=len(token_ids), ignore_eos=True, skip_special_tokens=False
+        )
+        assert shown.text == f"Hello.{REFERENCE.eos_token} More"
+        assert shown.finish.reason == gateway_pb2.FINISH_REASON_LENGTH
+
+    with_gateway(tmp_path, FakeDense(say(token_ids)), test)
+
+
+def test_a_stop_token_is_not_part_of_the_text(tmp_path: Path) -> None:
+    token_ids = ids("one two three four")
+    stop_token_id = token_ids[-2]
+    assert stop_token_id not in token_ids[:-2]
+
+    async def test(gateway: RunningGateway) -> None:
+        answer = await stream(gateway, max_tokens=50, stop_token_ids=[stop_token_id])
+        assert answer.text == text_of(token_ids[:-2])
+        assert answer.token_ids == token_ids[:-1]
+        assert answer.finish.stop_token_id == stop_token_id
+
+    with_gateway(tmp_path, FakeDense(say(token_ids)), test)
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+@pytest.mark.parametrize("is_included", [False, True])
+@pytest.mark.parametrize("stop", ["\n\n", "Tokyo is", "東京", "🙂🙃", "k"])
+def test_a_stop_string_cuts_the_text_exactly(
+    stop: str, is_included: bool, step_s: float, tmp_path: Path
+) -> None:
+    text = "Tokio, 東京, 🙂🙃\n \n\nTokyo is big."
+    token_ids = ids(text)
+    end = text.index(stop)
+    tokens_needed = next(n for n in range(len(token_ids) + 1) if stop in text_of(token_ids[:n]))
+
+    async def test(gateway: RunningGateway) -> None:
+        answer = await stream(
+            gateway, max_tokens=200, stop=["absent", stop], include_stop_str_in_output=is_included
+        )
+        assert answer.text == text[: end + len(stop) if is_included else end]
+        assert answer.finish.reason == gateway_pb2.FINISH_REASON_STOP
+        assert answer.finish.stop_string == stop
+        assert not answer.finish.HasField("stop_token_id")
+        assert answer.token_ids == token_ids[:tokens_needed]
+        assert answer.finish.usage.num_output_tokens == tokens_needed
+        await until(lambda: not dense.running)
+        assert len(dense.cancelled_seq_ids) == 1
+
+    dense = FakeDense(say([*token_ids, *ids(" and so on" * 60)]), step_s=step_s)
+    with_gateway(tmp_path, dense, test)
+
+
+def test_text_that_only_looked_like_a_stop_string_is_kept(tmp_path: Path) -> None:
+    token_ids = ids("The end is nea")
+
+    async def test(gateway: RunningGateway) -> None:
+        answer = await stream(gateway, max_tokens=len(token_ids), stop=["near"])
+        assert answer.text == "The end is nea"
+        assert answer.finish.reason == gateway_pb2.FINISH_REASON_LENGTH
+
+    with_gateway(tmp_path, FakeDense(say(token_ids)), test)
+
+
+def test_a_cancelled_call_is_cancelled_at_the_dense_worker(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        streaming = gateway.stub.GenerateStream(request(request_id="streaming"))
+        whole = gateway.stub.Generate(request(request_id="whole"))
+        async for _ in streaming:
+            break
+        await until(lambda: len(dense.running) == 2)
+        streaming.cancel()
+        whole.cancel()
+        await until(lambda: len(dense.cancelled_seq_ids) == 2)
+        assert not dense.running
+        assert (await stream(gateway, request_id="streaming", max_tokens=3)).token_ids  # the name is free
+
+    dense = FakeDense(say(ids("word " * 5000)), step_s=0.001)
+    with_gateway(tmp_path, dense, test)
+
+
+@asynccontextmanager
+async def unread_call(
+    gateway: RunningGateway, dense: FakeDense, max_tokens: int
+) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
+    """A stream that was read once and whose tokens are all at the gateway, more than it can send."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]  # small buffers
+    async with grpc.aio.insecure_channel(gateway.address, options=options) as channel:
+        call = gateway_pb2_grpc.GatewayStub(channel).GenerateStream(
+            request(prompt_token_ids={"ids": [5]}, max_tokens=max_tokens, request_id="r" * 128)
+        )
+        await call.read()
+        await until(lambda: all(each.num_output_tokens == NUM_UNREAD for each in dense.running.values()))
+        yield call
+
+
+NUM_UNREAD = 1000
+
+
+def test_a_reader_that_was_slow_gets_the_rest_in_few_chunks(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        async with unread_call(gateway, dense, max_tokens=NUM_UNREAD) as call:
+            chunks = []
+            while (chunk := await call.read()) is not grpc.aio.EOF:
+                chunks.append(chunk)
+            assert len(chunks) < NUM_UNREAD / 2
+            assert sum(len(chunk.token_ids) for chunk in chunks) == NUM_UNREAD - 1
+            assert chunks[-1].finish.usage.num_output_tokens == NUM_UNREAD
+
+    dense = FakeDense(say(ids("x") * NUM_UNREAD), max_model_len=2 * NUM_UNREAD)
+    with_gateway(tmp_path, dense, test)
+
+
+def test_a_call_that_nobody_reads_can_be_cancelled(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        with capture_logs() as events:
+            async with unread_call(gateway, dense, max_tokens=NUM_UNREAD + 1) as call:
+                call.cancel()
+                await until(lambda: not dense.running)
+        [end] = [event for event in events if event["event"] == "request ended"]
+        assert end["reason"] == "cancelled"
+        assert end["num_output_tokens"] < NUM_UNREAD  # the handler was waiting to send
+
+    dense = FakeDense(say(ids("x") * NUM_UNREAD), max_model_len=2 * NUM_UNREAD)
+    with_gateway(tmp_path, dense, test)
+
+
+def test_a_deadline_is_a_cancel(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.stub.Generate(request(), timeout=0.1)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: len(dense.cancelled_seq_ids) == 1)
+
+    dense = FakeDense(say(ids("hangs")))
+    with_gateway(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "details"),
+    [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt_token_ids": {"ids": [10**6]}}, r"must be in \[0, 32000\)"),
+        ({"max_tokens": 4096}, "max_model_len is 2048"),
+        ({"sampling": {"top_p": 2.0}}, "top_p is 2"),
+        ({"request_id": "running"}, "in use"),
+    ],
+)
+def test_a_wrong_request_is_refused_beside_a_running_one(
+    fields: dict[str, Any], details: str, tmp_path: Path
+) -> None:
+    token_ids = ids("word " * 100)
+
+    async def test(gateway: RunningGateway) -> None:
+        running = asyncio.create_task(stream(gateway, request_id="running", max_tokens=len(token_ids)))
+        await until(lambda: len(dense.running) == 1)
+        for method in (gateway.stub.Generate, gateway.stub.GenerateStream):
+            with pytest.raises(grpc.aio.AioRpcError, match=details) as caught:
+                call = method(request(**fields))
+                await (call if method is gateway.stub.Generate else call.read())
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await running).token_ids == token_ids
+        assert len(dense.submits) == 1
+
+    dense = FakeDense(say(token_ids), step_s=0.001)
+    with_gateway(tmp_path, dense, test)
+
+
+def test_an_error_of_the_dense_worker_reaches_its_client_only(tmp_path: Path) -> None:
+    token_ids = ids(ANSWER)
+
+    async def test(gateway: RunningGateway) -> None:
+        dense.errors["bad"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "needs 9 blocks, there are 8")
+        good = asyncio.create_task(stream(gateway, request_id="good", max_tokens=len(token_ids)))
+        with pytest.raises(grpc.aio.AioRpcError, match="needs 9 blocks") as caught:
+            await stream(gateway, request_id="bad")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await good).text == ANSWER
+
+    dense = FakeDense(say(token_ids))
+    with_gateway(tmp_path, dense, test)
+
+
+def test_streams_survive_the_death_of_the_dense_worker(tmp_path: Path) -> None:
+    token_ids = ids(ANSWER * 3)
+
+    async def test(gateway: RunningGateway) -> None:
+        fields = {"max_tokens": len(token_ids), "stop": ["nothing like this"]}
+        plain = asyncio.create_task(stream(gateway, max_tokens=len(token_ids)))
+        stopping = asyncio.create_task(stream(gateway, **fields))
+        await until(lambda: any(each.num_output_tokens > 20 for each in dense.running.values()))
+        await dense.kill()
+        await gateway.wait_health(NOT_SERVING)
+        dense.submits.clear()
+        await dense.start(gateway.dense_address)
+        for answer in (await plain, await stopping):
+            assert answer.text == ANSWER * 3
+            assert answer.token_ids == token_ids
+        assert all(len(submit.output_token_ids) > 0 for submit in dense.submits)
+        await gateway.wait_health(SERVING)
+
+    dense = FakeDense(say(token_ids), step_s=0.002)
+    with_gateway(tmp_path, dense, test)
+
+
+def test_streams_end_with_an_error_when_the_dense_worker_stays_away(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        running = asyncio.create_task(stream(gateway))
+        await until(lambda: len(dense.running) == 1)
+        await dense.kill()
+        expected = rf"no dense worker at {gateway.dense_address} within 0.5 s: UNAVAILABLE: "
+        with pytest.raises(grpc.aio.AioRpcError, match=expected) as caught:
+            await running
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not gateway.service.done()
+
+    dense = FakeDense(say(ids("word " * 1000)), step_s=0.001)
+    with_gateway(tmp_path, dense, test, connect_timeout_s=0.5)
+
+
+def test_without_a_dense_worker_the_gateway_says_so_and_gives_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense=None, connect_timeout_s=0.5) as gateway:
+            await gateway.wait_health(NOT_SERVING)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"dense.sock is not connected yet") as caught:
+                await gateway.stub.Generate(request())
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(PeerError, match=f"no dense worker at {gateway.dense_address} within 0.5 s: "):
+                await gateway.service
+
+    run(test())
+
+
+def test_a_dense_worker_may_come_after_the_gateway(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(say(ids("late")))
+        async with running_gateway(tmp_path, dense=None) as gateway:
+            await gateway.wait_health(NOT_SERVING)
+            await dense.start(gateway.dense_address)
+            await gateway.wait_serving()
+            assert (await stream(gateway, max_tokens=len(ids("late")))).text == "late"
+        await dense.kill()
+
+    run(test())
+
+
+def test_a_taken_address_is_an_error_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense=None, address=address) as second:
+            with pytest.raises(ConfigError, match=address):
+                await second.service
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run(test())
+
+
+def test_a_gateway_that_stops_ends_its_requests(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        running = asyncio.create_task(stream(gateway))
+        await until(lambda: len(dense.running) == 1)
+        gateway.service.cancel()
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
+            await running
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(asyncio.CancelledError):
+            await gateway.service
+        assert dense.num_streams == 0
+
+    dense = FakeDense(say(ids("word " * 1000)), step_s=0.001)
+    with_gateway(tmp_path, dense, test)
+
+
+def test_tokenize_gives_what_the_model_would_see(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        text = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))
+        assert text.token_ids == REFERENCE(ANSWER)["input_ids"]
+        assert text.tokens == REFERENCE.convert_ids_to_tokens(text.token_ids)
+        chat = {"messages": [{"role": "user", "content": "Hi!"}]}
+        tokens = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(chat=chat))
+        expected = REFERENCE.apply_chat_template(
+            chat["messages"], add_generation_prompt=True, return_dict=False
+        )
+        assert tokens.token_ids == expected
+        await stream(gateway, chat=chat, max_tokens=1)
+        assert dense.submits[-1].prompt_token_ids == expected
+
+    dense = FakeDense(say(ids("Hello")))
+    with_gateway(tmp_path, dense, test)
+
+
+def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        info = await gateway.stub.ModelInfo(gateway_pb2.ModelInfoRequest())
+        assert info.model == EMBEDDED_MODEL.name
+        assert (info.family, info.dtype, info.num_layers) == ("llama", "float32", 2)
+        assert (info.vocab_size, info.max_model_len) == (32_000, 2048)
+        assert info.eos_token_ids == [EOS]
+        assert info.weights_hash == "c0ffee"
+        assert info.version
+
+    with_gateway(tmp_path, FakeDense(say([])), test)
+
+
+def test_reflection_lists_the_services(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for response in stub.ServerReflectionInfo(iter([question])):
+            names = {service.name for service in response.list_services_response.service}
+            assert {"twostroke.v1.Gateway", "grpc.health.v1.Health"} <= names
+
+    with_gateway(tmp_path, FakeDense(say([])), test)

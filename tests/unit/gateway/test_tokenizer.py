@@ -1,0 +1,117 @@
+"""Prompts and chats against the ids that transformers gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import InvalidRequest, ModelError
+from services.gateway.tokenizer import MAX_INLINE_CHARACTERS, Message, Tokenizer, load_tokenizer
+
+TEXTS = ["San Francisco is a", "  two  spaces\n", "东京は日本の首都です。🙂", "e\u0301", "</s>"]
+LONG_TEXT = "Tokyo is the capital of Japan. " * MAX_INLINE_CHARACTERS
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+
+
+def copy_tokenizer(path: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, path)
+    return path
+
+
+@pytest.mark.parametrize("text", [*TEXTS, LONG_TEXT], ids=range(len(TEXTS) + 1))
+def test_a_prompt_gets_the_ids_of_transformers(
+    text: str, tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
+) -> None:
+    assert asyncio.run(tokenizer.encode(text)) == reference(text)["input_ids"]
+
+
+@pytest.mark.parametrize("length", [1, MAX_INLINE_CHARACTERS])
+def test_a_chat_gets_the_ids_of_transformers(
+    length: int, tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
+) -> None:
+    chat = [Message("system", "Be brief."), Message("user", "héllo" * length)]
+    expected = reference.apply_chat_template(
+        [{"role": message.role, "content": message.content} for message in chat],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert asyncio.run(tokenizer.encode_chat(chat)) == expected
+
+
+def test_a_long_prompt_leaves_the_event_loop_free(tokenizer: Tokenizer) -> None:
+    async def count_turns_meanwhile() -> int:
+        encoding = asyncio.create_task(tokenizer.encode(LONG_TEXT))
+        num_turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        return num_turns
+
+    assert asyncio.run(count_turns_meanwhile()) > 10
+
+
+def test_tokens_are_written_as_the_tokenizer_does(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
+) -> None:
+    token_ids = reference(TEXTS[2])["input_ids"]
+    assert tokenizer.tokens(token_ids) == reference.convert_ids_to_tokens(token_ids)
+    assert tokenizer.tokens([len(reference) + 1]) == [""]
+
+
+def test_a_role_that_the_template_does_not_know_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="oracle"):
+        asyncio.run(tokenizer.encode_chat([Message("oracle", "hi")]))
+
+
+def test_a_chat_needs_a_template(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        asyncio.run(load_tokenizer(copy_tokenizer(tmp_path)).encode_chat([Message("user", "hi")]))
+
+
+def test_a_truncation_saved_with_the_tokenizer_does_not_cut_prompts(tmp_path: Path) -> None:
+    file = copy_tokenizer(tmp_path) / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(saved))
+    expected = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)(TEXTS[0])["input_ids"]
+    assert len(expected) > 3
+    assert asyncio.run(load_tokenizer(tmp_path).encode(TEXTS[0])) == expected
+
+
+def test_a_damaged_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    (copy_tokenizer(tmp_path) / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
+
+
+def test_a_directory_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_dummy_models_without_tokenizer_get_one_token_per_byte(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path, is_optional=True)
+    for text in TEXTS:
+        token_ids = asyncio.run(tokenizer.encode(text))
+        assert len(token_ids) == len(text.encode())
+        assert max(token_ids) < 256
+        assert tokenizer.hf_tokenizer.decode(token_ids) == text
