@@ -1,0 +1,461 @@
+"""Attention kernels against the card's own copy and matrix rates: decode in TB/s, prefill in TFLOP/s.
+
+    python bench/attention.py --json attention.json --plot attention.svg
+
+Needs a CUDA device and triton. Every figure is the median over replays of a CUDA graph that runs the layers
+one after the other, each with its own random cache, so that nothing stays in the second-level cache.
+FlashInfer's kernels are timed beside ours where the package imports; they neither rotate nor append.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import triton
+
+from services.attn_worker.backends.triton_attention import TritonAttention
+from services.attn_worker.backends.triton_rope_append import append_prefill
+from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.common.model_config import ModelConfig, RopeConfig
+
+MAX_MODEL_LEN = 32768
+CACHE_BYTES = 3 << 30  # of the layers together, many times the second-level cache
+MAX_LAYERS = 32
+NUM_REPLAYS = 7
+HEADER = (
+    f"{'kind':8}{'heads':>11}{'block':>6} {'step':<18}{'µs':>9}{'rate':>8}{'share':>7}{'FlashInfer µs':>15}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    kind: str  # "decode", "prefill", "append" or "host"
+    shape: str  # heads / kv heads / head_dim
+    block_size: int
+    step: str
+    microseconds: float
+    rate: float | None  # TB/s of keys and values read (decode) or moved (append), TFLOP/s (prefill)
+    share: float | None  # of the copy or matrix rate
+    flashinfer_microseconds: float | None
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device, dtype = torch.device("cuda"), getattr(torch, arguments.dtype)
+    copy_rate, matrix_rate = measure_copy_rate(device), measure_matrix_rate(device, dtype)
+    print(f"copy {copy_rate:.2f} TB/s (read + written), matrix product {matrix_rate:.0f} TFLOP/s")
+    flashinfer = None if arguments.no_flashinfer else import_flashinfer()
+    rows: list[Row] = []
+    bench = Bench(device, dtype, copy_rate, matrix_rate, flashinfer, arguments.flashinfer_prefill)
+    print(HEADER)
+    for shape in arguments.shapes:
+        for block_size in arguments.block_sizes:
+            for batch, context in arguments.decode:
+                rows.append(show(bench.decode(shape, block_size, batch, context)))
+            for batch, length in arguments.prefill:
+                rows.extend(map(show, bench.prefill(shape, block_size, batch, length)))
+    for batch, context in arguments.decode:
+        rows.append(show(bench.begin_step(arguments.shapes[0], arguments.block_sizes[0], batch, context)))
+    if arguments.json is not None:
+        report = {
+            "environment": describe_environment(device),
+            "copy_tb_per_s": copy_rate,
+            "matrix_tflop_per_s": matrix_rate,
+            "dtype": arguments.dtype,
+            "flashinfer": getattr(flashinfer, "__version__", None),
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        save_plot(rows, copy_rate, matrix_rate, arguments.plot)
+
+
+class Bench:
+    """Times one kind of step after the other on one device; each call frees what it allocated."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        copy_rate: float,
+        matrix_rate: float,
+        flashinfer: ModuleType | None,
+        flashinfer_prefill: str,
+    ) -> None:
+        self._device, self._dtype = device, dtype
+        self._prefill_kernels = flashinfer_prefill
+        self._copy_rate, self._matrix_rate = copy_rate, matrix_rate
+        self._flashinfer = flashinfer
+
+    @torch.inference_mode()
+    def decode(self, shape: Shape, block_size: int, batch: int, context: int) -> Row:
+        """One new token for each of `batch` sequences of `context` tokens, RoPE and append included."""
+        num_layers = self._num_layers(shape, batch * context)
+        backend, tables = self._make_backend(shape, block_size, batch, context, num_layers)
+        qkv, out = self._make_rows(shape, batch)
+        backend.begin_step(make_step(tables, context, 1, block_size), padded_num_seqs=batch)
+        microseconds = time_graph(lambda layer: backend.forward(layer, qkv, out), num_layers)
+        rate = self._kv_bytes(shape, batch * context) / microseconds / 1e6
+        theirs = None
+        if self._flashinfer is not None:
+            theirs = self._flashinfer_decode(shape, block_size, batch, context, num_layers)
+        step = f"{batch} x {context}"
+        share = rate / self._copy_rate
+        return Row("decode", str(shape), block_size, step, microseconds, rate, share, theirs)
+
+    @torch.inference_mode()
+    def prefill(self, shape: Shape, block_size: int, batch: int, length: int) -> tuple[Row, Row]:
+        """`batch` new prompts of `length` tokens: the append alone, and with it their causal attention."""
+        num_tokens, num_layers = batch * length, 4
+        backend, tables = self._make_backend(shape, block_size, batch, length, num_layers)
+        qkv, out = self._make_rows(shape, num_tokens)
+        step = make_step(tables, length, length, block_size)
+        backend.begin_step(step)
+        both = time_graph(lambda layer: backend.forward(layer, qkv, out), num_layers)
+        slots = torch.from_numpy(step.slot_mapping.astype(np.int32)).to(self._device)
+        angle_rows = torch.from_numpy(step.positions).to(self._device)
+        angles = torch.randn(MAX_MODEL_LEN, shape.head_dim, device=self._device)
+        cache_shape = (tables.size + 1, shape.num_kv_heads, 2, block_size, shape.head_dim)
+        caches = [torch.empty(cache_shape, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+        append = time_graph(
+            lambda layer: append_prefill(qkv, caches[layer], angles, angle_rows, slots), num_layers
+        )
+        flop = 4 * batch * (length * (length + 1) / 2) * shape.num_heads * shape.head_dim
+        flop_rate = flop / (both - append) / 1e6
+        append_rate = 2 * self._kv_bytes(shape, num_tokens) / append / 1e6
+        theirs = None
+        if self._flashinfer is not None:
+            theirs = self._flashinfer_prefill(shape, block_size, batch, length)
+        name = f"{batch} x {length}"
+        return (
+            Row(
+                "append",
+                str(shape),
+                block_size,
+                name,
+                append,
+                append_rate,
+                append_rate / self._copy_rate,
+                None,
+            ),
+            Row(
+                "prefill",
+                str(shape),
+                block_size,
+                name,
+                both,
+                flop_rate,
+                flop_rate / self._matrix_rate,
+                theirs,
+            ),
+        )
+
+    @torch.inference_mode()
+    def begin_step(self, shape: Shape, block_size: int, batch: int, context: int) -> Row:
+        """Host time of `begin_step` for a decode step."""
+        backend, tables = self._make_backend(shape, block_size, batch, context, num_layers=1)
+        step = make_step(tables, context, 1, block_size)
+        seconds = []
+        for _ in range(50):
+            start = time.perf_counter()
+            backend.begin_step(step, padded_num_seqs=batch)
+            seconds.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+        step_name = f"begin {batch} x {context}"
+        return Row(
+            "host", str(shape), block_size, step_name, statistics.median(seconds) * 1e6, None, None, None
+        )
+
+    def _num_layers(self, shape: Shape, num_tokens: int) -> int:
+        return min(MAX_LAYERS, max(2, CACHE_BYTES // self._kv_bytes(shape, num_tokens)))
+
+    def _make_backend(
+        self, shape: Shape, block_size: int, batch: int, context: int, num_layers: int
+    ) -> tuple[TritonAttention, np.ndarray]:
+        """A backend with random caches, and the block tables of `batch` sequences in random order."""
+        blocks_per_seq = -(-context // block_size)
+        torch.cuda.empty_cache()
+        backend = TritonAttention(
+            make_config(shape, num_layers),
+            batch * blocks_per_seq,
+            block_size,
+            self._dtype,
+            self._device,
+            MAX_MODEL_LEN,
+            max_num_tokens=max(8192, batch * context),
+        )
+        for cache in backend._caches:
+            cache.normal_()  # zeros are faster than data
+        order = np.random.default_rng(0).permutation(batch * blocks_per_seq)
+        return backend, order.reshape(batch, blocks_per_seq).astype(np.int32)
+
+    def _make_rows(self, shape: Shape, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        qkv_size = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        qkv = torch.randn(num_tokens, qkv_size, dtype=self._dtype, device=self._device)
+        return qkv, torch.empty_like(qkv[:, : shape.num_heads * shape.head_dim]).contiguous()
+
+    def _kv_bytes(self, shape: Shape, num_tokens: int) -> int:
+        return 2 * num_tokens * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize
+
+    def _flashinfer_decode(
+        self, shape: Shape, block_size: int, batch: int, context: int, num_layers: int
+    ) -> float:
+        assert self._flashinfer is not None
+        indptr, indices, last_lens, caches = self._flashinfer_cache(
+            shape, block_size, batch, context, num_layers
+        )
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.zeros(256 << 20, dtype=torch.uint8, device=self._device),
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=shape.num_heads > shape.num_kv_heads,
+            paged_kv_indptr_buffer=torch.zeros_like(indptr, device=self._device),
+            paged_kv_indices_buffer=torch.zeros_like(indices),
+            paged_kv_last_page_len_buffer=torch.zeros_like(last_lens, device=self._device),
+        )
+        types = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+        wrapper.plan(indptr, indices, last_lens, *asdict(shape).values(), block_size, **types)
+        query = torch.randn(batch, shape.num_heads, shape.head_dim, dtype=self._dtype, device=self._device)
+        out = torch.empty_like(query)
+        return time_graph(lambda layer: wrapper.run(query, caches[layer], out=out), num_layers)
+
+    def _flashinfer_prefill(self, shape: Shape, block_size: int, batch: int, length: int) -> float:
+        assert self._flashinfer is not None
+        indptr, indices, last_lens, caches = self._flashinfer_cache(shape, block_size, batch, length, 2)
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            torch.zeros(512 << 20, dtype=torch.uint8, device=self._device),
+            "HND",
+            backend=self._prefill_kernels,
+        )
+        rows = torch.arange(batch + 1, dtype=torch.int32) * length
+        types = {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+        wrapper.plan(
+            rows, indptr, indices, last_lens, *asdict(shape).values(), block_size, causal=True, **types
+        )
+        num_tokens = batch * length
+        query = torch.randn(
+            num_tokens, shape.num_heads, shape.head_dim, dtype=self._dtype, device=self._device
+        )
+        out = torch.empty_like(query)
+        return time_graph(lambda layer: wrapper.run(query, caches[layer], out=out), 2)
+
+    def _flashinfer_cache(
+        self, shape: Shape, block_size: int, batch: int, context: int, num_layers: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        torch.cuda.empty_cache()
+        blocks_per_seq = -(-context // block_size)
+        indptr = torch.arange(batch + 1, dtype=torch.int32) * blocks_per_seq
+        indices = torch.randperm(batch * blocks_per_seq).int().to(self._device)
+        last_lens = torch.full((batch,), (context - 1) % block_size + 1, dtype=torch.int32)
+        cache_shape = (batch * blocks_per_seq, 2, shape.num_kv_heads, block_size, shape.head_dim)
+        caches = [torch.randn(cache_shape, device=self._device, dtype=self._dtype) for _ in range(num_layers)]
+        return indptr, indices, last_lens, caches
+
+
+def time_graph(run_layer: Callable[[int], object], num_layers: int) -> float:
+    """Median microseconds of one layer."""
+    repeats = max(1, 8 // num_layers)
+    for layer in range(num_layers):
+        run_layer(layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for layer in range(num_layers):
+                run_layer(layer)
+    graph.replay()
+    return time_events(graph.replay) / (num_layers * repeats)
+
+
+def time_events(run: Callable[[], object]) -> float:
+    """Median microseconds of `run` on the device."""
+    times = []
+    for _ in range(NUM_REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def measure_copy_rate(device: torch.device) -> float:
+    """TB/s, bytes read plus bytes written."""
+    source = torch.randint(0, 2**31 - 1, (1 << 30,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.nbytes / time_events(lambda: target.copy_(source)) / 1e6
+
+
+def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of a product of square matrices."""
+    size = 8192
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    result = torch.empty_like(left)
+    return 2 * size**3 / time_graph(lambda layer: torch.mm(left, right, out=result), 1) / 1e6
+
+
+def make_config(shape: Shape, num_layers: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=1,
+        hidden_size=shape.num_heads * shape.head_dim,
+        intermediate_size=1,
+        num_layers=num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,) * num_layers,
+        max_position_embeddings=MAX_MODEL_LEN,
+        rope=RopeConfig("default", 10000.0, shape.head_dim, MAX_MODEL_LEN),
+        eos_token_ids=(),
+        checkpoint_dtype="bfloat16",
+    )
+
+
+def make_step(tables: np.ndarray, context: int, num_tokens: int, block_size: int) -> StepMetadata:
+    """The last `num_tokens` of sequences of `context` tokens each."""
+    counts = np.full(len(tables), num_tokens, np.int64)
+    return build_step_metadata(counts, context - counts, np.full(len(tables), context), tables, block_size)
+
+
+def import_flashinfer() -> ModuleType | None:
+    try:
+        import flashinfer
+    except ImportError as error:
+        print(f"FlashInfer is not compared: {error}")
+        return None
+    print(f"FlashInfer {flashinfer.__version__}")
+    return flashinfer
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    commit = subprocess.run(("git", "rev-parse", "HEAD"), capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip() or "unknown",
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def save_plot(rows: list[Row], copy_rate: float, matrix_rate: float, file: Path) -> None:
+    """Writes the rates of decode and prefill beside the measured ceilings, as PNG or SVG."""
+    from matplotlib.figure import Figure  # needed here only
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    panels = (("decode", "keys and values read (TB/s)", copy_rate), ("prefill", "TFLOP/s", matrix_rate))
+    for axes, (kind, label, ceiling) in zip(figure.subplots(1, 2), panels, strict=True):
+        shown = [row for row in rows if row.kind == kind]
+        axes.bar(
+            [f"{row.step}\n{row.shape}\nblock {row.block_size}" for row in shown], [row.rate for row in shown]
+        )
+        axes.axhline(
+            ceiling, color="black", linestyle="--", label="copy" if kind == "decode" else "matrix product"
+        )
+        axes.set(title=kind, ylabel=label)
+        axes.tick_params(axis="x", labelsize=6)
+        axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def show(row: Row) -> Row:
+    rate = "" if row.rate is None else f"{row.rate:.2f}" if row.kind != "prefill" else f"{row.rate:.0f}"
+    share = "" if row.share is None else f"{row.share:.0%}"
+    theirs = "" if row.flashinfer_microseconds is None else f"{row.flashinfer_microseconds:.1f}"
+    print(
+        f"{row.kind:8}{row.shape:>11}{row.block_size:>6} {row.step:<18}{row.microseconds:>9.1f}"
+        f"{rate:>8}{share:>7}{theirs:>15}",
+        flush=True,
+    )
+    return row
+
+
+def parse_arguments() -> argparse.Namespace:
+    def shape(text: str) -> Shape:
+        return Shape(*map(int, text.split("/")))
+
+    def step(text: str) -> tuple[int, int]:
+        batch, length = map(int, text.split("x"))
+        return batch, length
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        nargs="+",
+        default=[Shape(32, 32, 128)],
+        help="heads/kv_heads/head_dim (default: 32/32/128)",
+    )
+    parser.add_argument(
+        "--block-sizes", type=int, nargs="+", default=[16], help="tokens per block (default: 16)"
+    )
+    parser.add_argument(
+        "--decode",
+        type=step,
+        nargs="*",
+        default=[(1, 500), (1, 2048), (8, 1024), (64, 512), (64, 2048), (256, 512), (512, 256)],
+        help="batch x context, as 64x2048",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=step,
+        nargs="*",
+        default=[(1, 235), (34, 235), (1, 2048), (4, 2048), (1, 8192)],
+        help="batch x prompt length, as 4x2048",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--no-flashinfer", action="store_true", help="do not time FlashInfer, even if it is there"
+    )
+    parser.add_argument(
+        "--flashinfer-prefill",
+        choices=("fa2", "fa3"),
+        default="fa2",
+        help="its kernels for prompts; both are compiled at first use, fa3 for minutes (default: fa2)",
+    )
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="PNG or SVG of the rates; needs matplotlib")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The cost of the seam: one signal and one wait each way between two processes, as often as a step has layers.
+
+`python bench/handoff.py` measures shared memory on the CPU; `--device cuda` measures CUDA IPC on a GPU, with
+the handoffs captured in a CUDA graph on both sides. Without MPS (`--mps off`) the two processes take turns on
+the GPU, which is what the launcher warns of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from services.common.channel import Channel, ChannelSpec, Flag
+from services.common.channel.factory import create_channel, map_channel
+from services.mps import MpsDaemon, has_mps
+
+SPEC = ChannelSpec(max_tokens=16, qkv_size=64, attn_size=64, dtype=torch.float32)
+NUM_LAYERS = 32  # handoffs each way in one step
+WAIT_TIMEOUT_S = 60.0
+EPOCH_BITS = 63
+
+
+def ask(channel: Channel) -> None:
+    """One step as the dense worker sees it."""
+    for _ in range(NUM_LAYERS):
+        channel.signal(Flag.QKV_READY)
+        channel.wait(Flag.ATTENTION_READY)
+
+
+def answer(channel: Channel) -> None:
+    """One step as the attention worker sees it."""
+    for _ in range(NUM_LAYERS):
+        channel.wait(Flag.QKV_READY)
+        channel.signal(Flag.ATTENTION_READY)
+
+
+def capture(channel: Channel, is_asking: bool) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (ask if is_asking else answer)(channel)
+    return graph
+
+
+def run_peer(device: str, handle: str, epoch: int, num_steps: int) -> None:
+    """The other process: maps the region and answers `num_steps` steps."""
+    torch_device = torch.device(device)
+    kind = "shm" if device == "cpu" else "cuda_ipc"
+    channel = map_channel(torch_device, kind, handle.encode(), SPEC, epoch, 1, WAIT_TIMEOUT_S)
+    if device == "cpu":
+        print("ready", flush=True)
+        for _ in range(num_steps):
+            answer(channel)
+        return
+    graph = capture(channel, is_asking=False)
+    print("ready", flush=True)
+    for _ in range(num_steps):
+        graph.replay()
+    torch.cuda.synchronize()
+
+
+def measure(device: str, num_steps: int) -> list[float]:
+    """Microseconds of one round trip, a value for each step."""
+    epoch = secrets.randbits(EPOCH_BITS)
+    channel = create_channel(torch.device(device), SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
+    command = [sys.executable, __file__, "--device", device, "--peer", channel.handle.decode()]
+    command += ["--epoch", str(epoch), "--steps", str(num_steps)]
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert peer.stdout is not None
+    assert peer.stdout.readline().strip() == "ready"
+    microseconds = []
+    graph = capture(channel, is_asking=True) if device != "cpu" else None
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        if graph is None:
+            ask(channel)
+        else:
+            graph.replay()
+            torch.cuda.synchronize()
+        microseconds.append((time.perf_counter() - start) / NUM_LAYERS * 1e6)
+    peer.wait(WAIT_TIMEOUT_S)
+    channel.close()
+    return microseconds[num_steps // 10 :]  # without the warm-up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--mps", choices=["on", "off"], default="on", help="for cuda (on)")
+    parser.add_argument("--steps", type=int, default=200, help=f"steps of {NUM_LAYERS} round trips (200)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peer:
+        run_peer(arguments.device, arguments.peer, arguments.epoch, arguments.steps)
+        return
+    if arguments.device == "cuda" and arguments.mps == "on" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+        run_under_mps()
+        return
+    values = measure(arguments.device, arguments.steps)
+    figures = {
+        "device": arguments.device,
+        "mps": arguments.mps if arguments.device == "cuda" else None,
+        "median_us": statistics.median(values),
+        "p99_us": statistics.quantiles(values, n=100)[98],
+    }
+    print(f"round trip between two processes, {arguments.device}: "
+          f"median {figures['median_us']:.1f} us, P99 {figures['p99_us']:.1f} us")  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+def run_under_mps() -> None:
+    """This very program again, as a client of an MPS daemon of its own."""
+    if not has_mps():
+        raise SystemExit("this machine has no MPS: use --mps off")
+    with tempfile.TemporaryDirectory() as directory:
+        daemon = MpsDaemon(Path(directory) / "mps")
+        try:
+            subprocess.run([sys.executable, *sys.argv], env=daemon.environment, check=True)
+        finally:
+            daemon.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Load on a running gateway over gRPC, and the latencies and throughput that its clients see.
+
+`python bench/serving.py --num-prompts 500 --request-rate 16 --json FILE` prints the table and saves the raw
+timestamps of every chunk, from which every figure can be computed again. The definitions are in `bench.stats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import math
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import grpc
+
+from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, LoadResult, TimedRequest, run_load
+from bench.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
+from bench.workload import (
+    Encode,
+    LengthDistribution,
+    Prompt,
+    WorkloadError,
+    arrival_times,
+    dataset_prompts,
+    random_prompts,
+)
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+
+REPOSITORY = Path(__file__).parents[1]
+DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 235, 212  # means of ShareGPT's first turns
+MAX_CLIENT_LOAD = 0.7  # of one core; a busier client process adds delays of its own
+TABLE_WIDTH = 50
+PACKAGES = ("grpcio", "protobuf", "numpy", "uvloop")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 if anything failed, 130 after Ctrl-C."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    _check(arguments, parser)
+    try:
+        return _run(arguments)
+    except (WorkloadError, LoadError) as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    date = datetime.datetime.now(datetime.UTC)
+    model = _model_info(arguments.address)
+    load = make_load(arguments, model)
+    print(f"{len(load.requests)} requests to {model.model} at {arguments.address}", file=sys.stderr)
+    result = run_load(load, arguments.client_processes)
+    figures = serving_figures(result.records)
+    client = client_figures(result, figures, load.max_concurrency is None)
+    if arguments.json:
+        document = {
+            "date": date.isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "versions": _versions(),
+            "config": {name: _json_value(value) for name, value in vars(arguments).items()},
+            "model": {field.name: _json_value(value) for field, value in model.ListFields()},
+            "figures": dataclasses.asdict(figures),
+            "client": client,
+            "requests": [dataclasses.asdict(record) for record in result.records],
+        }
+        arguments.json.write_text(json.dumps(document, allow_nan=False))
+    print(format_table(figures))
+    print(_format_client(figures, client))
+    if client["max_load"] > MAX_CLIENT_LOAD:
+        print("serving: the client may be the bottleneck: give it more --client-processes", file=sys.stderr)
+    if arguments.plot:
+        from bench.serving_plot import save_plot  # it needs matplotlib
+
+        title = f"{model.model}, {len(load.requests)} requests, {arguments.request_rate:g} requests/s"
+        save_plot(result.records, title, arguments.plot)
+    return 1 if figures.num_failed else 0
+
+
+def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse) -> Load:
+    """All requests of the run, serialized. Raises `WorkloadError`."""
+    count, seed = arguments.num_prompts, arguments.seed
+    prompts = _prompts(arguments, model, count, seed)
+    warmup_prompts = _prompts(arguments, model, arguments.warmup, seed + 1)
+    for prompt in prompts:
+        if prompt.num_tokens + prompt.max_tokens > model.max_model_len:
+            raise WorkloadError(
+                f"a request has {prompt.num_tokens} prompt and {prompt.max_tokens} output tokens, "
+                f"max_model_len is {model.max_model_len}"
+            )
+    due_s = arrival_times(count, arguments.request_rate, arguments.arrivals, seed)
+    salt = secrets.token_hex(8)  # no prefix that an earlier run left in the cache is used
+    return Load(
+        address=arguments.address,
+        warmup=_requests(warmup_prompts, [0.0] * len(warmup_prompts), f"{salt}-warmup", arguments),
+        requests=_requests(prompts, due_s, salt, arguments),
+        max_concurrency=arguments.max_concurrency,
+        request_timeout_s=arguments.request_timeout,
+    )
+
+
+def client_figures(result: LoadResult, figures: ServingFigures, has_free_slots: bool) -> dict[str, float | None]:
+    """How hard the load generator itself had to work, and how late it was where it never waited for a slot."""
+    delays_ns = [record.send_ns - record.scheduled_ns for record in result.records]
+    return {
+        "num_processes": len(result.cpu_s),
+        "cpu_us_per_token": 1e6 * sum(result.cpu_s) / max(1, figures.total_output_tokens),
+        "max_load": max(result.cpu_s) / figures.duration_s,  # of the busiest process, in cores
+        "max_send_delay_ms": max(delays_ns) / NS_PER_MS if has_free_slots else None,
+    }
+
+
+def format_table(figures: ServingFigures) -> str:
+    """The rows and their order are those of `vllm bench serve`."""
+    lines = [
+        f"{' Serving Benchmark Result ':=^{TABLE_WIDTH}}",
+        _row("Successful requests:", figures.num_successful),
+        _row("Benchmark duration (s):", figures.duration_s),
+        _row("Total input tokens:", figures.total_input_tokens),
+        _row("Total generated tokens:", figures.total_output_tokens),
+        _row("Request throughput (req/s):", figures.request_throughput),
+        _row("Input token throughput (tok/s):", figures.input_throughput),
+        _row("Output token throughput (tok/s):", figures.output_throughput),
+        *_summary_rows("Time to First Token", "TTFT", figures.ttft_ms),
+        *_summary_rows("Time per Output Token (excl. 1st token)", "TPOT", figures.tpot_ms),
+        *_summary_rows("Inter-token Latency", "ITL", figures.itl_ms),
+        "=" * TABLE_WIDTH,
+    ]
+    return "\n".join(lines)
+
+
+def _summary_rows(title: str, name: str, summary: Summary | None) -> list[str]:
+    return [
+        f"{title:-^{TABLE_WIDTH}}",
+        _row(f"Mean {name} (ms):", None if summary is None else summary.mean),
+        _row(f"Median {name} (ms):", None if summary is None else summary.median),
+        _row(f"P99 {name} (ms):", None if summary is None else summary.p99),
+    ]
+
+
+def _format_client(figures: ServingFigures, client: dict[str, float | None]) -> str:
+    lines = [_row("Failed requests:", figures.num_failed)]
+    if figures.first_error is not None:
+        lines.append(f"  the first: {figures.first_error}")
+    if figures.total_cached_tokens:
+        lines.append(_row("Input tokens from the prefix cache:", figures.total_cached_tokens))
+    lines += [
+        _row("Client CPU per output token (us):", client["cpu_us_per_token"]),
+        _row("Busiest client process (cores):", client["max_load"]),
+        _row("Most that a request was sent late (ms):", client["max_send_delay_ms"]),
+    ]
+    return "\n".join(lines)
+
+
+def _row(label: str, value: float | None) -> str:
+    text = "-" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
+    return f"{label:<40} {text}"
+
+
+def _model_info(address: str) -> gateway_pb2.ModelInfoResponse:
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        try:
+            return stub.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+        except grpc.RpcError as error:
+            details = " ".join(error.details().split())
+            raise LoadError(f"gateway at {address}: {error.code().name}: {details}") from error
+
+
+def _prompts(
+    arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse, count: int, seed: int
+) -> list[Prompt]:
+    if arguments.dataset is not None:
+        encode = _load_encode(arguments.tokenizer)
+        return dataset_prompts(arguments.dataset, count, encode, seed, arguments.output_len)
+    prompt_lengths, output_lengths = (
+        LengthDistribution(arguments.len_distribution, mean, arguments.len_range_ratio)
+        for mean in (arguments.input_len or DEFAULT_INPUT_LEN, arguments.output_len or DEFAULT_OUTPUT_LEN)
+    )
+    return random_prompts(count, prompt_lengths, output_lengths, model.vocab_size, seed)
+
+
+def _load_encode(directory: Path) -> Encode:
+    from tokenizers import Tokenizer  # only datasets need it
+
+    file = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust code raises nothing narrower
+        raise WorkloadError(f"tokenizer {file} cannot be read: {error}") from error
+    return lambda text: tokenizer.encode(text).ids
+
+
+def _requests(
+    prompts: Sequence[Prompt], due_s: Sequence[float], salt: str, arguments: argparse.Namespace
+) -> list[TimedRequest]:
+    requests = []
+    for index, (prompt, due) in enumerate(zip(prompts, due_s, strict=True)):
+        message = gateway_pb2.GenerateRequest(
+            request_id=f"bench-{salt}-{index}",
+            sampling=sampling_pb2.SamplingParams(temperature=arguments.temperature),
+            max_tokens=prompt.max_tokens,
+            ignore_eos=arguments.ignore_eos,
+            cache_salt=salt,
+        )
+        if prompt.text is not None:
+            message.prompt = prompt.text
+        else:
+            message.prompt_token_ids.ids.extend(prompt.token_ids)
+        requests.append(TimedRequest(index, round(due * NS_PER_S), message.SerializeToString()))
+    return requests
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def _commit() -> str | None:
+    """Of this repository; `None` where there is no git or no repository."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, Path) else list(value)
+
+
+def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with one line where options do not go together, before any load runs."""
+    if (arguments.dataset is None) != (arguments.tokenizer is None):
+        parser.error("--dataset and --tokenizer belong together")
+    if arguments.dataset is not None and arguments.input_len is not None:
+        parser.error("--input-len is for prompts without a --dataset")
+    for module, needed_for in (("tokenizers", "dataset"), ("matplotlib", "plot")):
+        if getattr(arguments, needed_for) is not None and importlib.util.find_spec(module) is None:
+            parser.error(f"--{needed_for} needs the package {module}, see requirements-bench.txt")
+    for file in (arguments.json, arguments.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"{file} cannot be written: no such directory")
+    if arguments.ignore_eos is None:
+        arguments.ignore_eos = arguments.dataset is None
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _non_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _ratio(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench/serving.py",
+        description="Load on a running gateway; prints TTFT, TPOT, ITL and throughput as its clients see them.",
+        epilog="ITL is counted per chunk: one value for each chunk after the first, also where a chunk carries "
+        "several tokens. Requests wait in the client where --max-concurrency is reached; their times count from "
+        "when they are sent.",
+    )
+    add = parser.add_argument
+    add("--address", default="127.0.0.1:50051", help="of the gateway, host:port or unix:PATH (%(default)s)")
+    add("--num-prompts", type=_count, default=100, metavar="N", help="requests to send (%(default)s)")
+    add("--request-rate", type=_positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
+    add("--arrivals", choices=("poisson", "constant"), default="poisson", help="of requests at a rate (%(default)s)")
+    add("--max-concurrency", type=_count, metavar="N", help="most requests in flight (no limit)")
+    add("--input-len", type=_count, metavar="MEAN", help=f"prompt tokens ({DEFAULT_INPUT_LEN})")
+    add(
+        "--output-len",
+        type=_count,
+        metavar="MEAN",
+        help=f"tokens to generate ({DEFAULT_OUTPUT_LEN}); with --dataset, for every request instead of its own",
+    )
+    add(
+        "--len-distribution",
+        choices=("uniform", "normal", "constant"),
+        default="uniform",
+        help="of both lengths (%(default)s)",
+    )
+    add(
+        "--len-range-ratio",
+        type=_ratio,
+        default=0.5,
+        metavar="RATIO",
+        help="uniform: from (1 - RATIO) to (1 + RATIO) times the mean; normal: standard deviation over mean "
+        "(%(default)s)",
+    )
+    add("--dataset", type=Path, metavar="FILE", help="prompts and answer lengths from ShareGPT's JSON schema")
+    add("--tokenizer", type=Path, metavar="DIR", help="model directory whose tokenizer counts a dataset's tokens")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="generate to the full length (on, but off with --dataset)",
+    )
+    add("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    add("--seed", type=_non_negative, default=0, help="of prompts, lengths and arrivals (%(default)s)")
+    add("--warmup", type=_non_negative, default=1, metavar="N", help="requests before the run (%(default)s)")
+    add(
+        "--client-processes",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="that send the load; --max-concurrency is divided among them (%(default)s)",
+    )
+    add("--request-timeout", type=_positive, default=600.0, metavar="S", help="seconds per request (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="saves figures, config, versions and the times of every chunk")
+    add("--plot", type=Path, metavar="FILE.png", help="saves distributions and throughput; needs matplotlib")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
