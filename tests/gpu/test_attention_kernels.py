@@ -1,0 +1,293 @@
+"""The Triton kernels compute what the float32 torch reference computes, for every kind of step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.common.model_config import ModelConfig, RopeConfig
+
+triton_attention = pytest.importorskip(
+    "services.attn_worker.backends.triton_attention", reason="needs triton"
+)
+TritonAttention = triton_attention.TritonAttention
+
+# ‖out − reference‖ / ‖reference‖. The reference is float32 throughout; a lower precision rounds rotated
+# queries, cached keys and values, attention weights and the output once each, to 2^-9 (bfloat16) or 2^-12.
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+MAX_MODEL_LEN = 4096
+NUM_BLOCKS = 400
+
+
+def make_config(
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    windows: tuple[int | None, ...] = (None,),
+    rope: RopeConfig | None = None,
+) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=1,
+        hidden_size=num_heads * head_dim,
+        intermediate_size=1,
+        num_layers=len(windows),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=windows,
+        max_position_embeddings=MAX_MODEL_LEN,
+        rope=rope or RopeConfig("default", 10000.0, head_dim, MAX_MODEL_LEN),
+        eos_token_ids=(),
+        checkpoint_dtype="float32",
+    )
+
+
+@dataclass
+class _Sequence:
+    blocks: list[int]
+    num_computed: int = 0
+    num_prompt: int = 0
+
+
+class Pair:
+    """The reference and the kernels, fed with the same random steps."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
+        self.config, self.dtype, self.device, self.block_size = config, dtype, device, block_size
+        self.reference = TorchAttention(config, NUM_BLOCKS, block_size, torch.float32, device, MAX_MODEL_LEN)
+        self.kernels = TritonAttention(
+            config, NUM_BLOCKS, block_size, dtype, device, MAX_MODEL_LEN, max_num_seqs=32, max_num_tokens=2048
+        )
+        self.generator = torch.Generator().manual_seed(seed)
+        self.free_blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
+        self.sequences: dict[str, _Sequence] = {}
+
+    def plan(self, num_tokens: dict[str, int], failed: tuple[str, ...] = ()) -> StepMetadata:
+        """A step of `num_tokens` tokens by sequence name; unknown names start as new sequences."""
+        starts, prompts, tables = [], [], []
+        for name, count in num_tokens.items():
+            sequence = self.sequences.setdefault(name, _Sequence([], num_prompt=count))
+            end = sequence.num_computed + count
+            while name not in failed and len(sequence.blocks) * self.block_size < end:
+                sequence.blocks.append(self.free_blocks.pop())
+            starts.append(0 if name in failed else sequence.num_computed)
+            prompts.append(sequence.num_prompt)
+            tables.append([] if name in failed else sequence.blocks)
+            sequence.num_computed = starts[-1] + count
+        width = -(-max(s + n for s, n in zip(starts, num_tokens.values(), strict=True)) // self.block_size)
+        padded = np.full((len(tables), width), NUM_BLOCKS, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        counts, positions = np.array(list(num_tokens.values()), np.int64), np.array(starts, np.int64)
+        return build_step_metadata(counts, positions, np.array(prompts, np.int64), padded, self.block_size)
+
+    def make_qkv(self, num_rows: int) -> torch.Tensor:
+        qkv = torch.randn(num_rows, self.config.qkv_size, generator=self.generator)
+        return qkv.to(self.dtype).to(self.device)
+
+    def run(
+        self, step: StepMetadata, qkv: torch.Tensor | None = None, padded_num_seqs: int | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(kernels' output, reference) of each layer; every element of the output was written."""
+        num_tokens = len(step.positions)
+        num_rows = padded_num_seqs or num_tokens
+        qkv = self.make_qkv(num_rows) if qkv is None else qkv
+        before = qkv.clone()
+        outputs = []
+        with torch.inference_mode():
+            self.kernels.begin_step(step, padded_num_seqs)
+            self.reference.begin_step(step)
+            for layer in range(self.config.num_layers):
+                out = torch.full(
+                    (num_rows, self.config.attn_size), float("nan"), dtype=self.dtype, device=self.device
+                )
+                expected = torch.empty(num_tokens, self.config.attn_size, device=self.device)
+                self.kernels.forward(layer, qkv, out)
+                self.reference.forward(layer, qkv[:num_tokens].float(), expected)
+                outputs.append((out, expected))
+        assert torch.equal(qkv.nan_to_num(), before.nan_to_num())
+        return outputs
+
+    def check(self, num_tokens: dict[str, int]) -> None:
+        for out, expected in self.run(self.plan(num_tokens)):
+            assert relative_error(out, expected) < TOLERANCES[self.dtype]
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    return float("inf") if error.isnan() else float(error)
+
+
+def check_all_kinds_of_steps(pair: Pair) -> None:
+    """Prompts, a later chunk beside decode, decode alone, and a prompt of one token."""
+    pair.check({"a": 37, "b": 5, "c": 80})
+    pair.check({"a": 1, "b": 70, "d": 1, "c": 1})
+    pair.check({"c": 1, "a": 1, "d": 1})
+    pair.check({"b": 1, "d": 1, "e": 3})
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(2, 2, 128), (8, 2, 64), (7, 1, 32), (3, 3, 80), (4, 2, 96), (2, 1, 16), (5, 5, 64), (40, 1, 32)],
+)
+def test_every_dtype_and_head_shape(
+    kernel_device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    check_all_kinds_of_steps(Pair(make_config(num_heads, num_kv_heads, head_dim), kernel_device, dtype))
+
+
+@pytest.mark.parametrize("block_size", [1, 12, 32, 64])
+def test_every_block_size(kernel_device: torch.device, block_size: int) -> None:
+    check_all_kinds_of_steps(Pair(make_config(), kernel_device, block_size=block_size))
+
+
+def test_windows_differ_by_layer(kernel_device: torch.device) -> None:
+    pair = Pair(make_config(windows=(None, 20, 1, 300)), kernel_device)
+    check_all_kinds_of_steps(pair)
+    pair.check({"c": 250, "a": 400})
+    pair.check({"c": 1, "a": 1, "b": 1})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig("linear", 10000.0, 32, 64, factor=4.0),
+        RopeConfig("dynamic", 10000.0, 32, 64, factor=2.0),
+        RopeConfig("yarn", 10000.0, 32, 256, factor=4.0, original_max_position_embeddings=64),
+        RopeConfig(
+            "longrope",
+            10000.0,
+            32,
+            256,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            short_factor=(1.0,) * 16,
+            long_factor=tuple(1.0 + index / 4 for index in range(16)),
+        ),
+        RopeConfig(
+            "llama3",
+            10000.0,
+            32,
+            256,
+            factor=8.0,
+            original_max_position_embeddings=64,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    ],
+    ids=lambda rope: rope.rope_type,
+)
+def test_every_rope_type(kernel_device: torch.device, rope: RopeConfig) -> None:
+    check_all_kinds_of_steps(Pair(make_config(rope=rope), kernel_device))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 1), (3, 3)])
+def test_long_contexts_are_split_and_merged(
+    kernel_device: torch.device, num_heads: int, num_kv_heads: int
+) -> None:
+    pair = Pair(make_config(num_heads, num_kv_heads, head_dim=128), kernel_device)
+    pair.check({"long": 700})
+    for _ in range(3):  # the counters of finished pieces must be zero again
+        pair.check({"long": 1, "short": 1})
+
+
+def test_padding_rows_become_zero(kernel_device: torch.device) -> None:
+    pair = Pair(make_config(), kernel_device)
+    pair.check({"a": 30, "b": 3})
+    ((out, expected),) = pair.run(pair.plan({"a": 1, "b": 1}), padded_num_seqs=8)
+    assert relative_error(out[:2], expected) < TOLERANCES[torch.float32]
+    assert (out[2:] == 0).all()
+    pair.check({"b": 1, "a": 1})
+
+
+def test_failed_sequences_leave_others_alone(kernel_device: torch.device) -> None:
+    pair = Pair(make_config(), kernel_device)
+    pair.check({"a": 30, "b": 50})
+    step = pair.plan({"failed_1": 20, "a": 1, "failed_2": 1, "b": 2}, failed=("failed_1", "failed_2"))
+    ((out, expected),) = pair.run(step)
+    rows = [20, 22, 23]
+    assert relative_error(out[rows], expected[rows]) < TOLERANCES[torch.float32]
+    assert out.isfinite().all()
+    pair.check({"a": 1, "b": 1})
+
+
+def test_nan_stays_in_its_sequence(kernel_device: torch.device) -> None:
+    pair = Pair(make_config(), kernel_device, torch.bfloat16)
+    pair.check({"a": 20, "b": 21})
+    step = pair.plan({"a": 1, "b": 1})
+    qkv = pair.make_qkv(2)
+    qkv[0] = float("nan")
+    ((out, expected),) = pair.run(step, qkv)
+    assert relative_error(out[1], expected[1]) < TOLERANCES[torch.bfloat16]
+    pair.sequences["c"] = pair.sequences.pop("a")  # its last block goes to a new sequence
+    pair.sequences["c"].num_computed = 0
+    pair.check({"b": 1, "c": 17})
+    pair.check({"b": 1, "c": 1})
+
+
+def test_a_step_beyond_the_limits_is_refused(kernel_device: torch.device) -> None:
+    from services.common.errors import CapacityError
+
+    pair = Pair(make_config(), kernel_device)
+    step = pair.plan({"a": 1})
+    with pytest.raises(CapacityError, match=r"33 sequences and 1 tokens.*32 and 2048"):
+        pair.kernels.begin_step(step, padded_num_seqs=33)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_one_graph_replays_every_decode_step_of_its_bucket(
+    kernel_device: torch.device, rope_type: str
+) -> None:
+    config = make_config(8, 2, 64, (None, 100), RopeConfig(rope_type, 10000.0, 64, 512, factor=2.0))
+    pair = Pair(config, kernel_device, torch.bfloat16)
+    kernels, bucket = pair.kernels, 8
+    qkv = torch.zeros(bucket, config.qkv_size, dtype=torch.bfloat16, device=kernel_device)
+    outs = torch.empty(2, bucket, config.attn_size, dtype=torch.bfloat16, device=kernel_device)
+    empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        kernels.begin_step(empty, padded_num_seqs=bucket)
+        kernels.forward(0, qkv, outs[0])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for layer in range(2):
+                kernels.forward(layer, qkv, outs[layer])
+    for prompts in ({"a": 700, "b": 3}, {"c": 64, "d": 1000, "e": 1}):
+        pair.check(prompts)
+        for _ in range(3):
+            step = pair.plan(dict.fromkeys(pair.sequences, 1))
+            num_seqs = len(step.num_tokens)
+            with torch.inference_mode():
+                qkv.copy_(pair.make_qkv(bucket))
+                outs.fill_(float("nan"))
+                kernels.begin_step(step, padded_num_seqs=bucket)
+                graph.replay()
+                pair.reference.begin_step(step)
+                for layer in range(2):
+                    expected = torch.empty(num_seqs, config.attn_size, device=kernel_device)
+                    pair.reference.forward(layer, qkv[:num_seqs].float(), expected)
+                    assert relative_error(outs[layer, :num_seqs], expected) < TOLERANCES[torch.bfloat16]
+                    assert (outs[layer, num_seqs:] == 0).all()

@@ -1,0 +1,331 @@
+"""The dense stroke's Triton kernels, each against its formula in float64, and `CudaBackend` against the segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from services.common.model_config import ModelConfig, RopeConfig
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.weights import ModelWeights, random_weights
+
+pytest.importorskip("triton", reason="needs triton")
+
+from services.dense_worker.backends.cuda_backend import CudaBackend
+from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_gemv import gemv
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
+from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
+
+EPS = 1e-5
+# ‖out − exact‖ / ‖exact‖. Inputs and each operator's result are rounded to 2^-9 (bfloat16) or 2^-12 (float16),
+# at most four times in a row.
+TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+# (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.
+SHAPES = [(256, 512), (137, 272), (40, 1500), (6500, 96)]
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest, kernel_device: torch.device) -> torch.dtype:
+    if kernel_device.type == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    return request.param
+
+
+@pytest.fixture
+def launcher(kernel_device: torch.device) -> KernelLauncher:
+    return KernelLauncher(kernel_device)
+
+
+class Case:
+    """Random operands of one linear layer; `exact` computes in float64 what the kernels fuse."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> None:
+        self.device, self.dtype = device, dtype
+        out_features, in_features = shape
+        self.x = self.randn(num_rows, in_features)
+        self.weight = self.randn(out_features, in_features) * in_features**-0.5
+        self.gate_up = self.randn(2 * out_features, in_features) * in_features**-0.5
+        self.bias, self.gate_up_bias = self.randn(out_features), self.randn(2 * out_features)
+        self.norm_weight = 1 + 0.2 * self.randn(in_features)
+        self.residual = self.randn(num_rows, out_features)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def nan(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
+
+    def check(self, found: torch.Tensor, exact: torch.Tensor) -> None:
+        error = ((found.double() - exact).norm() / exact.norm()).item()
+        assert error < TOLERANCES[self.dtype], error
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gemv_computes_the_linear_layer_and_what_is_fused(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    case = Case(kernel_device, dtype, 1, shape)
+    x, normed = case.x, rms_norm(case.x, case.norm_weight)
+    norm = {"norm_weight": case.norm_weight, "eps": EPS}
+
+    out = case.nan(1, shape[0])
+    gemv(launcher, x, case.weight, None, out)
+    case.check(out, linear(x, case.weight))
+
+    gemv(launcher, x, case.weight, case.bias, out, **norm)
+    case.check(out, linear(normed, case.weight, case.bias))
+
+    gemv(launcher, x, case.gate_up, case.gate_up_bias, out, is_gated=True, **norm)
+    case.check(out, swiglu(linear(normed, case.gate_up, case.gate_up_bias)))
+
+    residual = case.residual.clone()
+    gemv(launcher, x, case.weight, case.bias, residual, residual=residual)
+    case.check(residual, linear(x, case.weight, case.bias) + case.residual.double())
+
+    wide = case.nan(1, shape[0], dtype=torch.float32)
+    gemv(launcher, x, case.weight, None, wide, **norm)
+    case.check(wide, linear(normed, case.weight))
+    assert torch.equal(wide, wide.to(dtype).float())  # as Hugging Face, whose logits have the model's dtype
+
+
+@pytest.mark.parametrize("num_rows", [2, 16, 23, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int], num_rows: int
+) -> None:
+    case = Case(kernel_device, dtype, num_rows, shape)
+    splits = SplitWorkspace(kernel_device, launcher.num_sms)
+    x = case.x
+
+    wide = case.nan(num_rows, shape[0], dtype=torch.float32)
+    skinny_linear(launcher, x, case.weight, None, wide, splits)
+    case.check(wide, linear(x, case.weight))
+    assert torch.equal(wide, wide.to(dtype).float())
+
+    # As in the backend: results in the left half of a wider workspace, read from there by the next layer.
+    workspace = case.nan(num_rows + 1, 2 * shape[0])
+    activation = workspace[:num_rows, : shape[0]]
+    skinny_linear(launcher, x, case.gate_up, case.gate_up_bias, activation, splits, is_gated=True)
+    case.check(activation, swiglu(linear(x, case.gate_up, case.gate_up_bias)))
+    assert workspace[num_rows:].isnan().all() and workspace[:, shape[0] :].isnan().all()
+
+    following = Case(kernel_device, dtype, num_rows, (shape[1], shape[0]))
+    residual = following.residual.clone()
+    skinny_linear(launcher, activation, following.weight, following.bias, residual, splits, residual=residual)
+    case.check(residual, linear(activation, following.weight, following.bias) + following.residual.double())
+    assert not splits.num_done.any()
+
+
+@pytest.mark.parametrize("hidden_size", [64, 1000, 4096])
+def test_norm_adds_to_the_residual_first(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, hidden_size: int
+) -> None:
+    case = Case(kernel_device, dtype, 5, (hidden_size, hidden_size))
+    x, delta, out = case.residual, case.x, case.nan(5, hidden_size)
+    add_rms_norm(launcher, x, None, case.norm_weight, EPS, out)
+    case.check(out, rms_norm(x, case.norm_weight))
+
+    added = x + delta
+    exact = rms_norm(added, case.norm_weight)
+    add_rms_norm(launcher, x, delta, case.norm_weight, EPS, delta)  # in place
+    assert torch.equal(x, added)
+    case.check(delta, exact)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 80), (32, 8, 128)])
+def test_head_norm_leaves_values_alone(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    case = Case(kernel_device, dtype, 3, (head_dim, head_dim))
+    qkv = case.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
+    before = qkv.clone()
+    q_weight, k_weight = case.norm_weight, case.bias
+    head_rms_norm(launcher, qkv, q_weight, k_weight, num_heads, num_kv_heads, EPS)
+    found, heads = qkv.view(3, -1, head_dim), before.view(3, -1, head_dim)
+    num_normed = num_heads + num_kv_heads
+    case.check(found[:, :num_heads], rms_norm(heads[:, :num_heads], q_weight))
+    case.check(found[:, num_heads:num_normed], rms_norm(heads[:, num_heads:num_normed], k_weight))
+    assert torch.equal(found[:, num_normed:], heads[:, num_normed:])
+
+
+@pytest.mark.parametrize("size", [96, 1024, 2500])
+def test_silu_mul_may_overwrite_the_gate(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, size: int
+) -> None:
+    case = Case(kernel_device, dtype, 5, (size, 8))
+    gate_up = case.randn(5, 2 * size)
+    exact, up = swiglu(gate_up), gate_up[:, size:].clone()
+    out = case.nan(5, size)
+    silu_mul(launcher, gate_up, out)
+    case.check(out, exact)
+    silu_mul(launcher, gate_up, gate_up[:, :size])
+    assert torch.equal(gate_up[:, :size], out) and torch.equal(gate_up[:, size:], up)
+
+
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=336,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=EPS,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None,) * 3,
+    max_position_embeddings=64,
+    rope=RopeConfig("default", 10000.0, 32, 64),
+    eos_token_ids=(),
+    checkpoint_dtype="float32",
+)
+VARIANTS = {
+    "llama": LLAMA,
+    "biases": replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True, num_layers=1),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, tie_word_embeddings=True),
+}
+MAX_NUM_TOKENS = 100
+
+
+def make_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    """Random throughout, biases and norms too, so that forgetting one shows."""
+    weights = random_weights(config, dtype, torch.device("cuda"), seed=0)
+    for name, tensor in weights.named_tensors():
+        tensor.normal_(mean=1.0 if name.endswith("norm") else 0.0, std=0.2 if tensor.dim() == 1 else 0.1)
+    return weights
+
+
+def to_float32(weights: ModelWeights, config: ModelConfig) -> ModelWeights:
+    wide = random_weights(config, torch.float32, torch.device("cuda"), seed=0)
+    for (_, target), (_, source) in zip(wide.named_tensors(), weights.named_tensors(), strict=True):
+        target.copy_(source)
+    return wide
+
+
+class Step:
+    """A step of n tokens whose attention is some fixed function of each layer's qkv."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, num_tokens: int, rows: list[int]) -> None:
+        self.config = config
+        self.token_ids = torch.randint(config.vocab_size, (num_tokens,), device="cuda")
+        self.qkv = torch.full((num_tokens, config.qkv_size), torch.nan, dtype=dtype, device="cuda")
+        self.attn_out = torch.full((num_tokens, config.attn_size), torch.nan, dtype=dtype, device="cuda")
+        self.rows = torch.tensor(rows, dtype=torch.int64, device="cuda")
+
+    def run(self, backend: CudaBackend | TorchBackend) -> torch.Tensor:
+        backend.first(self.token_ids, self.qkv)
+        for layer in range(self.config.num_layers):
+            torch.tanh(self.qkv[:, -self.config.attn_size :], out=self.attn_out)
+            if layer + 1 < self.config.num_layers:
+                backend.middle(layer, self.attn_out, self.qkv)
+        return backend.last(self.attn_out, self.rows)
+
+
+@pytest.fixture(params=LinearKernel, ids=lambda kernel: kernel.value)
+def only_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinearKernel]:
+    """Whatever is faster, every layer takes the one kernel."""
+    measure = LinearChoice.measure
+
+    def measure_and_override(self: LinearChoice, weights: list[torch.Tensor], *arguments: Any) -> None:
+        measure(self, weights, *arguments)
+        self.set_all(weights, request.param)
+
+    monkeypatch.setattr(LinearChoice, "measure", measure_and_override)
+    return request.param
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backend_is_as_exact_as_the_segments(variant: str, half: torch.dtype, only_kernel: LinearKernel) -> None:
+    config = VARIANTS[variant]
+    weights = make_weights(config, half)
+    backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights, config)
+    exact = TorchBackend(to_float32(weights, config), config)
+    for num_tokens, rows in ((1, [0]), (5, [4, 1, 1]), (31, [30]), (64, list(range(64))), (MAX_NUM_TOKENS, [7, 99])):
+        step = Step(config, half, num_tokens, rows)
+        wide_step = Step(config, torch.float32, num_tokens, rows)
+        wide_step.token_ids.copy_(step.token_ids)
+        expected = wide_step.run(exact)
+        reference_error = (step.run(reference) - expected).square().mean().sqrt().item()
+        found = step.run(backend)
+        assert found.dtype == torch.float32
+        # Roundings are at the same places, but sums in another order flip last bits: either may be closer.
+        assert (found - expected).square().mean().sqrt().item() <= 2 * reference_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backend_in_float32_gives_what_the_segments_give(variant: str) -> None:
+    config = VARIANTS[variant]
+    weights = make_weights(config, torch.float32)
+    backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights, config)
+    for num_tokens, rows in ((1, [0]), (5, [4, 1, 1]), (MAX_NUM_TOKENS, [7, 99]), (3, [])):
+        step = Step(config, torch.float32, num_tokens, rows)
+        expected = step.run(reference)
+        torch.testing.assert_close(step.run(backend), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, MAX_NUM_TOKENS])
+def test_captured_step_gives_the_same_logits_for_new_tokens(num_tokens: int, only_kernel: LinearKernel) -> None:
+    weights = make_weights(LLAMA, torch.bfloat16)
+    backend = CudaBackend(weights, LLAMA, MAX_NUM_TOKENS)
+    step = Step(LLAMA, torch.bfloat16, num_tokens, list(range(num_tokens)))
+    step.run(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step.run(backend)
+    for _ in range(3):
+        step.token_ids.copy_(torch.randint(LLAMA.vocab_size, (num_tokens,), device="cuda"))
+        expected = step.run(backend)
+        logits.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.gpu
+def test_a_step_neither_waits_nor_writes_weights() -> None:
+    config = VARIANTS["qwen3"]
+    weights = make_weights(config, torch.bfloat16)
+    copies = [tensor.clone() for _, tensor in weights.named_tensors()]
+    backend = CudaBackend(weights, config, MAX_NUM_TOKENS)
+    steps = [Step(config, torch.bfloat16, n, list(range(n))) for n in (1, 7, MAX_NUM_TOKENS)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            step.run(backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(tensor, copy) for (_, tensor), copy in zip(weights.named_tensors(), copies, strict=True))
