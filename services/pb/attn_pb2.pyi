@@ -53,20 +53,22 @@ class AttachReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSequenceRequest(_message.Message):
-    __slots__ = ("attachment_id", "seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id")
+    __slots__ = ("attachment_id", "seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id", "ignores_prefix_cache")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    IGNORES_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     seq_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     cache_salt: str
     request_id: str
-    def __init__(self, attachment_id: _Optional[int] = ..., seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    ignores_prefix_cache: bool
+    def __init__(self, attachment_id: _Optional[int] = ..., seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., ignores_prefix_cache: _Optional[bool] = ...) -> None: ...
 
 class OpenSequenceReply(_message.Message):
     __slots__ = ("num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks")

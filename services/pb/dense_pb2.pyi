@@ -17,7 +17,7 @@ class GatewayMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt")
+    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,10 @@ class Submit(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -34,7 +38,11 @@ class Submit(_message.Message):
     max_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    num_logprobs: int
+    num_prompt_logprobs: int
+    priority: int
+    queue_timeout_ms: int
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_id",)
@@ -43,26 +51,50 @@ class Cancel(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended")
+    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     started: _containers.RepeatedCompositeFieldContainer[SequenceStart]
     ended: _containers.RepeatedCompositeFieldContainer[SequenceEnd]
-    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("seq_id", "num_cached_tokens")
+    __slots__ = ("seq_id", "num_cached_tokens", "queue_us")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     num_cached_tokens: int
-    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    queue_us: int
+    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_us: _Optional[int] = ...) -> None: ...
+
+class SequenceLogprobs(_message.Message):
+    __slots__ = ("seq_id", "token")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    token: _sampling_pb2.TokenLogprobs
+    def __init__(self, seq_id: _Optional[int] = ..., token: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("seq_id", "start", "tokens")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    start: int
+    tokens: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
+    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
     __slots__ = ("seq_id", "reason", "status_code", "message")

@@ -49,6 +49,16 @@ class GatewayStub:
                 request_serializer=gateway__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=gateway__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/twostroke.v1.Gateway/Detokenize',
+                request_serializer=gateway__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=gateway__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/twostroke.v1.Gateway/Abort',
+                request_serializer=gateway__pb2.AbortRequest.SerializeToString,
+                response_deserializer=gateway__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.ModelInfo = channel.unary_unary(
                 '/twostroke.v1.Gateway/ModelInfo',
                 request_serializer=gateway__pb2.ModelInfoRequest.SerializeToString,
@@ -80,6 +90,20 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends a running request of any client; its answer ends with FINISH_REASON_ABORT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ModelInfo(self, request, context):
         """What is served, and its limits.
         """
@@ -104,6 +128,16 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=gateway__pb2.TokenizeRequest.FromString,
                     response_serializer=gateway__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=gateway__pb2.DetokenizeRequest.FromString,
+                    response_serializer=gateway__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=gateway__pb2.AbortRequest.FromString,
+                    response_serializer=gateway__pb2.AbortResponse.SerializeToString,
             ),
             'ModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfo,
@@ -192,6 +226,60 @@ class Gateway:
             '/twostroke.v1.Gateway/Tokenize',
             gateway__pb2.TokenizeRequest.SerializeToString,
             gateway__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Gateway/Detokenize',
+            gateway__pb2.DetokenizeRequest.SerializeToString,
+            gateway__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Gateway/Abort',
+            gateway__pb2.AbortRequest.SerializeToString,
+            gateway__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
