@@ -1,6 +1,6 @@
 """Life cycle of a gRPC service: bind, report health, serve, drain, stop. Everything opened is closed.
 
-Errors of the tree in `services.common.errors` become gRPC status codes here, and nowhere else.
+Errors of the tree in `services.common.errors` become gRPC statuses here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.error_details import rich_status
 from services.common.errors import ConfigError, TwostrokeError
 
 log = structlog.get_logger()
@@ -146,7 +147,8 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, TwostrokeError):
-        await context.abort(error.status_code, str(error))
+        status = rich_status(error)
+        await context.abort(status.code, status.details, status.trailing_metadata)
     log.error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 

@@ -20,6 +20,7 @@ from services.common.errors import (
     InvalidRequest,
     NotFound,
     PeerError,
+    QueueTimeout,
     RequestAborted,
     TwostrokeError,
 )
@@ -36,7 +37,7 @@ FINISH_REASONS = {
 }
 SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
     error_class.status_code.value[0]: error_class
-    for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, RequestAborted)
+    for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
 }
 
 _Outbox = asyncio.Queue[dense_pb2.GatewayMessage]

@@ -1,0 +1,45 @@
+"""Errors of the tree in `services.common.errors` as gRPC statuses with details that programs can read.
+
+The details are google.rpc's own messages: https://cloud.google.com/apis/design/errors#error_details.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from services.common.errors import TwostrokeError
+
+DOMAIN = "twostroke"
+# gRPC sends a message twice, in the status (percent-encoded) and in the details (base64), as metadata, of which
+# clients take 8 KiB.
+MAX_MESSAGE_BYTES = 1000
+
+
+def rich_status(error: TwostrokeError) -> grpc.Status:
+    """Code, message and details: ErrorInfo always, BadRequest where a field is wrong, RetryInfo where time helps."""
+    message = _shorten(str(error))
+    details = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
+    if error.param is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=_shorten(error.param), description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(1e3 * error.retry_after_s))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=error.status_code.value[0], message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return rpc_status.to_status(status)
+
+
+def _shorten(text: str) -> str:
+    """At most `MAX_MESSAGE_BYTES` of UTF-8, with a mark where some is missing; lone surrogates become '?'."""
+    data = text.encode(errors="replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    return data[: MAX_MESSAGE_BYTES - 1].decode(errors="ignore") + "…"
