@@ -7,6 +7,7 @@ Together with the token ids so far it determines every later token; no sampler h
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
@@ -16,6 +17,10 @@ MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
     Applied in this order, each to what the one before left: repetition, frequency and presence penalty,
-    `min_tokens`, temperature, `top_k`, `top_p`, `min_p`.
+    `logit_bias`, `bad_words`, `min_tokens`, temperature, `top_k`, `top_p`, `min_p`.
     """
 
     temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
@@ -35,6 +40,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # [-2, 2]: the same, once per occurrence
     min_tokens: int = 0  # >= 0: no stop token is sampled before this many output tokens
     seed: int = 0  # [0, 2**64): same seed, options and token ids => same next token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, [-100, 100]): added to the token's logit
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids each: no such sequence lies within the output
 
     @property
     def is_greedy(self) -> bool:
@@ -62,6 +69,31 @@ class SamplingParams:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, must be at least 0")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequest(f"seed is {self.seed}, must be from 0 to {MAX_SEED} (2**64 - 1)")
+        _check_count("logit_bias", "tokens", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
+        for token_id, bias in self.logit_bias:
+            _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_WORDS)
+        for i, word in enumerate(self.bad_words):
+            _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
+
+    def validate_token_ids(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` for the first option that names more tokens than there are, or one beyond them."""
+        if self.top_k is not None and self.top_k > vocab_size:
+            raise InvalidRequest(f"top_k is {self.top_k}, vocab_size is {vocab_size}")
+        _check_token_ids("logit_bias", (token_id for token_id, _ in self.logit_bias), vocab_size)
+        for i, word in enumerate(self.bad_words):
+            _check_token_ids(f"bad_words[{i}]", word, vocab_size)
+
+
+def _check_count(name: str, what: str, count: int, low: int, high: int) -> None:
+    if not low <= count <= high:
+        raise InvalidRequest(f"{name} has {count} {what}, must have {low} to {high}")
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name} has token {token_id}, must be in [0, {vocab_size}), the vocab_size")
 
 
 def _check_range(name: str, value: float, low: float, high: float, is_low_excluded: bool = False) -> None:

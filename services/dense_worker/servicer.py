@@ -11,7 +11,7 @@ import structlog
 
 from services.common.errors import PeerError
 from services.common.process import resident_bytes
-from services.common.sampling_params import SamplingParams
+from services.common.sampling_messages import decode_sampling
 from services.dense_worker.engine import Engine, StepReport
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
@@ -120,7 +120,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         request_id=submit.request_id,
         prompt_token_ids=list(submit.prompt_token_ids),
         output_token_ids=list(submit.output_token_ids),
-        sampling=SamplingParams(**{field.name: value for field, value in submit.sampling.ListFields()}),
+        sampling=decode_sampling(submit.sampling),
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
         cache_salt=submit.cache_salt,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -24,8 +24,9 @@ from services.common.errors import (
     RequestAborted,
     TwostrokeError,
 )
+from services.common.sampling_messages import encode_sampling
 from services.gateway.journal import FinishReason, Journal, JournalEntry
-from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+from services.pb import dense_pb2, dense_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -240,7 +241,7 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=entry.output_token_ids,
-            sampling=sampling_pb2.SamplingParams(**asdict(request.sampling)),
+            sampling=encode_sampling(request.sampling),
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
+from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import SamplingParams
 from services.gateway.tokenizer import Message, Tokenizer
 from services.pb import gateway_pb2
@@ -117,11 +118,9 @@ def _check_request_id(request_id: str) -> None:
 
 
 def _read_sampling(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> SamplingParams:
-    given = {field.name: value for field, value in message.sampling.ListFields()}
-    sampling = SamplingParams(**{"seed": secrets.randbits(64), **given})
+    sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
     sampling.validate()
-    if sampling.top_k is not None and sampling.top_k > limits.vocab_size:
-        raise InvalidRequest(f"top_k is {sampling.top_k}, vocab_size is {limits.vocab_size}")
+    sampling.validate_token_ids(limits.vocab_size)
     return sampling
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -61,8 +62,42 @@ def test_option_that_is_not_finite_is_refused(option: str, value: float) -> None
             "min_tokens": 10**9,
             "seed": 2**64 - 1,
         },
+        {
+            "logit_bias": tuple((token_id, 100.0 - token_id % 201) for token_id in range(1024)),
+            "bad_words": ((1,), tuple(range(64))) * 64,
+        },
         {"top_p": 1e-9, "repetition_penalty": 1e-3, "presence_penalty": -2.0, "frequency_penalty": 2.0},
     ],
 )
-def test_options_within_their_ranges_are_accepted(options: dict[str, float]) -> None:
+def test_options_within_their_ranges_are_accepted(options: dict[str, Any]) -> None:
     SamplingParams(**options).validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": tuple((i, 0.5) for i in range(1025))}, "logit_bias has 1025 tokens, must have 0 to 1024"),
+        ({"logit_bias": ((7, 100.5),)}, r"logit_bias\[7\] is 100.5, must be from -100 to 100"),
+        ({"logit_bias": ((7, math.nan),)}, r"logit_bias\[7\] is nan, must be a finite number"),
+        ({"bad_words": ((1,),) * 129}, "bad_words has 129 words, must have 0 to 128"),
+        ({"bad_words": ((1,), ())}, r"bad_words\[1\] has 0 tokens, must have 1 to 64"),
+        ({"bad_words": ((1,) * 65,)}, r"bad_words\[0\] has 65 tokens, must have 1 to 64"),
+    ],
+)
+def test_bias_or_bad_words_beyond_a_limit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**options).validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 11}, "top_k is 11, vocab_size is 10"),
+        ({"logit_bias": ((3, 1.0), (10, 1.0))}, r"logit_bias has token 10, must be in \[0, 10\)"),
+        ({"bad_words": ((3,), (4, 10))}, r"bad_words\[1\] has token 10, must be in \[0, 10\)"),
+    ],
+)
+def test_token_beyond_the_vocabulary_is_refused(options: dict[str, Any], message: str) -> None:
+    SamplingParams(**options).validate_token_ids(11)
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**options).validate_token_ids(10)

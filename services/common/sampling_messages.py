@@ -1,0 +1,30 @@
+"""`SamplingParams` as the message of the wire and back, alike for clients, gateway and dense worker."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from services.common.sampling_params import SamplingParams
+from services.pb import sampling_pb2
+
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "bad_words"))
+
+
+def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
+    """Every option, defaults too, but for a `top_k` that is None."""
+    return sampling_pb2.SamplingParams(
+        **{name: getattr(params, name) for name in _SCALARS},
+        logit_bias=dict(params.logit_bias),
+        bad_words=[sampling_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
+    )
+
+
+def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
+    """The options as they came, not validated; those that are missing by `defaults`, else by `SamplingParams`."""
+    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    if message.logit_bias:
+        given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    if message.bad_words:
+        given["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
+    return SamplingParams(**{**defaults, **given})

@@ -1,0 +1,46 @@
+"""Sampling options come through the wire as they were, and missing ones by their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.sampling_messages import decode_sampling, encode_sampling
+from services.common.sampling_params import SamplingParams
+from services.pb import sampling_pb2
+
+TOKENS = st.integers(0, 2**32 - 1)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=st.none() | st.integers(1, 2**31 - 1),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    min_tokens=st.integers(0, 2**31 - 1),
+    seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32)).map(lambda bias: tuple(sorted(bias.items()))),
+    bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), max_size=5).map(tuple),
+)
+
+
+@given(params=PARAMS)
+def test_options_survive_the_wire(params: SamplingParams) -> None:
+    data = encode_sampling(params).SerializeToString()
+    assert decode_sampling(sampling_pb2.SamplingParams.FromString(data)) == params
+
+
+def test_every_option_has_a_field_of_the_same_name() -> None:
+    names = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert names == {field.name for field in fields(SamplingParams)}
+
+
+def test_missing_options_take_the_given_default_and_present_ones_do_not() -> None:
+    assert decode_sampling(sampling_pb2.SamplingParams(top_k=3), seed=7) == SamplingParams(top_k=3, seed=7)
+    assert decode_sampling(sampling_pb2.SamplingParams(seed=0, temperature=0.0), seed=7) == SamplingParams(
+        temperature=0.0, seed=0
+    )
