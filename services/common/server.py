@@ -26,6 +26,7 @@ from services.common.errors import ConfigError, TwostrokeError
 log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES = 107  # of Linux
+LIVENESS = "liveness"  # health name for who restarts us: it serves even while there is nothing to serve with
 
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
@@ -62,6 +63,7 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {self._address}: port in use or address not of this host") from error
         await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
         if self._address.startswith("unix:"):
             return self._address

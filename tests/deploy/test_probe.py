@@ -1,0 +1,169 @@
+"""The probe's exit status is all that a container's health check sees."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services import probe
+from services.common.server import LIVENESS
+from tests.cluster import REPOSITORY
+from tests.running_gateway import run as run_async
+from tests.running_gateway import running_gateway
+
+NAME = "some.Service"
+DEADLINE_MS = "20000"  # generous: the machine may be busy
+Status = health_pb2.HealthCheckResponse
+
+
+@dataclass(frozen=True)
+class HealthServer:
+    address: str
+    servicer: health.HealthServicer
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[HealthServer]:
+    """Says of itself that it serves, of `NAME` that it does not."""
+    server, servicer = grpc.server(ThreadPoolExecutor(2)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    servicer.set("", Status.SERVING)
+    servicer.set(NAME, Status.NOT_SERVING)
+    address = f"unix:{tmp_path}/health.sock"
+    server.add_insecure_port(address)
+    server.start()
+    yield HealthServer(address, servicer)
+    server.stop(None).wait()
+
+
+def run(*arguments: str) -> int:
+    return probe.main([*arguments, "--timeout-ms", DEADLINE_MS])
+
+
+def test_the_status_tells_who_serves(server: HealthServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--address", server.address) == 0
+    assert capsys.readouterr() == ("", "")
+    assert run("--address", server.address, "--service", NAME) == 4
+    assert NAME in (error := capsys.readouterr().err) and "NOT_SERVING" in error
+    server.servicer.set(NAME, Status.SERVING)
+    assert run("--address", server.address, "--service", NAME) == 0
+
+
+def test_a_service_that_nobody_knows_is_an_error_of_the_call(
+    server: HealthServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--address", server.address, "--service", "unknown.Service") == 3
+    assert "NOT_FOUND" in capsys.readouterr().err
+
+
+def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--address", f"unix:{tmp_path}/nobody.sock") == 2
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{finder.getsockname()[1]}"
+        assert run("--address", address) == 2
+    assert address in capsys.readouterr().err
+
+
+def test_a_peer_that_accepts_and_says_nothing_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert probe.main(["--address", address, "--timeout-ms", "300"]) in (2, 3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--address", "a:1", "--timeout-ms", "0"),
+        ("--address", "a:1", "--timeout-ms", "soon"),
+        ("--address", "a:1", "--unknown"),
+        ("--address", "a:1", "--tls-ca-cert", "/nowhere/ca.pem"),
+        ("--address", "a:1", "--tls-client-cert", "/nowhere/client.pem"),
+    ],
+)
+def test_a_wrong_command_line_is_not_taken_for_a_sick_service(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        probe.main(arguments)
+    assert ended.value.code == 1
+
+
+def test_it_speaks_tls_both_ways(tmp_path: Path) -> None:
+    key, cert = self_signed("twostroke.test")
+    (tmp_path / "key.pem").write_bytes(key)
+    (tmp_path / "cert.pem").write_bytes(cert)
+    server, servicer = grpc.server(ThreadPoolExecutor(2)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    servicer.set("", Status.SERVING)
+    mutual = grpc.ssl_server_credentials([(key, cert)], root_certificates=cert, require_client_auth=True)
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', mutual)}"
+    server.start()
+    try:
+        trust = ("--address", address, "--tls-ca-cert", f"{tmp_path}/cert.pem")
+        own = ("--tls-client-cert", f"{tmp_path}/cert.pem", "--tls-client-key", f"{tmp_path}/key.pem")
+        name = ("--tls-server-name", "twostroke.test")
+        assert run(*trust, *own, *name) == 0
+        assert run(*trust, *own) == 2, "the certificate is of another name"
+        assert run(*trust, *name) == 2, "no certificate of our own"
+        assert run("--address", address) == 2, "plain text"
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_gateway_without_a_worker_is_alive_though_not_ready(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense=None) as gateway:
+            await gateway.wait_health(Status.NOT_SERVING)
+            address = ("--address", gateway.address)
+            assert await asyncio.to_thread(run, *address) == 4, "nothing to serve with: no traffic"
+            assert await asyncio.to_thread(run, *address, "--service", LIVENESS) == 0, "but no reason to be restarted"
+
+    run_async(test())
+
+
+def test_the_command_is_light(server: HealthServer) -> None:
+    heavy = ("torch", "transformers", "numpy", "pydantic")
+    code = (
+        "import sys; from services import probe; assert probe.main(sys.argv[1:]) == 0; "
+        f"loaded = [name for name in {heavy} if name in sys.modules]; sys.exit(' '.join(loaded) or 0)"
+    )
+    command = [sys.executable, "-c", code, "--address", server.address, "--timeout-ms", DEADLINE_MS]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def self_signed(name: str) -> tuple[bytes, bytes]:
+    """Key and certificate, PEM, of somebody who vouches for himself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return private, cert.public_bytes(pem)
