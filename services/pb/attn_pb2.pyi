@@ -1,3 +1,4 @@
+from services.pb import stall_pb2 as _stall_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -111,23 +112,25 @@ class SequenceError(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "num_freed_blocks", "num_free_blocks", "errors")
+    __slots__ = ("step_id", "num_freed_blocks", "num_free_blocks", "errors", "is_leaving")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_freed_blocks: int
     num_free_blocks: int
     errors: _containers.RepeatedCompositeFieldContainer[SequenceError]
-    def __init__(self, step_id: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ...) -> None: ...
+    is_leaving: bool
+    def __init__(self, step_id: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., is_leaving: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AttentionStatus(_message.Message):
-    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes")
+    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes", "stall")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +140,7 @@ class AttentionStatus(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALL_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_blocks: int
     num_free_blocks: int
@@ -146,4 +150,5 @@ class AttentionStatus(_message.Message):
     num_computed_tokens: int
     num_cached_tokens: int
     resident_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+    stall: _stall_pb2.Stall
+    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ...) -> None: ...

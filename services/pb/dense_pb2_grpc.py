@@ -49,6 +49,16 @@ class DenseWorkerStub:
                 request_serializer=dense__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=dense__pb2.DenseStatus.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/twostroke.dense.v1.DenseWorker/Leave',
+                request_serializer=dense__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=dense__pb2.LeaveReply.FromString,
+                _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/twostroke.dense.v1.DenseWorker/TakeOver',
+                request_serializer=dense__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=dense__pb2.TakeOverReply.FromString,
+                _registered_method=True)
 
 
 class DenseWorkerServicer:
@@ -69,7 +79,21 @@ class DenseWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Counters for people and tests.
+        """Counters for people and tests. Answers in every state.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """Ends the step under way, then every stream, and leaves the attention worker to a successor; weights stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeOver(self, request, context):
+        """Attaches to the attention worker and serves: a worker in standby, or one that has left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,6 +116,16 @@ def add_DenseWorkerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=dense__pb2.GetStatusRequest.FromString,
                     response_serializer=dense__pb2.DenseStatus.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=dense__pb2.LeaveRequest.FromString,
+                    response_serializer=dense__pb2.LeaveReply.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=dense__pb2.TakeOverRequest.FromString,
+                    response_serializer=dense__pb2.TakeOverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +209,60 @@ class DenseWorker:
             '/twostroke.dense.v1.DenseWorker/GetStatus',
             dense__pb2.GetStatusRequest.SerializeToString,
             dense__pb2.DenseStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.dense.v1.DenseWorker/Leave',
+            dense__pb2.LeaveRequest.SerializeToString,
+            dense__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.dense.v1.DenseWorker/TakeOver',
+            dense__pb2.TakeOverRequest.SerializeToString,
+            dense__pb2.TakeOverReply.FromString,
             options,
             channel_credentials,
             insecure,
