@@ -50,7 +50,9 @@ class ModelSection(Section):
 
 class GatewaySection(Section):
     address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
+    http_address: Address = "127.0.0.1:8080"
     max_message_bytes: Count = 16 * 2**20  # of one gRPC message
+    max_n: Count = 16  # answers to one prompt
 
 
 class DenseSection(Section):

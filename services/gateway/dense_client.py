@@ -7,6 +7,7 @@ the client connects again and continues every open sequence from the journal; re
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,9 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.common.sampling_messages import encode_sampling
+from services.common.token_logprobs import decode_logprobs
 from services.gateway.journal import FinishReason, Journal, JournalEntry
+from services.gateway.request import GenerationRequest
 from services.pb import dense_pb2, dense_pb2_grpc
 
 log = structlog.get_logger()
@@ -93,6 +96,12 @@ class DenseClient:
         if self._model is None:
             raise PeerError(f"dense worker at {self._address} is not connected yet")
         return self._model
+
+    def unready_reason(self) -> str | None:
+        """Why no sequence could run now; None: they can."""
+        if self._outbox is not None:
+            return None
+        return f"no dense worker at {self._address}: {self._absence_reason or 'not connected yet'}"
 
     def submit(self, entry: JournalEntry) -> None:
         """Starts a sequence of the journal, now or as soon as there is a stream."""
@@ -196,18 +205,26 @@ class DenseClient:
 
     def _dispatch(self, output: dense_pb2.StepOutput) -> None:
         """Hands a step's tokens to their sequences; closed ones are no longer in the journal."""
-        find = self._journal.get
+        find, now = self._journal.get, time.monotonic()
         for start in output.started:
             entry = find(start.seq_id)
-            if entry is not None and not entry.output_token_ids:  # else it was submitted again
-                entry.num_cached_tokens = start.num_cached_tokens
+            if entry is not None:
+                entry.start(start.queue_us / 1e6, start.num_cached_tokens)
+        for stretch in output.prompt_logprobs:
+            entry = find(stretch.seq_id)
+            if entry is not None:
+                entry.set_prompt_logprobs(stretch.start, [decode_logprobs(token) for token in stretch.tokens])
+        for each in output.logprobs:
+            entry = find(each.seq_id)
+            if entry is not None:
+                entry.logprobs.append(decode_logprobs(each.token))
         for seq_id, token_id in zip(output.seq_ids, output.token_ids, strict=True):
             entry = find(seq_id)
             if entry is not None:
-                entry.append(token_id)
+                entry.append(token_id, now)
         for end in output.ended:
             entry = find(end.seq_id)
-            if entry is None:
+            if entry is None or entry.is_ended:
                 continue
             finish_reason = FINISH_REASONS.get(end.reason)
             if finish_reason is not None:
@@ -241,12 +258,20 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=entry.output_token_ids,
-            sampling=encode_sampling(request.sampling),
+            sampling=encode_sampling(entry.sampling),
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
+            num_logprobs=_num_logprobs(request),
+            num_prompt_logprobs=entry.wanted_prompt_logprobs,
+            priority=request.priority,
         )
     )
+
+
+def _num_logprobs(request: GenerationRequest) -> int | None:
+    """As asked for; to choose the best of several answers takes the tokens' own."""
+    return 0 if request.num_logprobs is None and request.best_of > request.n else request.num_logprobs
 
 
 def _peer_error(error: grpc.aio.AioRpcError) -> PeerError:

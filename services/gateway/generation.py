@@ -6,14 +6,16 @@ wait in the journal and leave in one chunk.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import structlog
 
-from services.gateway.dense_client import DenseClient
+from services.common.token_logprobs import TokenLogprobs
 from services.gateway.detokenizer import Detokenizer
-from services.gateway.journal import FinishReason, Journal
+from services.gateway.journal import FinishReason, Journal, JournalEntry, News
 from services.gateway.request import GenerationRequest
 from services.gateway.stop_strings import StopStrings
 from services.gateway.tokenizer import Tokenizer
@@ -21,9 +23,26 @@ from services.gateway.tokenizer import Tokenizer
 log = structlog.get_logger()
 
 
+class Submitter(Protocol):
+    """Where sequences are computed; see `DenseClient`."""
+
+    def submit(self, entry: JournalEntry) -> None: ...
+    def cancel(self, entry: JournalEntry) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations of one answer, in seconds; those before the first token are None if there was none."""
+
+    queue_s: float | None  # until it first took part in a step
+    first_token_s: float | None
+    per_token_s: float | None  # mean time from one token to the next; None for fewer than two
+    total_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How and why a generation ended; counts are tokens."""
+    """How and why an answer ended; counts are tokens."""
 
     reason: FinishReason
     stop_string: str | None
@@ -32,93 +51,200 @@ class Finish:
     num_cached_tokens: int
     num_output_tokens: int
     seed: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a request that asked to see it again."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new since the last chunk."""
+    """What is new since the last chunk of the same answer."""
 
+    index: int  # of the answer
     text: str  # whole characters; may lag behind `token_ids`
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if asked for
     finish: Finish | None  # on the last chunk
+    prompt: Prompt | None  # on the first chunk, if asked for
+
+
+@dataclass(slots=True)
+class Completion:
+    """One whole answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
 
 
 class Generation:
-    """Call `next_chunk` until a chunk carries `finish`, and `close` in any case.
+    """All answers to one request. Call `next_chunk` until `is_finished`, or `completions`; `close` in any case.
 
     Construction submits the request and raises `InvalidRequest` if its request_id is in use.
     """
 
-    def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, journal: Journal, dense: DenseClient
-    ) -> None:
-        self.request_id = request.request_id
-        self._request = request
-        self._journal = journal
-        self._dense = dense
-        self._text = TextBuilder(request, tokenizer)
-        self._num_output_tokens = 0  # handed out so far
-        self._finish: Finish | None = None
-        self._start = time.monotonic()
-        self._first_token: float | None = None  # when it came
-        self._is_closed = False
-        self._entry = journal.open(request)
-        dense.submit(self._entry)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, journal: Journal, dense: Submitter) -> None:
+        self.request = request
+        self._news = News()
+        self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
+        self._answers = [
+            _Answer(entry, self._prompt_text, TextBuilder(request, tokenizer), journal, dense)
+            for entry in journal.open(request, self._news)
+        ]
+        self._num_running = len(self._answers)
+        for answer in self._answers:
+            dense.submit(answer.entry)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every answer's last chunk has been handed out."""
+        return self._num_running == 0
 
     async def next_chunk(self) -> Chunk:
-        """Waits for new tokens. Raises a `TwostrokeError` where the sequence cannot go on."""
-        token_ids = await self._entry.take()
-        if self._first_token is None:
-            self._first_token = time.monotonic()
-        reason = self._entry.finish_reason  # set in the same step as the last token
+        """Waits for new tokens of any answer. Raises a `TwostrokeError` where a sequence cannot go on."""
+        while True:
+            entry = await self._news.next()
+            answer = self._answers[entry.index]
+            if answer.finish is not None:
+                continue  # it ended at a stop string; these are tokens beyond
+            chunk = answer.next_chunk()
+            if chunk.finish is not None:
+                self._num_running -= 1
+            return chunk
+
+    async def completions(self) -> tuple[list[Completion], Prompt | None]:
+        """The `n` answers, by index; with `best_of`, the likeliest by the mean log-probability of a token."""
+        completions = [Completion(index) for index in range(len(self._answers))]
+        prompt = None
+        while not self.is_finished:
+            chunk = await self.next_chunk()
+            completion = completions[chunk.index]
+            completion.text += chunk.text
+            completion.token_ids += chunk.token_ids
+            completion.logprobs += chunk.logprobs or ()
+            completion.finish = chunk.finish
+            prompt = prompt or chunk.prompt
+        if self.request.best_of > self.request.n:
+            completions.sort(key=_mean_logprob, reverse=True)
+            completions = [replace(each, index=i) for i, each in enumerate(completions[: self.request.n])]
+        return completions, prompt
+
+    def close(self) -> None:
+        """Forgets the request, and stops what still runs of it. Closing twice does nothing."""
+        for answer in self._answers:
+            answer.close()
+
+
+class _Answer:
+    """One sequence of a request, from its tokens to its text."""
+
+    def __init__(
+        self, entry: JournalEntry, prompt_text: str, text: TextBuilder, journal: Journal, dense: Submitter
+    ) -> None:
+        self.entry = entry
+        self.finish: Finish | None = None
+        self._journal = journal
+        self._dense = dense
+        self._text = text
+        self._lead = prompt_text  # goes before the first text
+        self._num_output_tokens = 0  # handed out so far
+        self._is_closed = False
+
+    def next_chunk(self) -> Chunk:
+        """What the entry has to tell. Raises the error that ended it."""
+        entry, request = self.entry, self.entry.request
+        is_first = self._num_output_tokens == 0
+        token_ids, logprobs = entry.take()
+        reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
         text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # it is not part of the text
         text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None
-            token_ids = token_ids[:num_tokens]
+            token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
         self._num_output_tokens += len(token_ids)
+        if self._lead:
+            text, self._lead = self._lead + text, ""
         if reason is not None:
-            self._finish = Finish(
+            self.finish = Finish(
                 reason=reason,
                 stop_string=stop_string,
                 stop_token_id=stop_token_id,
-                num_prompt_tokens=len(self._request.prompt_token_ids),
-                num_cached_tokens=self._entry.num_cached_tokens,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=entry.num_cached_tokens,
                 num_output_tokens=self._num_output_tokens,
-                seed=self._request.sampling.seed,
+                seed=entry.sampling.seed,
+                timings=self._timings(),
             )
             self.close()
-        return Chunk(text, token_ids, self._finish)
+        prompt = None
+        if is_first and (request.echo or request.num_prompt_logprobs is not None):
+            has_logprobs = request.num_prompt_logprobs is not None and entry.index == 0
+            prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)
+        return Chunk(
+            entry.index, text, token_ids, None if request.num_logprobs is None else logprobs, self.finish, prompt
+        )
 
     def close(self) -> None:
-        """Forgets the request, and stops it if it still runs. Closing twice does nothing."""
+        """See `Generation.close`."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._journal.close(self._entry)
-        if not self._entry.is_ended:
-            self._dense.cancel(self._entry)
+        self._journal.close(self.entry)
+        if not self.entry.is_ended:
+            self._dense.cancel(self.entry)
         self._log_end()
 
+    def _timings(self) -> Timings:
+        entry, num_gaps = self.entry, self._num_output_tokens - 1
+        first_token_s = per_token_s = None
+        if entry.first_token_at is not None and entry.last_token_at is not None:
+            first_token_s = entry.first_token_at - entry.arrival
+            if num_gaps > 0:
+                per_token_s = (entry.last_token_at - entry.first_token_at) / num_gaps
+        return Timings(entry.queue_s, first_token_s, per_token_s, time.monotonic() - entry.arrival)
+
     def _log_end(self) -> None:
-        now = time.monotonic()
-        if self._finish is not None:
-            end = self._finish.reason.value
-        else:
-            end = "cancelled" if self._entry.error is None else "error"
+        entry, timings = self.entry, self._timings()
+        end = "cancelled" if entry.error is None else "error"
+        if self.finish is not None:
+            end = self.finish.reason.value
         log.info(
             "request ended",
-            request_id=self._request.request_id,
-            seq_id=f"{self._entry.seq_id:x}",
-            num_prompt_tokens=len(self._request.prompt_token_ids),
-            num_cached_tokens=self._entry.num_cached_tokens,
+            request_id=entry.request.request_id,
+            seq_id=f"{entry.seq_id:x}",
+            num_prompt_tokens=len(entry.request.prompt_token_ids),
+            num_cached_tokens=entry.num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             reason=end,
-            ttft_ms=None if self._first_token is None else round(1e3 * (self._first_token - self._start), 1),
-            duration_ms=round(1e3 * (now - self._start), 1),
-            **({} if self._entry.error is None else {"error": str(self._entry.error)}),
+            ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
+            duration_ms=round(1e3 * timings.total_s, 1),
+            **({"user": entry.request.user} if entry.request.user else {}),
+            **({} if entry.error is None else {"error": str(entry.error)}),
         )
+
+
+def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
+    if request.prompt_text is not None:
+        return request.prompt_text
+    return tokenizer.decode(request.prompt_token_ids, request.skip_special_tokens)
+
+
+def _mean_logprob(completion: Completion) -> float:
+    values = [each.logprob for each in completion.logprobs]
+    return math.fsum(values) / len(values) if values else -math.inf
 
 
 class TextBuilder:

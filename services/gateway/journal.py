@@ -9,118 +9,212 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.sampling_params import MAX_SEED, SamplingParams
+from services.common.token_logprobs import TokenLogprobs
 from services.gateway.request import GenerationRequest
 
 
 class FinishReason(Enum):
-    """Why a generation ended as it should."""
+    """Why a generation ended without an error."""
 
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context length
+    ABORT = "abort"  # somebody asked for it
+
+
+class News:
+    """Tells a request's handler which of its sequences have something new."""
+
+    def __init__(self) -> None:
+        self._entries: deque[JournalEntry] = deque()  # each once
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, entry: JournalEntry) -> None:
+        """Announces an entry that is not announced already."""
+        self._entries.append(entry)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> JournalEntry:
+        """Waits for an entry with news. For one caller at a time."""
+        while not self._entries:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._entries.popleft()
 
 
 class JournalEntry:
-    """One open sequence. `output_token_ids` holds at most `request.max_tokens` tokens."""
+    """One open sequence: answer `index` of its request. Holds at most `request.max_tokens` output tokens."""
 
     __slots__ = (
+        "_has_news",
+        "_journal",
+        "_news",
         "_num_taken",
-        "_waiter",
+        "arrival",
         "error",
         "finish_reason",
+        "first_token_at",
+        "index",
+        "last_token_at",
+        "logprobs",
         "num_cached_tokens",
         "output_token_ids",
+        "prompt_logprobs",
+        "queue_s",
         "request",
+        "sampling",
         "seq_id",
     )
 
-    def __init__(self, seq_id: int, request: GenerationRequest) -> None:
+    def __init__(self, journal: Journal, seq_id: int, request: GenerationRequest, index: int, news: News) -> None:
         self.seq_id = seq_id
         self.request = request
+        self.index = index
+        self.sampling: SamplingParams = request.sampling
+        if index:
+            self.sampling = replace(request.sampling, seed=(request.sampling.seed + index) & MAX_SEED)
         self.output_token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []  # aligned with `output_token_ids`, if asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of all prompt tokens but the first, if asked for
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
+        self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
+        self.arrival = time.monotonic()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TwostrokeError | None = None
+        self._journal = journal
         self._num_taken = 0  # output tokens that the handler has
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = news
+        self._has_news = False  # announced, and not taken since
 
     @property
     def is_ended(self) -> bool:
         """Whether no more tokens will come."""
         return self.finish_reason is not None or self.error is not None
 
-    def append(self, token_id: int) -> None:
-        """Adds one token."""
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """How many likeliest prompt tokens to report still; None: nothing, or all of it is here."""
+        is_complete = self.index > 0 or len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
+        return None if is_complete else self.request.num_prompt_logprobs
+
+    def start(self, queue_s: float, num_cached_tokens: int) -> None:
+        """The sequence took part in a step; it may do so again after a worker died, which changes nothing."""
+        if self.queue_s is None:
+            self.queue_s, self.num_cached_tokens = queue_s, num_cached_tokens
+            self._journal.count_started(self)
+
+    def append(self, token_id: int, now: float) -> None:
+        """Adds one token, which came at `now` by the monotonic clock."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
         self.output_token_ids.append(token_id)
-        self._wake()
+        self._announce()
+
+    def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Those of the prompt tokens from index `start` on; a stretch may come again after a worker died."""
+        if start - 1 <= len(self.prompt_logprobs):
+            self.prompt_logprobs[start - 1 : start - 1 + len(logprobs)] = logprobs
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the sequence; its last token has been appended before."""
         self.finish_reason = reason
-        self._wake()
+        self._announce()
 
     def fail(self, error: TwostrokeError) -> None:
         """Ends the sequence with an error for its client, unless it has ended already."""
         if not self.is_ended:
             self.error = error
-            self._wake()
+            self._announce()
 
-    async def take(self) -> list[int]:
-        """Waits for news, then returns all tokens not taken yet; none only if it finished without one.
+    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
+        """All tokens not taken yet, with their log-probabilities if asked for.
 
-        Raises the error that ended the sequence, once its tokens are taken. For one caller at a time.
+        Raises the error that ended the sequence, once its tokens are taken.
         """
-        if self._num_taken == len(self.output_token_ids) and not self.is_ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        token_ids = self.output_token_ids[self._num_taken :]
+        self._has_news = False
+        start = self._num_taken
+        token_ids = self.output_token_ids[start:]
+        if self.error is not None:
+            if not token_ids:
+                raise self.error
+            self._announce()  # for the next call
         self._num_taken += len(token_ids)
-        if self.error is not None and not token_ids:
-            raise self.error
-        return token_ids
+        return token_ids, self.logprobs[start:]
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _announce(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            self._news.put(self)
 
 
 class Journal:
-    """All open sequences of this gateway, by seq_id."""
+    """All open sequences of this gateway, by seq_id and by request_id."""
 
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}
-        self._request_ids: set[str] = set()
+        self._by_request_id: dict[str, list[JournalEntry]] = {}
         self._instance = secrets.randbits(31)  # tells the gateways of one dense worker apart
         self._counter = itertools.count(1)
         self._shut_error: TwostrokeError | None = None
+        self.num_waiting = 0  # sequences that have not started yet
+        self.num_waiting_tokens = 0  # of their prompts
 
-    def open(self, request: GenerationRequest) -> JournalEntry:
-        """A new entry with a seq_id of its own. Raises `InvalidRequest` if the request_id is in use."""
+    def open(self, request: GenerationRequest, news: News) -> list[JournalEntry]:
+        """`request.best_of` new entries with seq_ids of their own, which announce themselves at `news`.
+
+        Raises `InvalidRequest` if the request_id is in use.
+        """
         if self._shut_error is not None:
             raise self._shut_error
-        if request.request_id in self._request_ids:
-            raise InvalidRequest(f"request_id {request.request_id!r} is in use by a running request")
-        seq_id = self._instance << 32 | next(self._counter) & 0xFFFF_FFFF
-        entry = JournalEntry(seq_id, request)
-        self._entries[seq_id] = entry
-        self._request_ids.add(request.request_id)
-        return entry
+        if request.request_id in self._by_request_id:
+            raise InvalidRequest(f"request_id {request.request_id!r} is in use by a running request", "request_id")
+        entries = []
+        for index in range(request.best_of):
+            seq_id = self._instance << 32 | next(self._counter) & 0xFFFF_FFFF
+            entries.append(JournalEntry(self, seq_id, request, index, news))
+            self._entries[seq_id] = entries[-1]
+        self._by_request_id[request.request_id] = entries
+        self.num_waiting += len(entries)
+        self.num_waiting_tokens += len(entries) * len(request.prompt_token_ids)
+        return entries
 
     def close(self, entry: JournalEntry) -> None:
         """Forgets a sequence; tokens that still come for it are ignored."""
         del self._entries[entry.seq_id]
-        self._request_ids.remove(entry.request.request_id)
+        siblings = self._by_request_id[entry.request.request_id]
+        siblings.remove(entry)
+        if not siblings:
+            del self._by_request_id[entry.request.request_id]
+        if entry.queue_s is None:
+            self.count_started(entry)
 
     def get(self, seq_id: int) -> JournalEntry | None:
         """The open entry of that name, if there is one."""
         return self._entries.get(seq_id)
 
+    def of_request(self, request_id: str) -> list[JournalEntry]:
+        """The open sequences of a request."""
+        return list(self._by_request_id.get(request_id, ()))
+
     def unfinished(self) -> Iterator[JournalEntry]:
         """Entries that a dense worker has to continue, oldest first."""
         return (entry for entry in self._entries.values() if not entry.is_ended)
+
+    def count_started(self, entry: JournalEntry) -> None:
+        """An entry does not wait any more."""
+        self.num_waiting -= 1
+        self.num_waiting_tokens -= len(entry.request.prompt_token_ids)
 
     def shut(self, error: TwostrokeError) -> None:
         """Fails every sequence, and from now on every new one, with `error`."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, NotFound
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import SamplingParams
 from services.gateway.tokenizer import Message, Tokenizer
@@ -14,8 +14,12 @@ from services.pb import gateway_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARACTERS = 256
+MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
 MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_PRIORITY = 100
+MAX_USER_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
     eos_token_ids: tuple[int, ...]
+    model_name: str
+    max_n: int  # answers to one prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +46,35 @@ class GenerationRequest:
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     cache_salt: str
+    n: int  # answers to return
+    best_of: int  # answers to generate; each is a sequence of its own
+    num_logprobs: int | None  # likeliest tokens to report beside each output token; None: no log-probabilities
+    num_prompt_logprobs: int | None  # the same for prompt tokens
+    prompt_text: str | None  # as it was given, if it was given as text
+    echo: bool
+    priority: int
+    user: str
 
 
 async def read_request(
     message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> GenerationRequest:
-    """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise."""
-    _check_request_id(message.request_id)
-    sampling = _read_sampling(message, limits)
+    """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
+
+    Raises `NotFound` for another model than the served one.
+    """
+    if message.model and message.model != limits.model_name:
+        raise NotFound(f"model {message.model!r} is not served here, {limits.model_name!r} is", "model")
+    _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
+    _check_name("user", message.user, MAX_USER_CHARACTERS)
+    n, best_of = _read_counts(message, limits.max_n)
+    _check_range("logprobs", message.logprobs, 0, MAX_LOGPROBS)
+    _check_range("prompt_logprobs", message.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    sampling = _read_sampling(message, tokenizer, limits)
     if message.HasField("max_tokens") and message.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {message.max_tokens}, must be at least 1")
-    _check_stop_strings(message.stop)
+        raise InvalidRequest(f"max_tokens is {message.max_tokens}, must be at least 1", "max_tokens")
+    _check_strings("stop", message.stop, MAX_STOP_STRINGS)
     _check_stop_token_ids(message.stop_token_ids, limits.vocab_size)
     if message.WhichOneof("input") == "prompt_token_ids":
         prompt_token_ids = list(message.prompt_token_ids.ids)
@@ -60,7 +84,7 @@ async def read_request(
     _check_prompt(prompt_token_ids, limits)
     max_tokens = _read_max_tokens(message, len(prompt_token_ids), limits.max_model_len)
     if sampling.min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, max_tokens is {max_tokens}")
+        raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, max_tokens is {max_tokens}", "min_tokens")
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
@@ -72,6 +96,14 @@ async def read_request(
         include_stop_str_in_output=message.include_stop_str_in_output,
         skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
         cache_salt=message.cache_salt,
+        n=n,
+        best_of=best_of,
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        prompt_text=message.prompt if message.WhichOneof("input") == "prompt" else None,
+        echo=message.echo,
+        priority=message.priority,
+        user=message.user,
     )
 
 
@@ -82,18 +114,18 @@ async def read_text_or_chat(
     kind = message.WhichOneof("input")
     if kind is None:
         names = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name["input"].fields)
-        raise InvalidRequest(f"nothing to read: exactly one of {names} is required")
+        raise InvalidRequest(f"nothing to read: exactly one of {names} is required", "prompt")
     if kind != "chat":
         text = getattr(message, kind)
         if not text:
-            raise InvalidRequest(f"{kind} is empty")
+            raise InvalidRequest(f"{kind} is empty", kind)
         return await tokenizer.encode(text)
     messages = [Message(each.role, each.content) for each in message.chat.messages]
     if not messages:
-        raise InvalidRequest("chat has no messages, at least 1 is required")
+        raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
     for i, each in enumerate(messages):
         if not each.role or not each.content:
-            raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}")
+            raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
     return await tokenizer.encode_chat(messages)
 
 
@@ -104,58 +136,81 @@ def _check_size(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limi
     if num_characters > most:
         raise InvalidRequest(
             f"the text has {num_characters} characters; max_model_len is {limits.max_model_len} tokens "
-            f"of {tokenizer.max_token_characters} characters at the most"
+            f"of {tokenizer.max_token_characters} characters at the most",
+            "prompt",
         )
 
 
-def _check_request_id(request_id: str) -> None:
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
-        raise InvalidRequest(
-            f"request_id has {len(request_id)} characters, at most {MAX_REQUEST_ID_CHARACTERS} allowed"
-        )
-    if not request_id.isprintable():  # it goes into logs of three services
-        raise InvalidRequest(f"request_id is {request_id!r}, must be printable characters")
+def _check_name(field: str, name: str, most: int) -> None:
+    if len(name) > most:
+        raise InvalidRequest(f"{field} has {len(name)} characters, at most {most} allowed", field)
+    if not name.isprintable():  # it goes into logs of three services
+        raise InvalidRequest(f"{field} is {name!r}, must be printable characters", field)
 
 
-def _read_sampling(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> SamplingParams:
+def _check_range(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest(f"{field} is {value}, must be from {least} to {most}", field)
+
+
+def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:
+    """`n` and `best_of`."""
+    n = message.n if message.HasField("n") else 1
+    best_of = message.best_of if message.HasField("best_of") else n
+    _check_range("n", n, 1, max_n)
+    _check_range("best_of", best_of, n, max_n)
+    return n, best_of
+
+
+def _read_sampling(
+    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
+) -> SamplingParams:
     sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
+    if message.bad_words:
+        _check_strings("bad_words", message.bad_words, MAX_BAD_WORDS)
+        words = [ids for word in message.bad_words for ids in tokenizer.word_token_ids(word)]
+        sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
     sampling.validate()
     sampling.validate_token_ids(limits.vocab_size)
     return sampling
 
 
-def _check_stop_strings(stop: Sequence[str]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} allowed")
-    for i, string in enumerate(stop):
-        if not 1 <= len(string) <= MAX_STOP_STRING_CHARACTERS:
+def _check_strings(field: str, strings: Sequence[str], most: int) -> None:
+    if len(strings) > most:
+        raise InvalidRequest(f"{field} has {len(strings)} strings, at most {most} allowed", field)
+    for i, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STRING_CHARACTERS:
             raise InvalidRequest(
-                f"stop[{i}] has {len(string)} characters, must have 1 to {MAX_STOP_STRING_CHARACTERS}"
+                f"{field}[{i}] has {len(string)} characters, must have 1 to {MAX_STRING_CHARACTERS}", field
             )
 
 
 def _check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     if len(token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(f"stop_token_ids has {len(token_ids)} ids, at most {MAX_STOP_TOKENS} allowed")
-    _check_token_ids("stop_token_ids", token_ids, vocab_size)
+        raise InvalidRequest(
+            f"stop_token_ids has {len(token_ids)} ids, at most {MAX_STOP_TOKENS} allowed", "stop_token_ids"
+        )
+    check_token_ids("stop_token_ids", token_ids, vocab_size)
 
 
 def _check_prompt(token_ids: Sequence[int], limits: ModelLimits) -> None:
     if not token_ids:
-        raise InvalidRequest("the prompt has no tokens, at least 1 is required")
+        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
     if len(token_ids) >= limits.max_model_len:
         raise InvalidRequest(
             f"the prompt has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}"
-            " and one token must remain for the answer"
+            " and one token must remain for the answer",
+            "prompt",
         )
-    _check_token_ids("prompt_token_ids", token_ids, limits.vocab_size)
+    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size)
 
 
-def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-    raise InvalidRequest(f"{name}[{i}] is {token_ids[i]}, must be in [0, {vocab_size}), the vocab_size")
+    raise InvalidRequest(f"{name}[{i}] is {token_ids[i]}, must be in [0, {vocab_size}), the vocab_size", name)
 
 
 def _read_max_tokens(message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -165,6 +220,7 @@ def _read_max_tokens(message: gateway_pb2.GenerateRequest, num_prompt_tokens: in
     if message.max_tokens > room:
         raise InvalidRequest(
             f"max_tokens is {message.max_tokens}, but max_model_len is {max_model_len}"
-            f" and the prompt has {num_prompt_tokens} tokens, which leaves {room}"
+            f" and the prompt has {num_prompt_tokens} tokens, which leaves {room}",
+            "max_tokens",
         )
     return message.max_tokens

@@ -9,6 +9,7 @@ from services.common.errors import PeerError
 from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_together
 from services.gateway.dense_client import DenseClient
+from services.gateway.frontend import Frontend
 from services.gateway.journal import Journal
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.tokenizer import load_tokenizer
@@ -27,8 +28,8 @@ async def serve(config: Config) -> None:
     server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
     journal = Journal()
     dense = DenseClient(config.dense.address, config.peers, journal, server.set_serving)
-    servicer = GatewayServicer(path.resolve().name, eos_token_ids, tokenizer, journal, dense)
-    gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
+    frontend = Frontend(path.resolve().name, eos_token_ids, config.gateway.max_n, tokenizer, journal, dense)
+    gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
     address = await server.start()
 
     async def announce() -> None:

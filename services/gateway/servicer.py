@@ -1,96 +1,93 @@
-"""The public gRPC API: protobuf in, protobuf out; everything between is `Generation`'s and `Tokenizer`'s."""
+"""The public gRPC API: protobuf in, protobuf out; everything between is `Frontend`'s and `Generation`'s."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 
+from services.common.errors import InvalidRequest
+from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway import __version__
-from services.gateway.dense_client import DenseClient
-from services.gateway.generation import Finish, Generation
-from services.gateway.journal import FinishReason, Journal
-from services.gateway.request import ModelLimits, read_request, read_text_or_chat
-from services.gateway.tokenizer import Tokenizer
-from services.pb import gateway_pb2, gateway_pb2_grpc
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt
+from services.gateway.journal import FinishReason
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
 FINISH_REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: gateway_pb2.FINISH_REASON_ABORT,
 }
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Answers clients. Errors leave as `TwostrokeError` and become statuses in `services.common.server`."""
 
-    def __init__(
-        self,
-        model_name: str,
-        eos_token_ids: tuple[int, ...],
-        tokenizer: Tokenizer,
-        journal: Journal,
-        dense: DenseClient,
-    ) -> None:
-        self._model_name = model_name
-        self._eos_token_ids = eos_token_ids
-        self._tokenizer = tokenizer
-        self._journal = journal
-        self._dense = dense
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
 
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
         """Sends a chunk whenever there are new tokens; while one is being sent, the next one grows."""
-        generation = await self._start(request, context)
-        finish = None
-        while finish is None:
-            chunk = await generation.next_chunk()
-            finish = chunk.finish
-            yield gateway_pb2.GenerateChunk(
-                request_id=generation.request_id,
-                text=chunk.text,
-                token_ids=chunk.token_ids,
-                finish=None if finish is None else _finish_message(finish),
+        if request.best_of > max(1, request.n):
+            raise InvalidRequest(
+                f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
+                "end, so this cannot be streamed",
+                "best_of",
             )
+        generation = await self._start(request, context)
+        while not generation.is_finished:
+            yield _encode_chunk(generation.request_id, await generation.next_chunk())
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.GenerateResponse:
-        """The whole answer at once."""
+        """All answers at once."""
         generation = await self._start(request, context)
-        response = gateway_pb2.GenerateResponse(request_id=generation.request_id)
-        pieces: list[str] = []
-        finish = None
-        while finish is None:
-            chunk = await generation.next_chunk()
-            finish = chunk.finish
-            pieces.append(chunk.text)
-            response.token_ids.extend(chunk.token_ids)
-        response.text = "".join(pieces)
-        response.finish.CopyFrom(_finish_message(finish))
-        return response
+        completions, prompt = await generation.completions()
+        return gateway_pb2.GenerateResponse(
+            request_id=generation.request_id,
+            completions=map(_encode_completion, completions),
+            prompt=_encode_prompt(prompt),
+        )
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Needs no dense worker."""
-        token_ids = await read_text_or_chat(request, self._tokenizer)
-        return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._tokenizer.tokens(token_ids))
+        token_ids = await self._frontend.tokenize(request)
+        return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._frontend.tokenizer.tokens(token_ids))
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.DetokenizeResponse:
+        """The text of token ids."""
+        return gateway_pb2.DetokenizeResponse(
+            text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens)
+        )
+
+    async def Abort(
+        self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.AbortResponse:
+        """Ends a running request."""
+        return gateway_pb2.AbortResponse(was_running=self._frontend.abort(request.request_id))
 
     async def ModelInfo(
         self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ModelInfoResponse:
         """As the dense worker last said."""
-        model = self._dense.model
+        model = self._frontend.model
         return gateway_pb2.ModelInfoResponse(
-            model=self._model_name,
+            model=self._frontend.model_name,
             family=model.family,
             dtype=model.dtype,
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
             num_layers=model.num_layers,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self._frontend.eos_token_ids,
             weights_hash=model.weights_hash,
             version=__version__,
         )
@@ -98,16 +95,48 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def _start(
         self, message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> Generation:
-        model = self._dense.model
-        limits = ModelLimits(model.vocab_size, model.max_model_len, self._eos_token_ids)
-        request = await read_request(message, self._tokenizer, limits)
-        generation = Generation(request, self._tokenizer, self._journal, self._dense)
+        generation = await self._frontend.start(message)
         # Not left to the handler: one that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation
 
 
-def _finish_message(finish: Finish) -> gateway_pb2.Finish:
+def _encode_chunk(request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
+    return gateway_pb2.GenerateChunk(
+        request_id=request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish=_encode_finish(chunk.finish) if chunk.finish else None,
+        index=chunk.index,
+        logprobs=_encode_all(chunk.logprobs) if chunk.logprobs else None,
+        prompt=_encode_prompt(chunk.prompt) if chunk.prompt else None,
+    )
+
+
+def _encode_completion(completion: Completion) -> gateway_pb2.Completion:
+    assert completion.finish is not None
+    return gateway_pb2.Completion(
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=_encode_all(completion.logprobs),
+        finish=_encode_finish(completion.finish),
+    )
+
+
+def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogprobs]:
+    return [encode_logprobs(value) for value in values]
+
+
+def _encode_prompt(prompt: Prompt | None) -> gateway_pb2.PromptEcho | None:
+    if prompt is None:
+        return None
+    return gateway_pb2.PromptEcho(token_ids=prompt.token_ids, logprobs=_encode_all(prompt.logprobs or ()))
+
+
+def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
+    timings = finish.timings
+    queue_s, first_token_s = timings.queue_s or 0.0, timings.first_token_s or 0.0
     return gateway_pb2.Finish(
         reason=FINISH_REASONS[finish.reason],
         stop_string=finish.stop_string,
@@ -118,4 +147,11 @@ def _finish_message(finish: Finish) -> gateway_pb2.Finish:
             num_output_tokens=finish.num_output_tokens,
         ),
         seed=finish.seed,
+        timings=gateway_pb2.Timings(
+            queue_ms=1e3 * queue_s,
+            prefill_ms=1e3 * max(0.0, first_token_s - queue_s),
+            first_token_ms=1e3 * first_token_s,
+            per_token_ms=1e3 * (timings.per_token_s or 0.0),
+            total_ms=1e3 * timings.total_s,
+        ),
     )

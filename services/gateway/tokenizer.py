@@ -63,6 +63,18 @@ class Tokenizer:
             raise InvalidRequest(f"the chat template refuses this chat: {error}") from error
         return await self.encode(text, add_special_tokens=False)  # the template writes its own
 
+    def word_token_ids(self, word: str) -> list[tuple[int, ...]]:
+        """The ways to write a word in the middle of a text: as it stands, and after a space."""
+        variants = (word, f" {word.lstrip()}")
+        encoded = dict.fromkeys(tuple(self._encode(text, add_special_tokens=False)) for text in variants)
+        return [token_ids for token_ids in encoded if token_ids]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of `token_ids`, each in [0, vocab_size)."""
+        return self.hf_tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the tokenizer writes it; empty for ids that it does not know."""
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(token_ids))]

@@ -1,0 +1,72 @@
+"""`Frontend`: what every API of the gateway calls, whatever its wire format.
+
+Requests of all of them are `GenerateRequest` messages, checked in one place, and become `Generation`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.gateway.dense_client import DenseClient, ServedModel
+from services.gateway.generation import Generation
+from services.gateway.journal import FinishReason, Journal
+from services.gateway.request import ModelLimits, check_token_ids, read_request, read_text_or_chat
+from services.gateway.tokenizer import Tokenizer
+from services.pb import gateway_pb2
+
+
+class Frontend:
+    """Starts, finds and ends requests. Runs in the event loop."""
+
+    def __init__(
+        self,
+        model_name: str,
+        eos_token_ids: tuple[int, ...],
+        max_n: int,
+        tokenizer: Tokenizer,
+        journal: Journal,
+        dense: DenseClient,
+    ) -> None:
+        self.model_name = model_name
+        self.eos_token_ids = eos_token_ids
+        self.tokenizer = tokenizer
+        self.journal = journal
+        self._max_n = max_n
+        self._dense = dense
+
+    @property
+    def model(self) -> ServedModel:
+        """What is served. Raises `PeerError` until the dense worker has answered once."""
+        return self._dense.model
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What requests are checked against. Raises `PeerError` until the dense worker has answered once."""
+        model = self._dense.model
+        return ModelLimits(model.vocab_size, model.max_model_len, self.eos_token_ids, self.model_name, self._max_n)
+
+    def unready_reason(self) -> str | None:
+        """Why no request could run now; None: they can."""
+        return self._dense.unready_reason()
+
+    async def start(self, message: gateway_pb2.GenerateRequest) -> Generation:
+        """Checks and submits a request. The caller closes the generation. Raises a `TwostrokeError`."""
+        request = await read_request(message, self.tokenizer, self.limits)
+        return Generation(request, self.tokenizer, self.journal, self._dense)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request's answers, with what they have so far; whether there were any."""
+        entries = [entry for entry in self.journal.of_request(request_id) if not entry.is_ended]
+        for entry in entries:
+            self._dense.cancel(entry)
+            entry.finish(FinishReason.ABORT)
+        return bool(entries)
+
+    async def tokenize(self, message: gateway_pb2.TokenizeRequest) -> list[int]:
+        """Token ids of a text or a chat; needs no dense worker."""
+        return await read_text_or_chat(message, self.tokenizer)
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        check_token_ids("token_ids", token_ids, self.limits.vocab_size)
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
