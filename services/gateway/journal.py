@@ -56,7 +56,6 @@ class JournalEntry:
     __slots__ = (
         "_has_news",
         "_journal",
-        "_news",
         "_num_taken",
         "arrival",
         "error",
@@ -65,6 +64,7 @@ class JournalEntry:
         "index",
         "last_token_at",
         "logprobs",
+        "news",
         "num_cached_tokens",
         "output_token_ids",
         "prompt_logprobs",
@@ -93,7 +93,7 @@ class JournalEntry:
         self.error: TwostrokeError | None = None
         self._journal = journal
         self._num_taken = 0  # output tokens that the handler has
-        self._news = news
+        self.news = news
         self._has_news = False  # announced, and not taken since
 
     @property
@@ -155,7 +155,7 @@ class JournalEntry:
     def _announce(self) -> None:
         if not self._has_news:
             self._has_news = True
-            self._news.put(self)
+            self.news.put(self)
 
 
 class Journal:

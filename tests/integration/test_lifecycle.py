@@ -94,7 +94,7 @@ def test_services_start_alone_in_any_order(tmp_path: Path) -> None:
         wait_for_log(processes[0], tmp_path / "gateway", "event=serving")
         with grpc.insecure_channel(f"unix:{tmp_path}/gateway.sock") as channel:
             answer = gateway_pb2_grpc.GatewayStub(channel).Generate(request("San Francisco is a", 7))
-        assert answer.text == " city in Northern California that is known"
+        assert answer.completions[0].text == " city in Northern California that is known"
     finally:
         for process in processes:
             process.terminate()

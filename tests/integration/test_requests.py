@@ -33,7 +33,7 @@ def test_the_text_is_what_the_tokens_mean(cluster: Cluster) -> None:
 
 def test_unary_and_streamed_answers_are_equal(cluster: Cluster) -> None:
     streamed = cluster.generate("The capital of", 40)
-    whole = cluster.gateway.Generate(request("The capital of", 40))
+    [whole] = cluster.gateway.Generate(request("The capital of", 40)).completions
     assert (whole.text, list(whole.token_ids)) == (streamed.text, streamed.token_ids)
 
 
@@ -60,10 +60,10 @@ def test_min_tokens_holds_eos_back(cluster: Cluster) -> None:
     message = request([], 200)
     message.ClearField("prompt_token_ids")
     message.chat.CopyFrom(chat)
-    plain = cluster.gateway.Generate(message)
+    [plain] = cluster.gateway.Generate(message).completions
     assert plain.finish.reason == gateway_pb2.FINISH_REASON_STOP
     message.sampling.min_tokens = len(plain.token_ids) + 20
-    longer = cluster.gateway.Generate(message)
+    [longer] = cluster.gateway.Generate(message).completions
     assert len(longer.token_ids) >= message.sampling.min_tokens
     assert list(longer.token_ids)[: len(plain.token_ids) - 1] == list(plain.token_ids)[:-1]
 

@@ -21,9 +21,9 @@ from services.common.errors import (
 from services.common.sampling_params import SamplingParams
 from services.gateway.dense_client import DenseClient
 from services.gateway.journal import FinishReason, Journal, JournalEntry
-from services.gateway.request import GenerationRequest
 from services.pb import dense_pb2
 from tests.fake_dense import FakeDense
+from tests.generation_requests import make_request, open_entry, take
 from tests.running_gateway import run, until
 
 
@@ -40,19 +40,10 @@ class Gateway:
         self.connections.append(is_connected)
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> JournalEntry:
-        entry = self.journal.open(
-            GenerationRequest(
-                request_id=request_id,
-                prompt_token_ids=list(prompt),
-                sampling=SamplingParams(temperature=0.5, top_k=None, seed=2**63 + 1),
-                max_tokens=max_tokens,
-                stop=(),
-                stop_token_ids=(2, 3),
-                include_stop_str_in_output=False,
-                skip_special_tokens=True,
-                cache_salt="salt",
-            )
-        )
+        sampling = SamplingParams(temperature=0.5, top_k=None, seed=2**63 + 1)
+        options = {"sampling": sampling, "stop_token_ids": (2, 3), "cache_salt": "salt"}
+        request = make_request(request_id, prompt_token_ids=list(prompt), max_tokens=max_tokens, **options)
+        entry = open_entry(self.journal, request)
         self.client.submit(entry)
         return entry
 
@@ -82,7 +73,7 @@ def count_up(submit: dense_pb2.Submit) -> Sequence[int]:
 async def take_all(entry: JournalEntry) -> list[int]:
     token_ids: list[int] = []
     while True:
-        token_ids += await entry.take()
+        token_ids += await take(entry)
         if entry.finish_reason is not None:
             return token_ids
 
@@ -157,7 +148,7 @@ def test_cached_tokens_of_a_continued_sequence_are_those_of_its_first_run(tmp_pa
         async with connected(tmp_path, dense) as (gateway, address):
             entry = gateway.submit("r", [10, 1, 1, 1], max_tokens=40)
             while not entry.output_token_ids:
-                await entry.take()
+                await take(entry)
             await dense.kill()
             dense.num_cached_tokens = 20
             await dense.start(address)
@@ -189,14 +180,14 @@ def test_a_worker_that_stays_away_fails_requests_but_not_the_gateway(tmp_path: P
         dense = FakeDense(count_up, step_s=0.001)
         async with connected(tmp_path, dense, connect_timeout_s=0.3) as (gateway, address):
             running = gateway.submit("running", [10], max_tokens=1000)
-            await running.take()
+            await take(running)
             await dense.kill()
             with pytest.raises(PeerError, match=rf"no dense worker at {address} within 0.3 s: UNAVAILABLE: "):
                 while True:
-                    await running.take()
+                    await take(running)
             late = gateway.submit("late", [10], max_tokens=5)
             with pytest.raises(PeerError, match=rf"no dense worker at {address} within 0.3 s: UNAVAILABLE: "):
-                await late.take()
+                await take(late)
             await dense.start(address)
             await until(lambda: gateway.connections[-1])
             assert await take_all(gateway.submit("again", [10], max_tokens=2)) == [10, 11]
@@ -210,7 +201,7 @@ def test_a_wait_that_ended_in_time_does_not_fail_the_sequence_later(tmp_path: Pa
         async with connected(tmp_path, dense, connect_timeout_s=1.5) as (gateway, address):
             loop = asyncio.get_running_loop()
             entry = gateway.submit("r", [10], max_tokens=1000)
-            await entry.take()
+            await take(entry)
             await dense.kill()
             latest_failure = loop.time() + 1.5
             await dense.start(address)
@@ -241,13 +232,13 @@ def test_a_worker_with_other_weights_does_not_continue_old_answers(tmp_path: Pat
         dense = FakeDense(count_up, step_s=0.002)
         async with connected(tmp_path, dense) as (gateway, address):
             entry = gateway.submit("old", [10], max_tokens=1000)
-            await entry.take()
+            await take(entry)
             await dense.kill()
             dense.info.weights_hash = "beef"
             await dense.start(address)
             with pytest.raises(RequestAborted, match="other weights"):
                 while True:
-                    await entry.take()
+                    await take(entry)
             await gateway.client.wait_connected()
             assert gateway.client.model.weights_hash == "beef"
             assert await take_all(gateway.submit("new", [10], max_tokens=2)) == [10, 11]
@@ -274,7 +265,7 @@ def test_an_error_reaches_its_own_sequence_only(
         async with connected(tmp_path, dense) as (gateway, _):
             good, bad = gateway.submit("good", [10], 50), gateway.submit("bad", [20], 50)
             with pytest.raises(error, match="what went wrong") as caught:
-                await bad.take()
+                await take(bad)
             assert caught.value.status_code is code
             assert await take_all(good) == list(range(10, 60))
 
@@ -286,7 +277,7 @@ def test_a_cancelled_sequence_is_forgotten_by_the_worker(tmp_path: Path) -> None
         dense = FakeDense(count_up, step_s=0.001)
         async with connected(tmp_path, dense) as (gateway, _):
             entry = gateway.submit("r", [10], max_tokens=1000)
-            await entry.take()
+            await take(entry)
             gateway.client.cancel(entry)
             gateway.journal.close(entry)
             await until(lambda: not dense.running)

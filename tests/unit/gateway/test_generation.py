@@ -13,8 +13,8 @@ from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.gateway.generation import Chunk, Generation
 from services.gateway.journal import FinishReason, Journal, JournalEntry
-from services.gateway.request import GenerationRequest
 from services.gateway.tokenizer import load_tokenizer
+from tests.generation_requests import make_request
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 REFERENCE = TOKENIZER.hf_tokenizer
@@ -39,25 +39,15 @@ def ids(text: str) -> list[int]:
 
 
 def begin(**fields: Any) -> tuple[Generation, JournalEntry, RecordingDense, Journal]:
-    request = {
-        "request_id": "r",
-        "prompt_token_ids": [1, 2],
-        "sampling": SamplingParams(seed=9),
-        "max_tokens": 1000,
-        "stop": (),
-        "stop_token_ids": (),
-        "include_stop_str_in_output": False,
-        "skip_special_tokens": True,
-        "cache_salt": "",
-    }
     dense, journal = RecordingDense(), Journal()
-    generation = Generation(GenerationRequest(**{**request, **fields}), TOKENIZER, journal, dense)
+    request = make_request(**{"sampling": SamplingParams(seed=9), "max_tokens": 1000, **fields})
+    generation = Generation(request, TOKENIZER, journal, dense)
     return generation, dense.submitted[0], dense, journal
 
 
 def feed(entry: JournalEntry, token_ids: list[int], reason: FinishReason | None = None) -> None:
     for token_id in token_ids:
-        entry.append(token_id)
+        entry.append(token_id, 0.0)
     if reason is not None:
         entry.finish(reason)
 

@@ -7,54 +7,39 @@ import asyncio
 import pytest
 
 from services.common.errors import InvalidRequest, PeerError
-from services.common.sampling_params import SamplingParams
 from services.gateway.journal import FinishReason, Journal
-from services.gateway.request import GenerationRequest
-
-
-def make_request(request_id: str = "r") -> GenerationRequest:
-    return GenerationRequest(
-        request_id=request_id,
-        prompt_token_ids=[1, 2],
-        sampling=SamplingParams(),
-        max_tokens=10,
-        stop=(),
-        stop_token_ids=(),
-        include_stop_str_in_output=False,
-        skip_special_tokens=True,
-        cache_salt="",
-    )
+from tests.generation_requests import make_request, open_entry, take
 
 
 def test_seq_ids_are_unique_over_gateways() -> None:
     journals = [Journal() for _ in range(3)]
-    seq_ids = [journal.open(make_request(str(i))).seq_id for journal in journals for i in range(50)]
+    seq_ids = [open_entry(journal, make_request(str(i))).seq_id for journal in journals for i in range(50)]
     assert len(set(seq_ids)) == 150
     assert all(0 < seq_id < 2**63 for seq_id in seq_ids)
 
 
 def test_a_request_id_is_free_again_after_its_request() -> None:
     journal = Journal()
-    entry = journal.open(make_request("mine"))
+    entry = open_entry(journal, make_request("mine"))
     with pytest.raises(InvalidRequest, match="'mine' is in use"):
-        journal.open(make_request("mine"))
+        open_entry(journal, make_request("mine"))
     journal.close(entry)
     assert journal.get(entry.seq_id) is None
-    assert journal.get(journal.open(make_request("mine")).seq_id) is not None
+    assert journal.get(open_entry(journal, make_request("mine")).seq_id) is not None
 
 
 def test_tokens_that_came_meanwhile_are_taken_at_once() -> None:
     async def test() -> None:
-        entry = Journal().open(make_request())
-        waiting = asyncio.create_task(entry.take())
+        entry = open_entry(Journal(), make_request())
+        waiting = asyncio.create_task(take(entry))
         await asyncio.sleep(0)
-        entry.append(5)
-        entry.append(6)
+        entry.append(5, 0.0)
+        entry.append(6, 0.0)
         assert await waiting == [5, 6]
-        entry.append(7)
-        entry.append(8)
+        entry.append(7, 0.0)
+        entry.append(8, 0.0)
         entry.finish(FinishReason.LENGTH)
-        assert await entry.take() == [7, 8]
+        assert await take(entry) == [7, 8]
         assert entry.output_token_ids == [5, 6, 7, 8]
 
     asyncio.run(test())
@@ -62,20 +47,20 @@ def test_tokens_that_came_meanwhile_are_taken_at_once() -> None:
 
 def test_tokens_before_an_error_are_taken_before_it_is_raised() -> None:
     async def test() -> None:
-        entry = Journal().open(make_request())
-        entry.append(5)
+        entry = open_entry(Journal(), make_request())
+        entry.append(5, 0.0)
         entry.fail(PeerError("gone"))
-        assert await entry.take() == [5]
+        assert await take(entry) == [5]
         with pytest.raises(PeerError, match="gone"):
-            await entry.take()
+            await take(entry)
 
     asyncio.run(test())
 
 
 def test_a_waiting_handler_gets_the_error() -> None:
     async def test() -> None:
-        entry = Journal().open(make_request())
-        waiting = asyncio.create_task(entry.take())
+        entry = open_entry(Journal(), make_request())
+        waiting = asyncio.create_task(take(entry))
         await asyncio.sleep(0)
         entry.fail(PeerError("gone"))
         with pytest.raises(PeerError, match="gone"):
@@ -86,11 +71,11 @@ def test_a_waiting_handler_gets_the_error() -> None:
 
 def test_an_error_after_the_end_changes_nothing() -> None:
     async def test() -> None:
-        entry = Journal().open(make_request())
-        entry.append(5)
+        entry = open_entry(Journal(), make_request())
+        entry.append(5, 0.0)
         entry.finish(FinishReason.STOP)
         entry.fail(PeerError("gone"))
-        assert await entry.take() == [5]
+        assert await take(entry) == [5]
         assert (entry.finish_reason, entry.error) == (FinishReason.STOP, None)
 
     asyncio.run(test())
@@ -98,7 +83,7 @@ def test_an_error_after_the_end_changes_nothing() -> None:
 
 def test_only_sequences_without_an_end_are_continued() -> None:
     journal = Journal()
-    entries = [journal.open(make_request(str(i))) for i in range(4)]
+    entries = [open_entry(journal, make_request(str(i))) for i in range(4)]
     entries[0].finish(FinishReason.LENGTH)
     entries[1].fail(PeerError("gone"))
     journal.close(entries[2])
@@ -107,8 +92,8 @@ def test_only_sequences_without_an_end_are_continued() -> None:
 
 def test_a_shut_journal_ends_old_sequences_and_refuses_new_ones() -> None:
     journal = Journal()
-    entry = journal.open(make_request("old"))
+    entry = open_entry(journal, make_request("old"))
     journal.shut(PeerError("shutting down"))
     assert isinstance(entry.error, PeerError)
     with pytest.raises(PeerError, match="shutting down"):
-        journal.open(make_request("new"))
+        open_entry(journal, make_request("new"))

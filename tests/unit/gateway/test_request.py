@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,14 @@ def test_given_fields_are_kept() -> None:
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
             "cache_salt": "tenant",
+            "model": "tiny",
+            "n": 2,
+            "best_of": 3,
+            "logprobs": 0,
+            "prompt_logprobs": 20,
+            "echo": True,
+            "priority": -100,
+            "user": "somebody",
         }
     )
     assert request == GenerationRequest(
@@ -89,6 +98,14 @@ def test_given_fields_are_kept() -> None:
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         cache_salt="tenant",
+        n=2,
+        best_of=3,
+        num_logprobs=0,
+        num_prompt_logprobs=20,
+        prompt_text=None,
+        echo=True,
+        priority=-100,
+        user="somebody",
     )
 
 
@@ -153,7 +170,7 @@ def test_a_wrong_request_is_refused_with_its_value_and_limit(fields: dict[str, A
 
 def test_a_tokenizer_with_more_tokens_than_the_model_cannot_smuggle_ids() -> None:
     with pytest.raises(InvalidRequest, match=r"must be in \[0, 3\), the vocab_size"):
-        read({"prompt": "hello"}, ModelLimits(vocab_size=3, max_model_len=64, eos_token_ids=()))
+        read({"prompt": "hello"}, replace(LIMITS, vocab_size=3))
 
 
 def test_tokenizing_nothing_is_refused() -> None:

@@ -87,6 +87,8 @@ def test_streamed_text_is_the_decoded_text(tmp_path: Path) -> None:
         answer = await stream(gateway, max_tokens=len(token_ids), sampling={"seed": 77})
         assert answer.text == text_of(token_ids) == ANSWER
         assert answer.token_ids == token_ids
+        assert answer.finish.timings.total_ms >= answer.finish.timings.first_token_ms > 0
+        answer.finish.ClearField("timings")
         assert answer.finish == gateway_pb2.Finish(
             reason=gateway_pb2.FINISH_REASON_LENGTH,
             usage=gateway_pb2.Usage(
@@ -120,10 +122,11 @@ def test_the_whole_answer_equals_the_streamed_one(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         whole = await gateway.stub.Generate(request(max_tokens=len(token_ids), request_id="mine"))
         assert whole.request_id == "mine"
-        assert whole.text == ANSWER
-        assert whole.token_ids == token_ids
-        assert whole.finish.reason == gateway_pb2.FINISH_REASON_LENGTH
-        assert whole.finish.usage.num_output_tokens == len(token_ids)
+        [completion] = whole.completions
+        assert completion.text == ANSWER
+        assert completion.token_ids == token_ids
+        assert completion.finish.reason == gateway_pb2.FINISH_REASON_LENGTH
+        assert completion.finish.usage.num_output_tokens == len(token_ids)
 
     with_gateway(tmp_path, FakeDense(say(token_ids)), test)
 
