@@ -20,15 +20,26 @@ MAX_PORT = 65535
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 
-def _check_address(address: str) -> str:
+def _is_host_and_port(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    if not address.startswith("unix:") and not (host and port.isdecimal() and int(port) <= MAX_PORT):
+    return bool(host) and port.isdecimal() and int(port) <= MAX_PORT
+
+
+def _check_address(address: str) -> str:
+    if not address.startswith("unix:") and not _is_host_and_port(address):
         raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
+    return address
+
+
+def _check_tcp_address(address: str) -> str:
+    if address.startswith("unix:") or not _is_host_and_port(address):
+        raise ValueError(f"must be HOST:PORT, with a port from 0 to {MAX_PORT}")
     return address
 
 
 Seconds = Annotated[float, Field(gt=0)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
+TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers know no Unix sockets
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
 
@@ -53,6 +64,7 @@ class GatewaySection(Section):
     http_address: Address = "127.0.0.1:8080"
     max_message_bytes: Count = 16 * 2**20  # of one gRPC message
     max_n: Count = 16  # answers to one prompt
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
 
 
 class DenseSection(Section):
@@ -63,6 +75,8 @@ class DenseSection(Section):
     build: Literal["auto", "never"] = "auto"  # whether the start builds missing TensorRT plans, or refuses
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # may be shared by models, GPUs and workers
     profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for; see profiles.py
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9101
+    step_log: Path | None = None  # a JSON line for every step is appended there; grows by about 300 bytes a step
 
 
 class SchedulerSection(Section):
@@ -82,6 +96,7 @@ class AttentionSection(Section):
     kv_cache_bytes: Count = 256 * 2**20  # on a CPU
     kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # on a GPU, of what weights leave free
     enable_prefix_cache: bool = True
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9102
 
 
 class ChannelSection(Section):
@@ -103,6 +118,7 @@ class LaunchSection(Section):
     restart_window_s: Seconds = 60.0
     mps: Literal["auto", "on", "off"] = "auto"  # auto: when both workers share a GPU
     restart_delay_s: Seconds = 0.2  # before the first restart; doubles with each further one in the window
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9103
 
 
 class LogSection(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 
 import structlog
 
@@ -11,16 +12,20 @@ from services.common.channel import ChannelSpec
 from services.common.cli import parse_service_args
 from services.common.config import Config, ModelSection
 from services.common.logs import configure_logs
+from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.server import GrpcServer, run_service, run_together
 from services.dense_worker.attention_client import Attachment, AttachOptions, AttentionClient
 from services.dense_worker.backends.select import select_backend
 from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.model_runner import ModelRunner
+from services.dense_worker.observer import EngineObserver
 from services.dense_worker.profiles import Limits
 from services.dense_worker.sampler import Sampler
 from services.dense_worker.scheduler import SchedulerLimits
 from services.dense_worker.servicer import DenseServicer
+from services.dense_worker.step_log import writing_step_log
 from services.dense_worker.weights import ModelWeights, load_weights, random_weights, weights_hash
 from services.pb import dense_pb2, dense_pb2_grpc
 
@@ -32,15 +37,23 @@ STOP_GRACE_S = 1.0
 
 async def serve(config: Config) -> None:
     """Opens everything, serves until cancelled, closes everything."""
+    registry = new_registry("dense")
+    metrics = DenseMetrics(registry)
+    with serving_metrics(config.dense.metrics_address, registry), writing_step_log(config.dense.step_log) as step_logs:
+        await serve_watched(config, metrics, [metrics, *step_logs])
+
+
+async def serve_watched(config: Config, metrics: DenseMetrics, observers: Sequence[EngineObserver]) -> None:
+    """See `serve`."""
     model = resolve_model(config.model, config.dense.device)
     use_device(model.device, config.dense.num_threads)
     server = GrpcServer(config.dense.address, [SERVICE_NAME], config.peers.max_message_bytes)
-    servicer = DenseServicer()
+    servicer = DenseServicer(metrics)
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
     address = await server.start()
     try:
         digest, weights = await asyncio.to_thread(open_weights, config.model, model)
-        await run_engine(config, model, digest, weights, servicer, server, address)
+        await run_engine(config, model, digest, weights, servicer, server, address, metrics, observers)
     finally:
         await server.stop(STOP_GRACE_S)
 
@@ -63,6 +76,8 @@ async def run_engine(
     servicer: DenseServicer,
     server: GrpcServer,
     address: str,
+    metrics: DenseMetrics,
+    observers: Sequence[EngineObserver],
 ) -> None:
     """Runs the engine beside the client of the attention worker; raises whatever ends either."""
     loop = asyncio.get_running_loop()
@@ -100,7 +115,9 @@ async def run_engine(
         deliver,
         fail,
         result_timeout_s=config.channel.wait_timeout_s,
+        observers=observers,
     )
+    metrics.watch(lambda: engine.counts)
 
     async def become_ready() -> None:
         attachment = await client.wait_attached()

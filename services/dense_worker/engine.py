@@ -11,7 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.dense_worker.attention_client import Attachment
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
+from services.dense_worker.observer import EngineObserver, StepStats
 from services.dense_worker.scheduler import Scheduler, SchedulerLimits, SequenceOutput, StepPlan
 from services.dense_worker.sequence import FinishReason, Sequence
 from services.pb import attn_pb2
@@ -46,7 +48,8 @@ class InFlight:
     attachment: Attachment
     plan: StepPlan
     step: RunningStep
-    launch_ms: float  # host time to publish and launch it
+    launch_start_s: float  # by time.perf_counter
+    launch_s: float  # host time to publish and launch it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class EngineCounts:
     num_running: int
     num_steps: int
     num_preemptions: int
+    is_attached: bool  # to an attention worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Engine:
         deliver: Callable[[StepReport], None],
         on_failure: Callable[[BaseException], None],
         result_timeout_s: float,
+        observers: SequenceOf[EngineObserver] = (),
     ) -> None:
         self._scheduler = Scheduler(limits, BlockLedger(1, 0, 0))  # replaced by the first attachment
         self._runner = runner
@@ -90,6 +95,8 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         self._result_timeout_s = result_timeout_s
+        self._observers = observers
+        self._last_end_s = 0.0  # of the step before, by time.perf_counter
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
@@ -103,7 +110,11 @@ class Engine:
         """As of now; each number is right, but they may be of two neighbouring steps."""
         scheduler = self._scheduler
         return EngineCounts(
-            scheduler.num_waiting, scheduler.num_running, scheduler.num_steps, scheduler.num_preemptions
+            scheduler.num_waiting,
+            scheduler.num_running,
+            scheduler.num_steps,
+            scheduler.num_preemptions,
+            self._attachment is not None,
         )
 
     def start(self) -> None:
@@ -163,7 +174,7 @@ class Engine:
             self._unaccepted[plan.step_id] = plan
             self._attention.publish(attachment, plan)
             step = self._runner.launch(plan)
-            published = InFlight(attachment, plan, step, 1e3 * (time.perf_counter() - start))
+            published = InFlight(attachment, plan, step, start, time.perf_counter() - start)
         if in_flight is not None and in_flight.attachment is attachment:
             try:
                 self._complete(in_flight)
@@ -175,22 +186,41 @@ class Engine:
         return published
 
     def _complete(self, in_flight: InFlight) -> None:
-        plan, start = in_flight.plan, time.perf_counter()
+        plan, channel = in_flight.plan, in_flight.attachment.channel
+        waited_s = channel.waited_s
         token_ids = in_flight.step.collect()
-        log.debug(
-            "step",
+        begin_s, end_s = max(self._last_end_s, in_flight.launch_start_s), time.perf_counter()
+        self._last_end_s = end_s
+        if channel.num_errors != self._num_errors:
+            self._await_result(in_flight)  # it may say whose rows have no meaning
+        outputs = self._scheduler.update(plan, token_ids)
+        # One that was preempted before its first token has started before.
+        started = [each.sequence for each in plan.entries if each.is_first and each.sequence.started_s is None]
+        note_times(started, outputs, begin_s, end_s)
+        if started or outputs:
+            self._deliver(StepReport(plan.step_id, started, outputs))
+        wait_s = None if waited_s is None else channel.waited_s - waited_s
+        stats = self._describe(in_flight, end_s - begin_s, wait_s)
+        for observer in self._observers:
+            observer.on_step(stats, started, outputs)
+
+    def _describe(self, in_flight: InFlight, duration_s: float, wait_s: float | None) -> StepStats:
+        plan, scheduler = in_flight.plan, self._scheduler
+        return StepStats(
             step_id=plan.step_id,
             num_seqs=len(plan.entries),
             num_tokens=plan.num_tokens,
-            launch_ms=round(in_flight.launch_ms, 3),
-            collect_ms=round(1e3 * (time.perf_counter() - start), 3),
+            num_sampled=sum(entry.is_sampled for entry in plan.entries),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            num_blocks=scheduler.ledger.num_blocks,
+            num_free_blocks=scheduler.ledger.num_free_blocks,
+            num_reserved_blocks=scheduler.ledger.num_reserved_blocks,
+            launch_s=in_flight.launch_s,
+            duration_s=duration_s,
+            wait_s=wait_s,
         )
-        if in_flight.attachment.channel.num_errors != self._num_errors:
-            self._await_result(in_flight)  # it may say whose rows have no meaning
-        outputs = self._scheduler.update(plan, token_ids)
-        started = [entry.sequence for entry in plan.entries if entry.is_first]
-        if started or outputs:
-            self._deliver(StepReport(plan.step_id, started, outputs))
 
     def _await_result(self, in_flight: InFlight) -> None:
         deadline = time.monotonic() + self._result_timeout_s
@@ -246,6 +276,8 @@ class Engine:
     def _detach(self, attachment: Attachment, error: str) -> None:
         if self._attachment is attachment:
             self._attachment = None
+            for observer in self._observers:
+                observer.on_handoff_abort()
             log.warning("detached", error=error)
 
     def _opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
@@ -274,3 +306,12 @@ class Engine:
         outputs = self._scheduler.accepted(plan, result.num_freed_blocks, errors)
         if outputs:
             self._deliver(StepReport(plan.step_id, [], outputs))
+
+
+def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], begin_s: float, end_s: float) -> None:
+    """Keeps with each sequence when its first step began and when its first token was here."""
+    for sequence in started:
+        sequence.started_s = begin_s
+    for output in outputs:
+        if output.sequence.first_token_s is None:
+            output.sequence.first_token_s = end_s

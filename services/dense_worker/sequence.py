@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 
 from services.common.sampling_params import SamplingParams
@@ -49,6 +50,11 @@ class Sequence:
     num_pending_tokens: int = 0
     num_blocks: int = 0  # held in the attention worker once all published plans have run
     num_reserved_blocks: int = 0  # promised to it, not allocated yet
+
+    # By `time.perf_counter`. A sequence that was submitted again with tokens never has its first step here.
+    arrived_s: float = field(default_factory=time.perf_counter)
+    started_s: float | None = None  # when its first step began
+    first_token_s: float | None = None  # of this life: when its first token was here
 
     @property
     def num_prompt_tokens(self) -> int:

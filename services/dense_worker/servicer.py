@@ -13,6 +13,7 @@ from services.common.errors import PeerError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -31,7 +32,8 @@ _Outbox = asyncio.Queue[dense_pb2.StepOutput]
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Knows which gateway owns which sequence; the engine does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: DenseMetrics) -> None:
+        self._metrics = metrics
         self._ready: tuple[Engine, dense_pb2.DenseInfo] | None = None
         self._outboxes: dict[int, _Outbox] = {}  # by seq_id
 
@@ -84,7 +86,9 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         for sequence in report.started:
             if outbox := self._outboxes.get(sequence.seq_id):
                 messages[outbox].started.add(
-                    seq_id=sequence.seq_id, num_cached_tokens=sequence.num_cached_tokens or 0
+                    seq_id=sequence.seq_id,
+                    num_cached_tokens=sequence.num_cached_tokens or 0,
+                    queue_us=round(1e6 * (sequence.started_s - sequence.arrived_s)),
                 )
         for output in report.outputs:
             if outbox := self._outboxes.get(output.sequence.seq_id):
@@ -107,6 +111,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 if sequence.seq_id in self._outboxes:
                     engine.cancel(sequence.seq_id)  # submitted again before its old stream was seen to break
                 self._outboxes[sequence.seq_id] = outbox
+                self._metrics.on_submitted(sequence)
                 engine.submit(sequence)
             else:
                 self._outboxes.pop(request.cancel.seq_id, None)

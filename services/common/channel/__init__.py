@@ -66,6 +66,7 @@ class Channel(Protocol):
     kind: str  # "shm" or "cuda_ipc", as in `LaneHandle`
     qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim]
+    waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where no host sees them
 
     def signal(self, flag: Flag) -> None:
         """Publishes everything written so far to the peer."""

@@ -34,6 +34,7 @@ class CudaIpcChannel:
     """
 
     kind = "cuda_ipc"
+    waited_s = None
 
     def __init__(self, region: SharedRegion, spec: ChannelSpec, device_pointer: int, *, is_owner: bool) -> None:
         self._region = region

@@ -30,6 +30,7 @@ class ShmChannel:
     def __init__(self, region: SharedRegion, spec: ChannelSpec, wait_timeout_s: float) -> None:
         self._region = region
         self._wait_timeout_s = wait_timeout_s
+        self.waited_s = 0.0
         self.qkv = self._tensor(HEADER_BYTES, spec, spec.qkv_size)
         self.attn_out = self._tensor(_attn_out_offset(spec), spec, spec.attn_size)
 
@@ -80,6 +81,7 @@ class ShmChannel:
             time.sleep(_NAP_S)
         self.check()
         words[index] = 0
+        self.waited_s += time.perf_counter() - start
 
     def check(self) -> None:
         """See `Channel.check`."""

@@ -41,7 +41,7 @@ class FakeAttention:
 
     def __init__(self, bad_step: int) -> None:
         self.bad_step = bad_step
-        self.channel = SimpleNamespace(num_errors=0, abort=lambda: None)
+        self.channel = SimpleNamespace(num_errors=0, waited_s=0.0, abort=lambda: None)
         self.engine: Engine | None = None
 
     def open(self, attachment: Attachment, sequence: Sequence) -> None:

@@ -1,0 +1,63 @@
+"""Prometheus metrics of one process: its registry, the buckets of its histograms, and the scraper's HTTP server.
+
+Every service makes one registry at start and passes it to the constructors of what it measures. Names are
+`twostroke_<service>_<what>_<unit>`; `deploy/prometheus/metrics.md` lists them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterator
+
+import structlog
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, start_http_server
+
+from services.common.errors import ConfigError
+from services.common.version import VERSION
+
+log = structlog.get_logger()
+
+PREFIX = "twostroke"
+# 1, 2, 5 in each decade: 1 ms to 100 s for what a client waits for, finer below for a step and its parts.
+LATENCY_BUCKETS_S = (*(m / 10**e for e in (3, 2, 1) for m in (1, 2, 5)), 1, 2, 5, 10, 20, 50, 100)
+STEP_BUCKETS_S = (*(m / 10**e for e in (5, 4, 3, 2, 1) for m in (1, 2, 5)), 1, 2, 5, 10)
+
+
+def new_registry(service: str) -> CollectorRegistry:
+    """A registry that holds the figures of this process and what was built into it."""
+    disable_created_metrics()  # a series more for every counter and histogram, and nobody asks for it
+    registry = CollectorRegistry()
+    ProcessCollector(namespace=PREFIX, registry=registry)
+    info = Gauge(
+        "twostroke_build_info",
+        "Always 1; the labels say what runs.",
+        ["service", "version", "python"],
+        registry=registry,
+    )
+    info.labels(service, VERSION, platform.python_version()).set(1)
+    return registry
+
+
+@contextlib.contextmanager
+def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterator[str | None]:
+    """Answers scrapers at `http://ADDRESS/metrics`, in threads of its own, as long as the context lasts.
+
+    Yields the address with the real port; None serves nothing. Raises `ConfigError` if it is taken.
+    """
+    if address is None:
+        yield None
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except OSError as error:
+        raise ConfigError(f"cannot serve metrics on {address}: port in use or address not of this host") from error
+    try:
+        bound = f"{host}:{server.server_port}"
+        log.info("metrics", address=bound)
+        yield bound
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

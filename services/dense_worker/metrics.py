@@ -1,0 +1,115 @@
+"""`DenseMetrics`: what the dense worker tells Prometheus; see `deploy/prometheus/metrics.md`.
+
+Histograms are observed on the engine thread, a few times a step whatever its batch; counts that the engine keeps
+anyway are read when a scraper asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from services.common.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S
+from services.dense_worker.engine import EngineCounts
+from services.dense_worker.observer import StepStats
+from services.dense_worker.scheduler import SequenceOutput
+from services.dense_worker.sequence import FinishReason, Sequence
+
+
+class DenseMetrics:
+    """An `EngineObserver`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+        def histogram(name: str, buckets: Iterable[float], text: str) -> Histogram:
+            return Histogram(f"twostroke_dense_{name}", text, registry=registry, buckets=tuple(buckets))
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"twostroke_dense_{name}", text, registry=registry)
+
+        self._queue = histogram(
+            "queue_seconds", LATENCY_BUCKETS_S, "From a sequence's arrival until its first step began."
+        )
+        self._prefill = histogram(
+            "prefill_seconds", LATENCY_BUCKETS_S, "From the start of a sequence's first step until its first token."
+        )
+        self._decode = histogram(
+            "decode_seconds", LATENCY_BUCKETS_S, "From a sequence's first token until its last."
+        )
+        self._step = histogram(
+            "step_seconds", STEP_BUCKETS_S, "One step: from the end of the one before, or its launch if later."
+        )
+        self._step_compute = histogram(
+            "step_compute_seconds", STEP_BUCKETS_S, "The dense worker's own part of a step. Empty on CUDA."
+        )
+        self._step_wait = histogram(
+            "step_wait_seconds", STEP_BUCKETS_S, "The part of a step spent waiting for attention. Empty on CUDA."
+        )
+        self._computed_tokens = counter("computed_tokens_total", "Prompt and output tokens computed in steps.")
+        self._generated_tokens = counter("generated_tokens_total", "Tokens sampled, those nobody waited for included.")
+        self._step_seqs = counter("step_sequences_total", "Sum of the batch sizes of all steps.")
+        self._recovered = counter(
+            "recovered_sequences_total", "Sequences submitted again with their tokens so far, after a worker died."
+        )
+        self._handoff_aborts = counter("handoff_aborts_total", "Times the attention worker was lost.")
+
+    def watch(self, read_counts: Callable[[], EngineCounts]) -> None:
+        """Reports these counts too; `read_counts` is called on the scraper's thread."""
+        self._registry.register(_CountsCollector(read_counts))
+
+    def on_submitted(self, sequence: Sequence) -> None:
+        """A gateway wants it to run. Called on the event loop."""
+        if sequence.output_token_ids:
+            self._recovered.inc()
+
+    def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
+        """See `EngineObserver`."""
+        self._step.observe(stats.duration_s)
+        if stats.wait_s is not None:
+            self._step_wait.observe(stats.wait_s)
+            self._step_compute.observe(stats.duration_s - stats.wait_s)
+        self._computed_tokens.inc(stats.num_tokens)
+        self._generated_tokens.inc(stats.num_sampled)
+        self._step_seqs.inc(stats.num_seqs)
+        for sequence in started:
+            self._queue.observe(sequence.started_s - sequence.arrived_s)
+        for output in outputs:
+            sequence = output.sequence
+            if len(sequence.output_token_ids) == 1 and sequence.started_s is not None:
+                self._prefill.observe(sequence.first_token_s - sequence.started_s)
+            if output.finish_reason not in (None, FinishReason.ERROR):
+                self._decode.observe(time.perf_counter() - sequence.first_token_s)
+
+    def on_handoff_abort(self) -> None:
+        """See `EngineObserver`."""
+        self._handoff_aborts.inc()
+
+
+class _CountsCollector:
+    """Reads the engine's counts when a scraper asks."""
+
+    def __init__(self, read_counts: Callable[[], EngineCounts]) -> None:
+        self._read_counts = read_counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._read_counts()
+        yield GaugeMetricFamily(
+            "twostroke_dense_sequences_running", "Sequences that take part in steps.", counts.num_running
+        )
+        yield GaugeMetricFamily(
+            "twostroke_dense_sequences_waiting", "Sequences in the waiting queue.", counts.num_waiting
+        )
+        yield GaugeMetricFamily(
+            "twostroke_dense_attached", "1 while there is an attention worker, else 0.", int(counts.is_attached)
+        )
+        yield CounterMetricFamily(
+            "twostroke_dense_preemptions",
+            "Sequences that gave their blocks up to be computed anew.",
+            counts.num_preemptions,
+        )
+        yield CounterMetricFamily("twostroke_dense_steps", "Steps published.", counts.num_steps)

@@ -1,0 +1,39 @@
+"""What the engine thread tells of its work: to the metrics, and to the step log if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.dense_worker.scheduler import SequenceOutput
+from services.dense_worker.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step that has run; counts of sequences and blocks are as of its end."""
+
+    step_id: int
+    num_seqs: int
+    num_tokens: int  # computed in the step
+    num_sampled: int  # sequences that got a token
+    num_running: int
+    num_waiting: int
+    num_preemptions: int  # in all, so far
+    num_blocks: int  # of the KV cache
+    num_free_blocks: int  # as the scheduler counts them, reserved ones included
+    num_reserved_blocks: int
+    launch_s: float  # host time to publish the plan and launch the step
+    duration_s: float  # from the end of the step before, or the launch if that was later, until its tokens were here
+    wait_s: float | None  # of it, for the attention worker; None on CUDA, where no host sees it
+
+
+class EngineObserver(Protocol):
+    """Called on the engine thread; must not block."""
+
+    def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
+        """A step has run. `started` ran for the first time, `outputs` are its tokens and ends."""
+
+    def on_handoff_abort(self) -> None:
+        """The attention worker was lost; steps in flight are void."""
