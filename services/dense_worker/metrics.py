@@ -69,6 +69,8 @@ class DenseMetrics:
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
         """See `EngineObserver`."""
+        if not stats.num_seqs:
+            return  # it only closed sequences
         self._step.observe(stats.duration_s)
         if stats.wait_s is not None:
             self._step_wait.observe(stats.wait_s)
