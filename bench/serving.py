@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import importlib.util
 import json
 import math
-import platform
 import secrets
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import grpc
 
 from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, LoadResult, TimedRequest, run_load
+from bench.options import json_value, non_negative, positive, ratio, run_facts, whole_number
 from bench.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
 from bench.workload import (
     Encode,
@@ -39,11 +34,9 @@ from bench.workload import (
 )
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
-REPOSITORY = Path(__file__).parents[1]
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 235, 212  # means of ShareGPT's first turns
 MAX_CLIENT_LOAD = 0.7  # of one core; a busier client process adds delays of its own
 TABLE_WIDTH = 50
-PACKAGES = ("grpcio", "protobuf", "numpy", "uvloop")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    date = datetime.datetime.now(datetime.UTC)
+    facts = run_facts(arguments)
     model = _model_info(arguments.address)
     load = make_load(arguments, model)
     print(f"{len(load.requests)} requests to {model.model} at {arguments.address}", file=sys.stderr)
@@ -69,12 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
     figures = serving_figures(result.records)
     client = client_figures(result, figures, load.max_concurrency is None)
     if arguments.json:
-        document = {
-            "date": date.isoformat(timespec="seconds"),
-            "commit": _commit(),
-            "versions": _versions(),
-            "config": {name: _json_value(value) for name, value in vars(arguments).items()},
-            "model": {field.name: _json_value(value) for field, value in model.ListFields()},
+        document = facts | {
+            "model": {field.name: json_value(value) for field, value in model.ListFields()},
             "figures": dataclasses.asdict(figures),
             "client": client,
             "requests": [dataclasses.asdict(record) for record in result.records],
@@ -226,27 +215,6 @@ def _requests(
     return requests
 
 
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
-
-
-def _commit() -> str | None:
-    """Of this repository; `None` where there is no git or no repository."""
-    if shutil.which("git") is None:
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
-
-
-def _json_value(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return str(value) if isinstance(value, Path) else list(value)
-
-
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Ends the process with one line where options do not go together, before any load runs."""
     if (arguments.dataset is None) != (arguments.tokenizer is None):
@@ -263,34 +231,6 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         arguments.ignore_eos = arguments.dataset is None
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
-def _non_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
-def _ratio(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench/serving.py",
@@ -301,14 +241,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--address", default="127.0.0.1:50051", help="of the gateway, host:port or unix:PATH (%(default)s)")
-    add("--num-prompts", type=_count, default=100, metavar="N", help="requests to send (%(default)s)")
-    add("--request-rate", type=_positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
+    add("--num-prompts", type=whole_number, default=100, metavar="N", help="requests to send (%(default)s)")
+    add("--request-rate", type=positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
     add("--arrivals", choices=("poisson", "constant"), default="poisson", help="of requests at a rate (%(default)s)")
-    add("--max-concurrency", type=_count, metavar="N", help="most requests in flight (no limit)")
-    add("--input-len", type=_count, metavar="MEAN", help=f"prompt tokens ({DEFAULT_INPUT_LEN})")
+    add("--max-concurrency", type=whole_number, metavar="N", help="most requests in flight (no limit)")
+    add("--input-len", type=whole_number, metavar="MEAN", help=f"prompt tokens ({DEFAULT_INPUT_LEN})")
     add(
         "--output-len",
-        type=_count,
+        type=whole_number,
         metavar="MEAN",
         help=f"tokens to generate ({DEFAULT_OUTPUT_LEN}); with --dataset, for every request instead of its own",
     )
@@ -320,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--len-range-ratio",
-        type=_ratio,
+        type=ratio,
         default=0.5,
         metavar="RATIO",
         help="uniform: from (1 - RATIO) to (1 + RATIO) times the mean; normal: standard deviation over mean "
@@ -334,16 +274,16 @@ def _parser() -> argparse.ArgumentParser:
         help="generate to the full length (on, but off with --dataset)",
     )
     add("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
-    add("--seed", type=_non_negative, default=0, help="of prompts, lengths and arrivals (%(default)s)")
-    add("--warmup", type=_non_negative, default=1, metavar="N", help="requests before the run (%(default)s)")
+    add("--seed", type=non_negative, default=0, help="of prompts, lengths and arrivals (%(default)s)")
+    add("--warmup", type=non_negative, default=1, metavar="N", help="requests before the run (%(default)s)")
     add(
         "--client-processes",
-        type=_count,
+        type=whole_number,
         default=1,
         metavar="N",
         help="that send the load; --max-concurrency is divided among them (%(default)s)",
     )
-    add("--request-timeout", type=_positive, default=600.0, metavar="S", help="seconds per request (%(default)g)")
+    add("--request-timeout", type=positive, default=600.0, metavar="S", help="seconds per request (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="saves figures, config, versions and the times of every chunk")
     add("--plot", type=Path, metavar="FILE.png", help="saves distributions and throughput; needs matplotlib")
     return parser

@@ -70,6 +70,36 @@ class ServingFigures:
     first_error: str | None  # of the request that failed first
 
 
+@dataclass(frozen=True, slots=True)
+class WireRun:
+    """What was seen of one gateway between a stub and its clients. Times in ns of the monotonic clock."""
+
+    start_ns: int  # of the measurement; streams began before and end after it
+    end_ns: int
+    cpu_s: dict[str, float]  # from start to end, of the processes: gateway, client, stub
+    step_ns: list[int]  # when the stub sent each step
+    first_step: list[int]  # of each stream: which step brought its first token
+    chunk_ns: list[list[int]]  # of each stream: arrivals of tokens at the client
+    chunk_num_tokens: list[list[int]]  # how many tokens came at each
+    num_messages: int  # over the whole life of the streams
+    is_paced: bool  # whether steps came at a fixed pace; only then latencies mean anything
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFigures:
+    """Of one `WireRun`."""
+
+    num_tokens: int  # that arrived during the measurement
+    output_throughput: float  # tokens/s
+    cpu_us_per_token: float  # of the gateway
+    tokens_per_cpu_s: float  # tokens per second of the gateway's CPU time
+    tokens_per_message: float
+    gateway_cores: float  # CPU seconds per second
+    client_cores: float
+    stub_cores: float
+    added_ms: Summary | None  # from the stub to the client, of every token of a paced run
+
+
 def summarize(values: Sequence[float]) -> Summary | None:
     """Percentiles are interpolated linearly between the two nearest values; `None` without values."""
     if not values:
@@ -133,4 +163,34 @@ def serving_figures(records: Iterable[RequestRecord]) -> ServingFigures:
         tpot_ms=summarize([value for record in successful if (value := tpot_ms(record)) is not None]),
         itl_ms=summarize([value for record in successful for value in itls_ms(record)]),
         first_error=failed[0].error if failed else None,
+    )
+
+
+def gateway_figures(run: WireRun) -> GatewayFigures:
+    """The figures of one run of `bench/gateway.py`."""
+    duration_s = (run.end_ns - run.start_ns) / NS_PER_S
+    streams = list(zip(run.first_step, run.chunk_ns, run.chunk_num_tokens, strict=True))
+    latencies_ms: list[float] = []
+    num_tokens = 0
+    for first_step, times, counts in streams:
+        arrivals = np.repeat(np.asarray(times, dtype=np.int64), counts)  # one entry a token
+        is_measured = (arrivals >= run.start_ns) & (arrivals < run.end_ns)
+        num_tokens += int(is_measured.sum())
+        if run.is_paced:
+            is_reported = np.arange(first_step, first_step + len(arrivals)) < len(run.step_ns)
+            sent = np.asarray(run.step_ns[first_step : first_step + len(arrivals)], dtype=np.int64)
+            kept = arrivals[: len(sent)] - sent
+            latencies_ms += (kept[is_measured[: len(sent)] & is_reported[: len(sent)]] / NS_PER_MS).tolist()
+    total_tokens = sum(map(sum, run.chunk_num_tokens))
+    gateway_cpu_s = run.cpu_s["gateway"]
+    return GatewayFigures(
+        num_tokens=num_tokens,
+        output_throughput=num_tokens / duration_s,
+        cpu_us_per_token=1e6 * gateway_cpu_s / max(1, num_tokens),
+        tokens_per_cpu_s=num_tokens / gateway_cpu_s if gateway_cpu_s else 0.0,
+        tokens_per_message=total_tokens / max(1, run.num_messages),
+        gateway_cores=gateway_cpu_s / duration_s,
+        client_cores=run.cpu_s["client"] / duration_s,
+        stub_cores=run.cpu_s["stub"] / duration_s,
+        added_ms=summarize(latencies_ms),
     )

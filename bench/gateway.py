@@ -1,0 +1,371 @@
+"""What one gateway process can carry: tokens per second, CPU time per token, and the latency it adds.
+
+A stub stands in for the dense worker and emits a token a stream and step; clients on bare sockets, in a process of
+their own, read the streams. The gateway between them is the real process. Throughput is counted against the CPU
+time of the gateway, as the kernel sees it, because on few cores stub and clients take their share of the clock.
+
+`python bench/gateway.py --protocols grpc,sse --streams 1,64,512 --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.options import REPOSITORY, counts, positive, run_facts, whole_number
+from bench.process_load import children, cpu_s
+from bench.stats import GatewayFigures, Summary, WireRun, gateway_figures
+from bench.stub_dense import RECEIPT, Stub, StubSettings, running_stub
+from bench.wire_clients import Connection, GrpcConnection, SseConnection, StreamLog, WireError, read_streams
+from services.pb import gateway_pb2, sampling_pb2
+
+PROTOCOLS = ("grpc", "sse")
+# Texts of the embedded model's vocabulary with exactly one T, which nothing else of an SSE event holds: so
+# clients can count tokens without parsing. T, The, Two, Twostroke, " Twostroke", " The", HT, TP.
+TOKEN_IDS = (57, 352, 406, 421, 555, 811, 927, 934)
+TOKEN_MARK = b"T"
+FIRST_PROMPT_ID = 8  # streams are told apart by their prompt
+NUM_PROMPT_IDS = 1000
+MAX_TOKENS = 10_000_000  # more than any stream gets
+START_TIMEOUT_S = 60.0
+STREAMS_TIMEOUT_S = 60.0  # until every stream had a token
+STOP_TIMEOUT_S = 20.0
+NS_PER_S = 1_000_000_000
+
+
+class BenchError(Exception):
+    """The benchmark could not be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement."""
+
+    protocol: str  # of PROTOCOLS
+    num_streams: int
+    pace_ms: float  # from one step to the next; 0: as fast as clients take the tokens
+    connections: int  # that share the streams, with gRPC; with SSE each stream has its own
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A running gateway process, or several that share the addresses."""
+
+    pids: list[int]
+    addresses: dict[str, tuple[str, int]]  # by protocol
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 after an error, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        results = [run_case(case, arguments) for case in _cases(arguments)]
+    except (BenchError, WireError, TimeoutError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(format_table([(case, figures) for case, _, figures in results]))
+    if arguments.json:
+        document = run_facts(arguments) | {
+            "cases": [
+                {
+                    "case": dataclasses.asdict(case),
+                    "figures": dataclasses.asdict(figures),
+                    "raw": dataclasses.asdict(run),
+                }
+                for case, run, figures in results
+            ]
+        }
+        arguments.json.write_text(json.dumps(document))
+    return 0
+
+
+def run_case(case: Case, arguments: argparse.Namespace) -> tuple[Case, WireRun, GatewayFigures]:
+    """Starts everything anew, measures for `arguments.duration` seconds, stops everything."""
+    print(f"{case.protocol}, {case.num_streams} streams, pace {case.pace_ms:g} ms", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="twostroke-bench-") as name:
+        directory = Path(name)
+        settings = StubSettings(
+            address=f"unix:{directory}/dense.sock",
+            receipt_file=directory / "receipts.sock",
+            token_ids=TOKEN_IDS,
+            pace_s=case.pace_ms / 1e3,
+            max_backlog=arguments.max_backlog,
+        )
+        with running_stub(settings) as stub, running_gateway(directory, arguments) as gateway:
+            run = _measure(case, stub, gateway, settings.receipt_file, arguments)
+    return case, run, gateway_figures(run)
+
+
+def format_table(rows: Sequence[tuple[Case, GatewayFigures]]) -> str:
+    """Markdown, a row a case."""
+    lines = [
+        "| protocol | streams | step, ms | tok/s | gateway CPU, us/token | tok per CPU second | tokens a message "
+        "| gateway, cores | clients, cores | added latency P50 / P99, ms |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case, figures in rows:
+        latency = "-" if figures.added_ms is None else _latency(figures.added_ms)
+        lines.append(
+            f"| {case.protocol} | {case.num_streams} | {case.pace_ms or 'free'} | {figures.output_throughput:,.0f} "
+            f"| {figures.cpu_us_per_token:.1f} | {figures.tokens_per_cpu_s:,.0f} | {figures.tokens_per_message:.2f} "
+            f"| {figures.gateway_cores:.2f} | {figures.client_cores:.2f} | {latency} |"
+        )
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[Gateway]:
+    """The real process, in front of the stub, serving; stopped at the end."""
+    ports = _free_ports(2)
+    overrides = [
+        f"gateway.address=127.0.0.1:{ports[0]}",
+        f"dense.address=unix:{directory}/dense.sock",
+        "log.level=warning",
+        *arguments.set,
+    ]
+    if "sse" in arguments.protocols:
+        overrides.append(f"gateway.http_address=127.0.0.1:{ports[1]}")
+    command = [sys.executable, "-m", "services.gateway"]
+    for override in overrides:
+        command += ["--set", override]
+    with (directory / "gateway.log").open("w+") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log)
+        try:
+            _wait_serving(process, f"127.0.0.1:{ports[0]}", directory / "gateway.log")
+            pids = [process.pid, *children(process.pid)]
+            yield Gateway(pids, {"grpc": ("127.0.0.1", ports[0]), "sse": ("127.0.0.1", ports[1])})
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments: argparse.Namespace) -> WireRun:
+    context = multiprocessing.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    job = (case, gateway.addresses[case.protocol], receipts)
+    client = context.Process(target=_run_clients, args=(*job, far_end), daemon=True)
+    client.start()
+    far_end.close()
+    try:
+        _expect(pipe, STREAMS_TIMEOUT_S, "started")
+        assert client.pid is not None
+        time.sleep(arguments.warmup)
+        pids = {"gateway": gateway.pids, "client": [client.pid], "stub": [stub.pid]}
+        start_cpu_s = {name: sum(map(cpu_s, group)) for name, group in pids.items()}
+        start_ns = time.monotonic_ns()
+        if arguments.profile:
+            _profile(gateway.pids[0], arguments.duration, arguments.profile)
+        else:
+            time.sleep(arguments.duration)
+        end_ns = time.monotonic_ns()
+        end_cpu_s = {name: sum(map(cpu_s, group)) for name, group in pids.items()}
+        report = stub.report()
+        pipe.send("stop")
+        logs: list[StreamLog] = _expect(pipe, STREAMS_TIMEOUT_S)
+    finally:
+        client.kill()
+        client.join()
+    return WireRun(
+        start_ns=start_ns,
+        end_ns=end_ns,
+        cpu_s={name: end_cpu_s[name] - start_cpu_s[name] for name in pids},
+        step_ns=report.step_ns,
+        first_step=[report.first_step[_prompt(log.index)] for log in logs],
+        chunk_ns=[log.chunk_ns for log in logs],
+        chunk_num_tokens=[log.chunk_num_tokens for log in logs],
+        num_messages=sum(log.num_messages for log in logs),
+        is_paced=bool(case.pace_ms),
+    )
+
+
+def _run_clients(case: Case, address: tuple[str, int], receipts: Path, parent: Pipe) -> None:
+    """In the client process: all streams of a case, until the parent says stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
+    receipt = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receipt.connect(str(receipts))
+
+    def report(num_tokens: int) -> None:
+        receipt.send(RECEIPT.pack(num_tokens))
+
+    connections = _connections(case, address)
+    gc.collect()
+    gc.disable()  # a collection would delay every token behind it
+    try:
+        read_streams(connections, report, parent.fileno(), lambda: parent.send("started"))
+        parent.send([log for connection in connections for log in connection.logs])
+    except WireError as error:
+        parent.send(error)
+
+
+def _connections(case: Case, address: tuple[str, int]) -> list[Connection]:
+    if case.protocol == "sse":
+        return [
+            SseConnection(address, index, "/v1/completions", _sse_body(index), TOKEN_MARK)
+            for index in range(case.num_streams)
+        ]
+    num_connections = min(case.connections, case.num_streams)
+    return [
+        GrpcConnection(
+            address, {index: _grpc_request(index) for index in range(first, case.num_streams, num_connections)}
+        )
+        for first in range(num_connections)
+    ]
+
+
+def _grpc_request(index: int) -> bytes:
+    return gateway_pb2.GenerateRequest(
+        prompt_token_ids=gateway_pb2.TokenIds(ids=_prompt(index)),
+        sampling=sampling_pb2.SamplingParams(temperature=0.0),
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+    ).SerializeToString()
+
+
+def _sse_body(index: int) -> bytes:
+    request = {
+        "prompt": _prompt(index),
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    return json.dumps(request).encode()
+
+
+def _prompt(index: int) -> tuple[int, ...]:
+    return (FIRST_PROMPT_ID + index // NUM_PROMPT_IDS, FIRST_PROMPT_ID + index % NUM_PROMPT_IDS)
+
+
+def _wait_serving(process: subprocess.Popen[bytes], address: str, log_file: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            if process.poll() is not None:
+                raise BenchError(f"the gateway ended with {process.returncode}: {log_file.read_text()}")
+            if time.monotonic() > deadline:
+                raise BenchError(f"the gateway is not serving after {START_TIMEOUT_S:g} s: {log_file.read_text()}")
+            time.sleep(0.02)
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _profile(pid: int, duration_s: float, file: Path) -> None:
+    """Samples the gateway's Python stacks for `duration_s` seconds; the file's name decides the format."""
+    kind = {".svg": "flamegraph", ".txt": "raw", ".json": "speedscope"}[file.suffix]
+    command = ["py-spy", "record", "--pid", str(pid), "--duration", str(round(duration_s)), "--rate", "500"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    options = ["--format", kind, "--output", str(file)]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, env=environment)
+
+
+def _expect(pipe: Pipe, timeout_s: float, message: str | None = None) -> Any:
+    if not pipe.poll(timeout_s):
+        raise BenchError(f"the clients said nothing within {timeout_s:g} s")
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise BenchError("the client process died") from None
+    if isinstance(answer, WireError):
+        raise answer
+    if message is not None and answer != message:
+        raise BenchError(f"the clients ended before all streams had started: {answer}")
+    return answer
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    free = [
+        Case(protocol, num_streams, 0.0, arguments.connections)
+        for protocol in arguments.protocols
+        for num_streams in arguments.streams
+    ]
+    paced = [
+        Case(protocol, num_streams, arguments.pace_ms, arguments.connections)
+        for protocol in arguments.protocols
+        for num_streams in arguments.paced_streams
+    ]
+    return free + paced
+
+
+def _latency(summary: Summary) -> str:
+    return f"{summary.median:.2f} / {summary.p99:.2f}"
+
+
+def _protocols(text: str) -> list[str]:
+    protocols = text.split(",")
+    for protocol in protocols:
+        if protocol not in PROTOCOLS:
+            raise argparse.ArgumentTypeError(f"{protocol!r} is none of {', '.join(PROTOCOLS)}")
+    return protocols
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench/gateway.py",
+        description="Throughput, CPU time per token and added latency of one gateway process before a stub worker.",
+        epilog="Free-running cases tell throughput: a step is emitted as soon as clients have the tokens of all but "
+        "the last --max-backlog steps. Paced cases tell latency: from the stub handing a step to gRPC to a client's "
+        "recv() of the token.",
+    )
+    add = parser.add_argument
+    add("--protocols", type=_protocols, default=list(PROTOCOLS), metavar="LIST", help="grpc, sse or both (grpc,sse)")
+    add("--streams", type=counts, default=[1, 64, 512], metavar="LIST", help="of free-running cases (1,64,512)")
+    add("--paced-streams", type=counts, default=[1, 64], metavar="LIST", help="of paced cases (1,64)")
+    add("--no-paced", dest="paced_streams", action="store_const", const=[], help="only free-running cases")
+    add("--no-free", dest="streams", action="store_const", const=[], help="only paced cases")
+    add("--pace-ms", type=positive, default=20.0, metavar="MS", help="between the steps of paced cases (%(default)g)")
+    add(
+        "--max-backlog",
+        type=whole_number,
+        default=2,
+        metavar="STEPS",
+        help="under way in free-running cases (%(default)s)",
+    )
+    add("--connections", type=whole_number, default=8, metavar="N", help="that gRPC streams share (%(default)s)")
+    add("--duration", type=positive, default=5.0, metavar="S", help="of each measurement, seconds (%(default)g)")
+    add("--warmup", type=positive, default=1.0, metavar="S", help="seconds before each measurement (%(default)g)")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the gateway's config")
+    add("--json", type=Path, metavar="FILE", help="saves figures, options and the time of every chunk and step")
+    add("--profile", type=Path, metavar="FILE", help="py-spy's stacks of the gateway: .svg, .txt or .json")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

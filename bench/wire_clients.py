@@ -1,0 +1,229 @@
+"""The cheapest clients that can tell when each token arrives: gRPC and SSE streams read off bare sockets.
+
+A client library costs as much per message as the gateway does, or more: on a machine with few cores it, and not
+the gateway, would be what is measured. So here one thread reads sockets, counts tokens and notes the time. Only
+what these streams need of HTTP/2 (RFC 9113, RFC 7541) and of HTTP/1.1 is spoken, and nothing else is checked.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.pb import gateway_pb2
+
+MAX_WINDOW = 2**31 - 1  # bytes: the server never waits for this client's flow control
+RECEIVE_BYTES = 1 << 20
+CONNECT_TIMEOUT_S = 10.0
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+_ACK, _END_STREAM, _END_HEADERS = 0x1, 0x1, 0x4
+_INITIAL_WINDOW_SIZE = 4
+_FRAME = struct.Struct(">BHBBI")  # length in two parts, type, flags, stream
+_GRPC_PREFIX = struct.Struct(">BI")  # compressed, length
+
+
+class WireError(Exception):
+    """A stream did not go as it should."""
+
+
+@dataclass(slots=True)
+class StreamLog:
+    """What arrived for one stream."""
+
+    index: int  # of the stream
+    chunk_ns: list[int] = field(default_factory=list)  # monotonic clock; one entry a read with tokens
+    chunk_num_tokens: list[int] = field(default_factory=list)
+    num_messages: int = 0  # gRPC messages or SSE events
+    is_done: bool = False
+
+
+class Connection(Protocol):
+    """One connection with the streams it carries."""
+
+    socket: socket.socket
+    logs: Sequence[StreamLog]
+
+    def start(self) -> None:
+        """Sends the requests."""
+
+    def receive(self, data: bytes, now_ns: int) -> int:
+        """Takes what arrived; returns how many tokens it held. Raises `WireError`."""
+
+
+class GrpcConnection:
+    """Several `GenerateStream` calls over one HTTP/2 connection."""
+
+    def __init__(self, address: tuple[str, int], requests: dict[int, bytes]) -> None:
+        """`requests`: serialized messages by the index of their stream."""
+        self.socket = _connect(address)
+        self.logs = [StreamLog(index) for index in requests]
+        self._messages = list(requests.values())
+        self._authority = b"%s:%d" % (address[0].encode(), address[1])
+        self._pending = b""  # the begun frame
+        self._begun = [b""] * len(self.logs)  # the begun gRPC message of each stream
+
+    def start(self) -> None:
+        settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, MAX_WINDOW)
+        frames = [
+            _PREFACE,
+            _frame(_SETTINGS, 0, 0, settings),
+            _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", MAX_WINDOW - 65_535)),
+        ]
+        headers = _request_headers(self._authority)
+        for position, message in enumerate(self._messages):
+            stream = 2 * position + 1
+            frames.append(_frame(_HEADERS, _END_HEADERS, stream, headers))
+            frames.append(_frame(_DATA, _END_STREAM, stream, _GRPC_PREFIX.pack(0, len(message)) + message))
+        self.socket.sendall(b"".join(frames))
+
+    def receive(self, data: bytes, now_ns: int) -> int:
+        data = self._pending + data
+        position, end, num_tokens = 0, len(data), 0
+        while end - position >= _FRAME.size:
+            high, low, kind, flags, stream = _FRAME.unpack_from(data, position)
+            frame_end = position + _FRAME.size + (high << 16 | low)
+            if frame_end > end:
+                break
+            payload = data[position + _FRAME.size : frame_end]
+            position = frame_end
+            if kind == _DATA:
+                num_tokens += self._take(stream >> 1, payload, now_ns)
+            elif kind in (_PING, _SETTINGS):
+                if not flags & _ACK:
+                    self.socket.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
+            elif kind in (_RST_STREAM, _GOAWAY):
+                raise WireError(f"the gateway ended stream {stream} with frame {kind}: {payload!r}")
+            if kind in (_DATA, _HEADERS) and flags & _END_STREAM and not self.logs[stream >> 1].is_done:
+                raise WireError(f"stream {stream} ended without a finish: {payload!r}")
+        self._pending = data[position:]
+        return num_tokens
+
+    def _take(self, position: int, payload: bytes, now_ns: int) -> int:
+        log, data, start, num_tokens = self.logs[position], self._begun[position] + payload, 0, 0
+        while len(data) - start >= _GRPC_PREFIX.size:
+            _, length = _GRPC_PREFIX.unpack_from(data, start)
+            message_end = start + _GRPC_PREFIX.size + length
+            if message_end > len(data):
+                break
+            chunk = gateway_pb2.GenerateChunk.FromString(data[start + _GRPC_PREFIX.size : message_end])
+            num_tokens += len(chunk.token_ids)
+            log.num_messages += 1
+            log.is_done = log.is_done or chunk.HasField("finish")
+            start = message_end
+        self._begun[position] = data[start:]
+        if num_tokens:
+            log.chunk_ns.append(now_ns)
+            log.chunk_num_tokens.append(num_tokens)
+        return num_tokens
+
+
+class SseConnection:
+    """One streamed HTTP request. Tokens are told by `mark`, a byte that each one's text holds exactly once."""
+
+    def __init__(self, address: tuple[str, int], index: int, path: str, body: bytes, mark: bytes) -> None:
+        self.socket = _connect(address)
+        self.logs = [StreamLog(index)]
+        self._request = (
+            f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode() + body
+        self._mark = mark
+        self._head: bytes | None = b""  # of the response, as far as it came; None: it is complete
+        self._tail = b""  # the last bytes, in case what marks an end is split
+
+    def start(self) -> None:
+        self.socket.sendall(self._request)
+
+    def receive(self, data: bytes, now_ns: int) -> int:
+        if self._head is not None:
+            head, separator, data = (self._head + data).partition(b"\r\n\r\n")
+            if not separator:
+                self._head = head
+                return 0
+            if not head.startswith(b"HTTP/1.1 200"):
+                raise WireError(f"the gateway answered {(head + data)!r}")
+            self._head = None
+        [log] = self.logs
+        num_tokens = data.count(self._mark)
+        log.num_messages += data.count(b"data: {")  # one in thousands is split between two reads and missed
+        end = self._tail + data
+        log.is_done = log.is_done or b"[DONE]" in end
+        self._tail = end[-5:]
+        if num_tokens:
+            log.chunk_ns.append(now_ns)
+            log.chunk_num_tokens.append(num_tokens)
+        return num_tokens
+
+
+def read_streams(
+    connections: Sequence[Connection], report: Callable[[int], None], stop: int, on_started: Callable[[], None]
+) -> None:
+    """Starts all requests and reads until every stream is done or the file descriptor `stop` is readable.
+
+    `report(num_tokens)` is called after each round over the sockets that had something; `on_started` once each
+    stream has had a token. Raises `WireError`.
+    """
+    by_file = {connection.socket.fileno(): connection for connection in connections}
+    waiting = {id(log) for connection in connections for log in connection.logs}  # for their first token
+    poll = select.epoll()
+    for file in (stop, *by_file):
+        poll.register(file, select.EPOLLIN)
+    for connection in connections:
+        connection.start()
+    while by_file:
+        num_tokens = 0
+        for file, _ in poll.poll():
+            if file == stop:
+                return
+            connection = by_file[file]
+            data = connection.socket.recv(RECEIVE_BYTES)
+            num_tokens += connection.receive(data, time.monotonic_ns())
+            if waiting:
+                waiting.difference_update([id(log) for log in connection.logs if log.chunk_ns])
+                if not waiting:
+                    on_started()
+            if not data and not all(log.is_done for log in connection.logs):
+                raise WireError(f"the gateway broke the connection of stream {connection.logs[0].index}")
+            if not data or all(log.is_done for log in connection.logs):
+                poll.unregister(file)
+                del by_file[file]
+        if num_tokens:
+            report(num_tokens)
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    connected = socket.create_connection(address, CONNECT_TIMEOUT_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    length = len(payload)
+    return _FRAME.pack(length >> 16, length & 0xFFFF, kind, flags, stream) + payload
+
+
+def _request_headers(authority: bytes) -> bytes:
+    """HPACK of a gRPC request: names from the static table, values as literals that enter no table."""
+    path = b"/%s/GenerateStream" % gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name.encode()
+    return b"".join(
+        (
+            b"\x83",  # :method POST
+            b"\x86",  # :scheme http
+            b"\x04" + _literal(path),  # :path
+            b"\x01" + _literal(authority),  # :authority
+            b"\x0f\x10" + _literal(b"application/grpc"),  # content-type
+            b"\x00" + _literal(b"te") + _literal(b"trailers"),
+        )
+    )
+
+
+def _literal(text: bytes) -> bytes:
+    assert len(text) < 127, "longer strings need a length of several bytes"
+    return bytes([len(text)]) + text
