@@ -45,6 +45,7 @@ class Cluster:
     def __init__(self, process: subprocess.Popen[str], directory: Path, log_file: Path) -> None:
         self.process = process
         self.log_file = log_file
+        self.address = f"unix:{directory}/gateway.sock"
         self._channels = [
             grpc.insecure_channel(f"unix:{directory}/{name}.sock") for name in ("gateway", "dense", "attention")
         ]

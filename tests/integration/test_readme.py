@@ -1,0 +1,34 @@
+"""Every fenced block of README.md, run as it stands but for the addresses, against a live cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster import REPOSITORY, REQUEST_TIMEOUT_S, Cluster
+from tests.readme import Block, fenced_blocks
+
+BLOCKS = fenced_blocks()
+COMMANDS = {"python": (sys.executable, "-c"), "sh": ("bash", "-euo", "pipefail", "-c")}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=map(str, BLOCKS))
+def test_a_block_runs_and_prints_an_answer(cluster: Cluster, block: Block) -> None:
+    code = block.code.replace("127.0.0.1:50051", cluster.address).replace(".venv/bin/python", sys.executable)
+    result = subprocess.run(
+        [*COMMANDS[block.language], code], cwd=REPOSITORY, capture_output=True, text=True, timeout=REQUEST_TIMEOUT_S
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip(), "it printed nothing"
+    assert "error" not in result.stdout.lower()
+    if "San Francisco is a" in code and "max_tokens=32" in code:
+        assert result.stdout == cluster.generate("San Francisco is a", 32).text
+    if "What is the capital of France?" in code:
+        assert "Paris" in result.stdout
+
+
+def test_there_are_blocks_for_both_kinds_of_grpc_client() -> None:
+    code = [block.code for block in BLOCKS if "GenerateStream" in block.code]
+    assert [("asyncio" in piece) for piece in code] == [False, True]
