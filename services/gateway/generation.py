@@ -137,7 +137,7 @@ class Generation:
             completion.finish = chunk.finish
             prompt = prompt or chunk.prompt
         if self.request.best_of > self.request.n:
-            completions.sort(key=_mean_logprob, reverse=True)
+            completions.sort(key=lambda each: self._answers[each.index].mean_logprob, reverse=True)
             completions = [replace(each, index=i) for i, each in enumerate(completions[: self.request.n])]
         return completions, prompt
 
@@ -207,6 +207,12 @@ class _Answer:
             self._dense.cancel(self.entry)
         self._log_end()
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens handed out; minus infinity if there are none."""
+        values = [each.logprob for each in self.entry.logprobs[: self._num_output_tokens]]
+        return math.fsum(values) / len(values) if values else -math.inf
+
     def _timings(self) -> Timings:
         entry, num_gaps = self.entry, self._num_output_tokens - 1
         first_token_s = per_token_s = None
@@ -240,11 +246,6 @@ def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
     if request.prompt_text is not None:
         return request.prompt_text
     return tokenizer.decode(request.prompt_token_ids, request.skip_special_tokens)
-
-
-def _mean_logprob(completion: Completion) -> float:
-    values = [each.logprob for each in completion.logprobs]
-    return math.fsum(values) / len(values) if values else -math.inf
 
 
 class TextBuilder:

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
-from services.gateway.generation import Chunk, Generation
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.generation import Chunk, Generation, Prompt
 from services.gateway.journal import FinishReason, Journal, JournalEntry
 from services.gateway.tokenizer import load_tokenizer
 from tests.generation_requests import make_request
@@ -112,3 +113,99 @@ def test_one_line_is_logged_for_each_end() -> None:
     assert [event["num_output_tokens"] for event in events] == [len(ids("Hi")), 0, 0]
     assert events[2]["error"] == "too long"
     assert all(event["request_id"] == "r" for event in events)
+
+
+def begin_many(**fields: Any) -> tuple[Generation, RecordingDense, Journal]:
+    dense, journal = RecordingDense(), Journal()
+    request = make_request(**{"sampling": SamplingParams(seed=2**64 - 1), "max_tokens": 1000, **fields})
+    return Generation(request, TOKENIZER, journal, dense), dense, journal
+
+
+def feed_logprobs(entry: JournalEntry, text: str, logprob: float) -> None:
+    for token_id in ids(text):
+        entry.logprobs.append(TokenLogprobs(logprob, ((token_id, logprob),)))
+        entry.append(token_id, 0.0)
+    entry.finish(FinishReason.LENGTH)
+
+
+def test_each_answer_has_a_seed_and_a_text_of_its_own() -> None:
+    generation, dense, journal = begin_many(n=3, best_of=3)
+    assert [entry.sampling.seed for entry in dense.submitted] == [2**64 - 1, 0, 1]
+    for entry, text in zip(dense.submitted, ("one", "two", "three"), strict=True):
+        feed(entry, ids(text), FinishReason.LENGTH)
+    completions, prompt = asyncio.run(generation.completions())
+    assert [(each.index, each.text) for each in completions] == [(0, "one"), (1, "two"), (2, "three")]
+    assert generation.is_finished
+    assert (prompt, len(journal)) == (None, 0)
+
+
+def test_chunks_of_several_answers_come_as_their_tokens_do() -> None:
+    generation, dense, _ = begin_many(n=2, best_of=2)
+    first, second = dense.submitted
+    seen = []
+    for entry, text in [(second, "b"), (first, "a"), (second, "d")]:
+        feed(entry, ids(text))
+        chunk = next_chunk(generation)
+        seen.append((chunk.index, chunk.text))
+    assert seen == [(1, "b"), (0, "a"), (1, "d")]
+    generation.close()
+    assert dense.cancelled == [first, second]
+
+
+def test_the_best_answers_are_the_likeliest_by_token_whatever_their_length() -> None:
+    generation, dense, _ = begin_many(n=2, best_of=3)
+    for entry, text, logprob in zip(
+        dense.submitted, ("unlikely", "best of them all", "good"), (-3.0, -0.5, -0.7), strict=True
+    ):
+        feed_logprobs(entry, text, logprob)
+    completions, _ = asyncio.run(generation.completions())
+    assert [(each.index, each.text) for each in completions] == [(0, "best of them all"), (1, "good")]
+
+
+def test_log_probabilities_are_cut_with_the_tokens_at_a_stop_string() -> None:
+    generation, dense, _ = begin_many(stop=("three",), num_logprobs=1)
+    feed_logprobs(dense.submitted[0], "one two three four", -1.0)
+    chunk = next_chunk(generation)
+    assert chunk.logprobs is not None
+    assert [value.top[0][0] for value in chunk.logprobs] == chunk.token_ids == ids("one two three")
+
+
+def test_an_echo_leads_every_answer() -> None:
+    prompt_token_ids = ids("The capital")
+    options = {"prompt_token_ids": prompt_token_ids, "echo": True, "num_prompt_logprobs": 0, "n": 2, "best_of": 2}
+    generation, dense, _ = begin_many(**options)
+    first, second = dense.submitted
+    values = [TokenLogprobs(-float(i), ()) for i in range(1, len(prompt_token_ids))]
+    assert (first.wanted_prompt_logprobs, second.wanted_prompt_logprobs) == (0, None)
+    first.set_prompt_logprobs(1, values[:1])
+    first.set_prompt_logprobs(1, values)  # again, after a worker died
+    assert first.wanted_prompt_logprobs is None
+    for entry, text in ((first, " of France"), (second, " of Peru")):
+        feed(entry, ids(text), FinishReason.LENGTH)
+    completions, prompt = asyncio.run(generation.completions())
+    assert [each.text for each in completions] == ["The capital of France", "The capital of Peru"]
+    assert prompt == Prompt(prompt_token_ids, values)
+
+
+def test_an_error_of_one_answer_ends_the_request() -> None:
+    generation, dense, journal = begin_many(n=2, best_of=2)
+    dense.submitted[1].fail(CapacityError("too long"))
+    with pytest.raises(CapacityError):
+        next_chunk(generation)
+    generation.close()
+    assert dense.cancelled == [dense.submitted[0]]
+    assert len(journal) == 0
+
+
+def test_timings_follow_the_tokens() -> None:
+    generation, dense, _ = begin_many()
+    entry = dense.submitted[0]
+    entry.start(queue_s=0.25, num_cached_tokens=0)
+    for i, token_id in enumerate(ids("one two three")):
+        entry.append(token_id, entry.arrival + 1.0 + 0.5 * i)
+    entry.finish(FinishReason.LENGTH)
+    finish = next_chunk(generation).finish
+    assert finish is not None
+    assert finish.timings.queue_s == 0.25
+    assert finish.timings.first_token_s == pytest.approx(1.0)
+    assert finish.timings.per_token_s == pytest.approx(0.5)

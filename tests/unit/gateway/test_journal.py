@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common.errors import InvalidRequest, PeerError
-from services.gateway.journal import FinishReason, Journal
+from services.gateway.journal import FinishReason, Journal, News
 from tests.generation_requests import make_request, open_entry, take
 
 
@@ -97,3 +97,15 @@ def test_a_shut_journal_ends_old_sequences_and_refuses_new_ones() -> None:
     assert isinstance(entry.error, PeerError)
     with pytest.raises(PeerError, match="shutting down"):
         open_entry(journal, make_request("new"))
+
+
+def test_the_queue_is_counted_until_a_sequence_starts_or_ends() -> None:
+    journal = Journal()
+    entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3), News())
+    [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7), News())
+    assert (journal.num_waiting, journal.num_waiting_tokens) == (4, 22)
+    entries[0].start(0.0, 0)
+    entries[0].start(0.0, 0)  # again, after a worker died
+    journal.close(entries[0])
+    journal.close(other)  # cancelled before it started
+    assert (journal.num_waiting, journal.num_waiting_tokens) == (2, 10)

@@ -478,3 +478,52 @@ def test_reflection_lists_the_services(tmp_path: Path) -> None:
             assert {"twostroke.v1.Gateway", "grpc.health.v1.Health"} <= names
 
     with_gateway(tmp_path, FakeDense(say([])), test)
+
+
+def test_abort_ends_an_answer_with_what_it_has(tmp_path: Path) -> None:
+    dense = FakeDense(say(ids(ANSWER) * 100), step_s=0.002)
+
+    async def test(gateway: RunningGateway) -> None:
+        call = gateway.stub.GenerateStream(request(max_tokens=1000, request_id="mine"))
+        chunks = []
+        async for chunk in call:
+            if not chunks:
+                reply = await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="mine"))
+                assert reply.was_running
+            chunks.append(chunk)
+        assert chunks[-1].finish.reason == gateway_pb2.FINISH_REASON_ABORT
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        assert token_ids == (ids(ANSWER) * 100)[: len(token_ids)]
+        assert chunks[-1].finish.usage.num_output_tokens == len(token_ids)
+        await until(lambda: len(dense.cancelled_seq_ids) == 1)
+        assert not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="mine"))).was_running
+
+    with_gateway(tmp_path, dense, test)
+
+
+def test_the_best_of_several_answers_cannot_be_streamed(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match="best_of is 3 and n is 1"):
+            await gateway.stub.GenerateStream(request(best_of=3)).read()
+
+    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
+
+
+def test_another_model_is_not_found(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match="'gpt' is not served here, 'tiny-llama' is") as caught:
+            await gateway.stub.Generate(request(model="gpt"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
+
+
+def test_detokenize_is_the_inverse_of_tokenize(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        token_ids = (await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))).token_ids
+        plain = gateway_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=True)
+        assert (await gateway.stub.Detokenize(plain)).text == ANSWER
+        with pytest.raises(grpc.aio.AioRpcError, match=r"token_ids\[0\] is 4000000000"):
+            await gateway.stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=[4_000_000_000]))
+
+    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
