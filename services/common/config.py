@@ -83,7 +83,9 @@ class SchedulerSection(Section):
     max_num_seqs: Count = 64  # sequences of one step
     max_num_batched_tokens: Count = 512  # tokens of one step
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
-    max_num_waiting: Count = 10_000  # sequences in the waiting queue
+    max_num_waiting: Count = 10_000  # sequences in the waiting queue that never ran, of all gateways together
+    max_num_waiting_tokens: Count = 10_000_000  # of their prompts
+    priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # wait that makes up for one priority; see waiting_queue.py
 
 
 class AttentionSection(Section):

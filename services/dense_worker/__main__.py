@@ -109,6 +109,8 @@ async def run_engine(
             max_model_len=model.max_model_len,
             max_num_waiting=scheduler.max_num_waiting,
             policy=scheduler.policy,
+            max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
+            priority_ageing_s=scheduler.priority_ageing_s,
         ),
         runner,
         client,

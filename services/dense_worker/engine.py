@@ -236,7 +236,7 @@ class Engine:
                 raise PeerError("the attention worker went away")
 
     def _handle_inbox(self, is_idle: bool) -> None:
-        """Handles all that has come; when idle, sleeps until something comes."""
+        """Handles all that has come, and whose time is over; when idle, sleeps until something comes or a second."""
         while True:
             try:
                 function, arguments = self._inbox.get(block=is_idle, timeout=1.0 if is_idle else None)
@@ -247,6 +247,8 @@ class Engine:
         if self._claim_deadline is not None and time.monotonic() > self._claim_deadline:
             self._claim_deadline = None
             self._scheduler.close_unclaimed()
+        if expired := self._scheduler.expire(time.monotonic()):
+            self._deliver(StepReport(0, [], expired))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         self._inbox.put((function, arguments))

@@ -3,12 +3,11 @@
 There is no prefill or decode phase. A sequence has tokens and computed tokens, and a step lets some
 sequences catch up, within a token budget; those that need a single token go first, so that a long prompt
 cannot stall running streams. A plan is made while the step before it still runs: it needs that step's
-lengths, not its tokens.
+lengths, not its tokens. Who goes first is `waiting_queue.py`'s to say.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Literal
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.waiting_queue import WaitingQueue, insert, remove
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
@@ -30,6 +30,8 @@ class SchedulerLimits:
     max_model_len: int
     max_num_waiting: int
     policy: Policy
+    max_num_waiting_tokens: int = 10_000_000
+    priority_ageing_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,11 @@ class Scheduler:
     """Continuous batching over one attention worker.
 
     `guaranteed_no_evict` admits a sequence only when the cache can hold its last token; `max_utilization`
-    when it can hold the tokens it has now, and preempts the latest arrival when blocks run out: that one is
-    closed and later computed anew.
+    when it can hold the tokens it has now, and preempts the last one in order when blocks run out: that one is
+    closed and later computed anew. Both lists share one order, which no sequence ever changes, so the first of
+    all is never preempted: something always advances.
 
-    Call in this order, for ever: `next_to_open` → `opened`*; `schedule`; `accepted`; `update`.
+    Call in this order, for ever: `expire` and `next_to_open` → `opened`*; `schedule`; `accepted`; `update`.
     """
 
     def __init__(self, limits: SchedulerLimits, ledger: BlockLedger) -> None:
@@ -82,8 +85,10 @@ class Scheduler:
         self.ledger = ledger
         self.num_preemptions = 0
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: list[Sequence] = []  # by arrival
-        self._running: list[Sequence] = []  # by arrival
+        self._waiting = WaitingQueue(
+            limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
+        )
+        self._running: list[Sequence] = []  # in the same order
         self._num_opening = 0
         self._held_blocks: dict[int, int] = {}  # of sequences an earlier dense worker left open
         self._to_close: list[int] = []
@@ -91,7 +96,6 @@ class Scheduler:
         self._is_short_of_blocks = False  # a running sequence could not grow: admit nobody
         self._num_closing_plans = 0  # published plans with closes whose result is still out
         self._confirmed: list[tuple[int, int]] = []
-        self._next_arrival = 0
         self._next_step_id = 1
 
     @property
@@ -122,14 +126,9 @@ class Scheduler:
             raise CapacityError(
                 f"{num_tokens} tokens need {num_blocks} KV cache blocks, the cache has {self.ledger.num_blocks}"
             )
-        if len(self._waiting) >= self.limits.max_num_waiting:
-            raise CapacityError(
-                f"{len(self._waiting)} sequences are waiting, the limit is {self.limits.max_num_waiting}"
-            )
-        sequence.arrival = self._next_arrival
-        self._next_arrival += 1
+        self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
-        self._enqueue(sequence)
+        self._waiting.push(sequence)
 
     def cancel(self, seq_id: int) -> None:
         """Forgets a sequence; its blocks are closed by the next plan. Unknown ids are ignored."""
@@ -137,19 +136,33 @@ class Scheduler:
         if sequence is not None:
             self._finish(sequence)
 
+    def expire(self, now_s: float) -> list[SequenceOutput]:
+        """Ends those that have waited for their first step as long as they may; `now_s` on the monotonic clock."""
+        outputs = []
+        for sequence, error in self._waiting.expired(now_s):
+            self._finish(sequence)
+            outputs.append(SequenceOutput(sequence, None, FinishReason.ERROR, error))
+        return outputs
+
     def next_to_open(self) -> list[Sequence]:
-        """Sequences, in arrival order, that fit now: their blocks are reserved and they become OPENING."""
+        """Sequences, in order, that fit now: their blocks are reserved and they become OPENING.
+
+        Those that hold blocks already, from before the attachment, come before all others: only they can make
+        good use of these blocks, and the others may need them.
+        """
         chosen: list[Sequence] = []
         if self._is_short_of_blocks:
             return chosen
         while self._waiting and self._num_opening + len(self._running) < self.limits.max_num_seqs:
-            sequence = self._waiting[0]
+            sequence = self._waiting.first(self._held_blocks)
             if sequence.num_pending_tokens or sequence.seq_id in self._closing:
                 break  # preempted a moment ago: its last token or its close is still on the way
             num_blocks = self._blocks_to_reserve(sequence, self._held_blocks.get(sequence.seq_id, 0))
             if num_blocks > self.ledger.num_available_blocks:
+                if not self._running and not self._num_opening and not self._closing:
+                    self._drop_held_blocks()  # nothing else can free any
                 break  # nobody overtakes: a small sequence would starve a large one
-            del self._waiting[0]
+            self._waiting.remove(sequence)
             self.ledger.reserve(num_blocks)
             sequence.num_reserved_blocks = num_blocks
             sequence.status = SequenceStatus.OPENING
@@ -186,7 +199,7 @@ class Scheduler:
             self._close(sequence)
             return
         sequence.status = SequenceStatus.RUNNING
-        bisect.insort(self._running, sequence, key=_arrival)
+        insert(self._running, sequence)
 
     def open_failed(self, sequence: Sequence, error: TwostrokeError) -> SequenceOutput | None:
         """The attention worker refused the sequence: it ends with an error, unless it was cancelled."""
@@ -268,7 +281,7 @@ class Scheduler:
         return outputs
 
     def reset(self, ledger: BlockLedger, held_blocks: Mapping[int, int]) -> None:
-        """A new attachment: nothing is open but `held_blocks`, and every live sequence waits in arrival order.
+        """A new attachment: nothing is open but `held_blocks`, and every live sequence waits in its order.
 
         Plans in flight are void; their tokens were never known and will be sampled again, alike.
         """
@@ -284,19 +297,23 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.num_computed_tokens = sequence.num_pending_tokens = 0
             sequence.num_blocks = sequence.num_reserved_blocks = 0
-            self._enqueue(sequence)
+            self._waiting.push(sequence)
 
     def close_unclaimed(self) -> None:
         """Closes the sequences of an earlier dense worker that nobody has submitted again."""
-        unclaimed = [seq_id for seq_id in self._held_blocks if seq_id not in self._sequences]
-        for seq_id in unclaimed:
-            del self._held_blocks[seq_id]
-        self._to_close.extend(unclaimed)
-        self._closing.update(unclaimed)
+        self._close_held([seq_id for seq_id in self._held_blocks if seq_id not in self._sequences])
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.WAITING
-        bisect.insort(self._waiting, sequence, key=_arrival)
+    def _drop_held_blocks(self) -> None:
+        """Gives up what the last waiting sequence in order kept from before; it will be computed anew."""
+        holders = [seq_id for seq_id in self._held_blocks if seq_id in self._sequences]
+        if holders:
+            self._close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
+
+    def _close_held(self, seq_ids: SequenceOf[int]) -> None:
+        for seq_id in seq_ids:
+            del self._held_blocks[seq_id]
+        self._to_close.extend(seq_ids)
+        self._closing.update(seq_ids)
 
     def _blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int) -> int:
         guaranteed = self.limits.policy == "guaranteed_no_evict"
@@ -304,7 +321,7 @@ class Scheduler:
         return max(0, self.ledger.blocks_for(num_tokens) - num_held_blocks)
 
     def _allocate(self, sequence: Sequence, num_tokens: int, scheduled: Iterable[int]) -> bool:
-        """Takes the blocks for `num_tokens` more tokens, preempting later arrivals if the policy lets it."""
+        """Takes the blocks for `num_tokens` more tokens, preempting those later in order if there are too few."""
         if sequence.status is not SequenceStatus.RUNNING:
             return False  # preempted in this very plan
         num_blocks = max(0, self.ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks)
@@ -335,10 +352,10 @@ class Scheduler:
     def _preempt_latest(self, scheduled: Iterable[int]) -> None:
         for victim in reversed(self._running):
             if victim.seq_id not in scheduled:
-                _remove(self._running, victim)
+                remove(self._running, victim)
                 self._close(victim)
                 victim.num_computed_tokens = 0
-                self._enqueue(victim)
+                self._waiting.push(victim)
                 self.num_preemptions += 1
                 return
 
@@ -346,10 +363,12 @@ class Scheduler:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         if status is SequenceStatus.RUNNING:
-            _remove(self._running, sequence)
+            remove(self._running, sequence)
             self._close(sequence)
         elif status is SequenceStatus.WAITING:
-            _remove(self._waiting, sequence)
+            self._waiting.remove(sequence)
+            if sequence.seq_id in self._held_blocks:
+                self._close_held([sequence.seq_id])
         else:
             self._closing.add(sequence.seq_id)  # being opened; closed as soon as it is
 
@@ -363,12 +382,3 @@ class Scheduler:
         self.ledger.unreserve(sequence.num_reserved_blocks)
         sequence.num_reserved_blocks = 0
 
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
-
-
-def _remove(by_arrival: list[Sequence], sequence: Sequence) -> None:
-    index = bisect.bisect_left(by_arrival, sequence.arrival, key=_arrival)
-    assert by_arrival[index] is sequence
-    del by_arrival[index]

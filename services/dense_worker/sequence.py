@@ -42,9 +42,12 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0  # lower goes earlier
+    arrival_s: float = 0.0  # when it came to this worker, on the monotonic clock
+    queue_timeout_s: float | None = None  # longest wait from then to its first step
 
     status: SequenceStatus = SequenceStatus.WAITING
-    arrival: int = 0  # set by the scheduler; smaller goes first, kept through preemption
+    order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first, kept through preemption
     num_cached_tokens: int | None = None  # found in the KV cache at first opening
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -59,6 +62,11 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has been opened once, here or, as its tokens tell, in an earlier dense worker."""
+        return self.num_cached_tokens is not None or bool(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
@@ -129,6 +130,9 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
         cache_salt=submit.cache_salt,
+        priority=submit.priority,
+        arrival_s=time.monotonic(),
+        queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
     )
 
 

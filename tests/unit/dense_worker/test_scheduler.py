@@ -55,9 +55,12 @@ class Cluster:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         max_num_waiting: int = 1000,
+        **limits: float,
     ) -> None:
         self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
-        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, MAX_MODEL_LEN, max_num_waiting, policy)
+        self.limits = SchedulerLimits(
+            max_num_seqs, max_num_batched_tokens, MAX_MODEL_LEN, max_num_waiting, policy, **limits
+        )
         self.scheduler = Scheduler(self.limits, BlockLedger(BLOCK_SIZE, num_blocks, num_blocks))
         self.in_flight: StepPlan | None = None
         self.plans: list[StepPlan] = []
@@ -78,6 +81,14 @@ class Cluster:
             self._complete(self.in_flight)
         self.in_flight = plan
         self.check_ledger()
+
+    def attach_again(self) -> None:
+        """The stream broke: the plan in flight is lost, the attention worker keeps what it has."""
+        self.in_flight = None
+        self._opening.clear()
+        ledger = BlockLedger(BLOCK_SIZE, self.cache.num_blocks, self.cache.num_free_blocks)
+        self.scheduler.reset(ledger, self.cache.held_blocks)
+        self.scheduler.close_unclaimed()  # whose closing was lost with the plan
 
     def answer_opens(self) -> None:
         while self._opening:
@@ -283,11 +294,8 @@ def test_resubmission_after_a_new_attachment_continues_where_the_blocks_are() ->
     cluster.scheduler.add(sequence)
     for _ in range(6):
         cluster.step()
-    held = cluster.cache.held_blocks
-    ledger = BlockLedger(BLOCK_SIZE, cluster.cache.num_blocks, cluster.cache.num_free_blocks)
     num_computed = sequence.num_computed_tokens
-    cluster.in_flight = None  # lost with the old worker
-    cluster.scheduler.reset(ledger, held)
+    cluster.attach_again()
     cluster.step()
     first = cluster.plans[-1].entries[0]
     assert first.num_tokens <= 2 and first.num_computed_tokens >= num_computed - 2, "nothing is prefilled again"
