@@ -7,12 +7,14 @@ import secrets
 import sys
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from services.attn_worker.servicer import AttentionServicer
 from services.common.channel.shm_cleanup import remove_stale_regions
 from services.common.cli import parse_service_args
 from services.common.config import Config
 from services.common.logs import configure_logs
+from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import resolve_model, use_device
 from services.common.server import GrpcServer, run_service
 from services.pb import attn_pb2_grpc
@@ -25,13 +27,20 @@ STOP_GRACE_S = 1.0
 
 async def serve(config: Config) -> None:
     """Opens everything, serves until cancelled, closes everything."""
+    registry = new_registry("attention")
+    with serving_metrics(config.attention.metrics_address, registry):
+        await serve_watched(config, registry)
+
+
+async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
+    """See `serve`."""
     section = config.attention
     server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes)
     model = resolve_model(config.model, section.device)
     use_device(model.device, section.num_threads)
     if removed := remove_stale_regions():
         log.info("removed shared memory of dead processes", names=",".join(removed))
-    servicer = AttentionServicer(section, model, secrets.randbits(64), config.channel.wait_timeout_s)
+    servicer = AttentionServicer(section, model, secrets.randbits(64), config.channel.wait_timeout_s, registry)
     attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
     try:
         address = await server.start()

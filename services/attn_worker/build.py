@@ -11,6 +11,7 @@ from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_cache import KVCache
 from services.attn_worker.layer_runner import EagerLayerRunner, LayerRunner
+from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError
@@ -27,7 +28,9 @@ class StepLimits:
     max_num_tokens: int
 
 
-def build_engine(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> AttentionEngine:
+def build_engine(
+    section: AttentionSection, model: ResolvedModel, limits: StepLimits, metrics: AttentionMetrics
+) -> AttentionEngine:
     """Allocates the KV cache. Raises `CapacityError` when it cannot hold a single sequence."""
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
@@ -40,7 +43,7 @@ def build_engine(section: AttentionSection, model: ResolvedModel, limits: StepLi
         enable_prefix_cache=section.enable_prefix_cache,
         length_dependent_beyond=length_dependent_beyond(config.rope),
     )
-    return AttentionEngine(cache, _build_runner(section, model, limits, num_blocks, max_model_len))
+    return AttentionEngine(cache, _build_runner(section, model, limits, num_blocks, max_model_len), metrics)
 
 
 def count_blocks(section: AttentionSection, model: ResolvedModel) -> int:

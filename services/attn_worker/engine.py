@@ -8,6 +8,7 @@ A step that loses its dense worker is rolled back as if it had never been planne
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from services.attn_worker.kv_cache import KVCache, OpenResult, PlannedStep
 from services.attn_worker.layer_runner import FinishedStep, LayerRunner, RunningStep
+from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel
 from services.common.errors import StaleEpoch
 
@@ -44,12 +46,13 @@ class Accepted:
 class AttentionEngine:
     """All work goes through `submit`, in order; counters may be read from any thread."""
 
-    def __init__(self, cache: KVCache, runner: LayerRunner) -> None:
+    def __init__(self, cache: KVCache, runner: LayerRunner, metrics: AttentionMetrics) -> None:
         self.cache = cache
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self._runner = runner
+        self._metrics = metrics
         self._running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
         self._channel: Channel | None = None
         self._attachment_id = 0
@@ -88,21 +91,37 @@ class AttentionEngine:
         self.num_cached_tokens += result.num_cached_tokens
         return result
 
-    def run_step(self, attachment_id: int, plan: Plan, on_accepted: Callable[[Accepted], None]) -> None:
-        """Launches one step. Raises what `Channel.wait` raises, with all unfinished steps rolled back."""
+    def run_step(
+        self, attachment_id: int, plan: Plan, received_s: float, on_accepted: Callable[[Accepted], None]
+    ) -> None:
+        """Launches one step, whose plan came at `received_s` by `time.perf_counter`.
+
+        Raises what `Channel.wait` raises, with all unfinished steps rolled back.
+        """
         self._check_attachment(attachment_id)
+        start_s = time.perf_counter()
+        self._metrics.on_plan(start_s - received_s)
         self._commit_done()
         step = self.cache.plan_step(plan.entries, plan.close_seq_ids, plan.confirmed)
         if step.errors and self._channel is not None:
             self._channel.add_errors(len(step.errors))
         on_accepted(Accepted(step, self.cache.num_free_blocks))
         try:
-            running = self._runner.launch(step.metadata) if plan.entries else FinishedStep()
+            running = self._launch(step, start_s) if plan.entries else FinishedStep()
             self._running.append((running, len(step.metadata.positions)))
             self._commit_done()
         except BaseException:
             self._abort_steps()
             raise
+
+    def _launch(self, step: PlannedStep, start_s: float) -> RunningStep:
+        channel = self._channel
+        assert channel is not None, "steps need an attachment"
+        waited_s = channel.waited_s
+        running = self._runner.launch(step.metadata)
+        if waited_s is not None and channel.waited_s is not None:  # the step has run, on a CPU
+            self._metrics.on_step(time.perf_counter() - start_s, channel.waited_s - waited_s)
+        return running
 
     def _commit_done(self) -> None:
         """Keeps the tokens of every step that has ended, in order."""

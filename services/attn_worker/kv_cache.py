@@ -77,6 +77,8 @@ class KVCache:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks  # also the index of the null block
+        self.num_recovered_sequences = 0  # taken up again after their dense worker died, in all
+        self.num_recovered_tokens = 0  # that these had, and kept
         self._weights_hash = b""
         self._enable_prefix_cache = enable_prefix_cache
         self._length_dependent_beyond = length_dependent_beyond
@@ -141,6 +143,8 @@ class KVCache:
         if sequence is not None and _continues(sequence, root, ids):
             num_freed = self._truncate(sequence, len(ids) - 1)
             sequence.token_ids = ids
+            self.num_recovered_sequences += 1
+            self.num_recovered_tokens += int(self._num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
 import grpc
 import structlog
 import torch
+from prometheus_client import CollectorRegistry
 
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import Accepted, AttentionEngine, Plan
+from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import create_channel
 from services.common.config import AttentionSection
@@ -29,10 +32,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
     The KV cache is allocated at the first attachment: only then have the weights taken their memory.
     """
 
-    def __init__(self, section: AttentionSection, model: ResolvedModel, epoch: int, wait_timeout_s: float) -> None:
+    def __init__(
+        self,
+        section: AttentionSection,
+        model: ResolvedModel,
+        epoch: int,
+        wait_timeout_s: float,
+        registry: CollectorRegistry,
+    ) -> None:
         self._section = section
         self._model = model
         self._engine: AttentionEngine | None = None
+        self._metrics = AttentionMetrics(registry, lambda: self._engine)
         self._epoch = epoch
         self._wait_timeout_s = wait_timeout_s
         self._attachment_id = 0
@@ -52,7 +63,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._channel = channel
         if self._engine is None:
             limits = StepLimits(request.max_num_seqs, request.max_num_batched_tokens)
-            self._engine = await asyncio.to_thread(build_engine, self._section, self._model, limits)
+            self._engine = await asyncio.to_thread(build_engine, self._section, self._model, limits, self._metrics)
         engine = self._engine
         await asyncio.wrap_future(engine.submit(engine.attach, channel, attachment_id, request.weights_hash))
         log.info("attached", attachment_id=attachment_id, peer=context.peer(), channel=channel.kind)
@@ -120,6 +131,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 yield result
         finally:
             channel.abort()
+            self._metrics.on_handoff_abort()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             log.info("detached", attachment_id=attachment_id)
@@ -179,6 +191,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 engine.run_step,
                 attachment_id,
                 plan,
+                time.perf_counter(),
                 lambda accepted, step_id=plan.step_id: put(encode_result(step_id, accepted)),
             )
             step.add_done_callback(report)

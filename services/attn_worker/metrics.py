@@ -1,0 +1,107 @@
+"""`AttentionMetrics`: what the attention worker tells Prometheus; see `deploy/prometheus/metrics.md`.
+
+Histograms are observed on the engine thread, a few times a step; counts that engine and cache keep anyway are read
+when a scraper asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from services.common.metrics import STEP_BUCKETS_S
+
+
+class CacheCounts(Protocol):
+    """See `KVCache`. Read from another thread: each number is right, but they may be of two neighbouring steps."""
+
+    num_blocks: int
+    num_free_blocks: int  # cached ones included
+    num_cached_blocks: int
+    num_sequences: int
+    num_recovered_sequences: int
+    num_recovered_tokens: int
+
+
+class EngineCounts(Protocol):
+    """See `AttentionEngine`."""
+
+    cache: CacheCounts
+    num_steps: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+
+
+class AttentionMetrics:
+    """`read_engine` gives the engine, or None before the first dense worker attached; any thread may call it."""
+
+    def __init__(self, registry: CollectorRegistry, read_engine: Callable[[], EngineCounts | None]) -> None:
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"twostroke_attention_{name}", text, registry=registry, buckets=STEP_BUCKETS_S)
+
+        self._step = histogram("step_seconds", "One step, from its plan's turn to its end. Empty on CUDA.")
+        self._step_compute = histogram(
+            "step_compute_seconds", "The attention worker's own part of a step. Empty on CUDA."
+        )
+        self._step_wait = histogram(
+            "step_wait_seconds", "The part of a step spent waiting for the dense worker. Empty on CUDA."
+        )
+        self._plan_lead = histogram("plan_lead_seconds", "From a plan's arrival until its turn.")
+        self._handoff_aborts = Counter(
+            "twostroke_attention_handoff_aborts_total", "Times the dense worker was lost or left.", registry=registry
+        )
+        registry.register(_CountsCollector(read_engine))
+
+    def on_plan(self, lead_s: float) -> None:
+        """A plan's turn has come. Called on the engine thread."""
+        self._plan_lead.observe(lead_s)
+
+    def on_step(self, duration_s: float, wait_s: float) -> None:
+        """A step has run. Called on the engine thread, where the host sees steps end."""
+        self._step.observe(duration_s)
+        self._step_compute.observe(duration_s - wait_s)
+        self._step_wait.observe(wait_s)
+
+    def on_handoff_abort(self) -> None:
+        """The dense worker went away."""
+        self._handoff_aborts.inc()
+
+
+class _CountsCollector:
+    """Reads the engine's counts when a scraper asks."""
+
+    def __init__(self, read_engine: Callable[[], EngineCounts | None]) -> None:
+        self._read_engine = read_engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._read_engine()
+        if engine is None:
+            return  # a cache whose size is not known yet is not an empty one
+        cache = engine.cache
+        num_free, num_cached = cache.num_free_blocks, cache.num_cached_blocks
+        blocks = GaugeMetricFamily(
+            "twostroke_attention_kv_blocks",
+            "Blocks of the KV cache: used by a sequence, cached (unused, content may be found again), or free.",
+            labels=["state"],
+        )
+        blocks.add_metric(["used"], cache.num_blocks - num_free)
+        blocks.add_metric(["cached"], min(num_cached, num_free))
+        blocks.add_metric(["free"], max(0, num_free - num_cached))
+        yield blocks
+        yield GaugeMetricFamily("twostroke_attention_sequences", "Open sequences.", cache.num_sequences)
+        counters = {
+            "steps": ("Steps completed.", engine.num_steps),
+            "computed_tokens": ("Tokens that went through attention.", engine.num_computed_tokens),
+            "cached_tokens": ("Tokens that were found in the KV cache.", engine.num_cached_tokens),
+            "recovered_sequences": (
+                "Sequences that a new dense worker took up where the old one left them.",
+                cache.num_recovered_sequences,
+            ),
+            "recovered_tokens": ("Tokens of these that were not computed again.", cache.num_recovered_tokens),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"twostroke_attention_{name}", text, value)
