@@ -77,6 +77,7 @@ class DenseClient:
         self._journal = journal
         self._on_connection = on_connection
         self._model: ServedModel | None = None
+        self.num_resubmitted = 0  # sequences that were under way when a stream broke, in all
         self._is_connected = asyncio.Event()
         self._outbox: _Outbox | None = None  # None: no stream
         self._wait_limits: list[asyncio.TimerHandle] = []  # one a waiting sequence, while there is no stream
@@ -169,6 +170,7 @@ class DenseClient:
     async def _begin(self, outbox: _Outbox) -> None:
         for entry in self._journal.unfinished():
             outbox.put_nowait(_submit_message(entry))
+            self.num_resubmitted += entry.queue_s is not None
         for wait_limit in self._wait_limits:
             wait_limit.cancel()
         self._wait_limits.clear()

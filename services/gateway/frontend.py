@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.common.errors import TwostrokeError
 from services.gateway.dense_client import DenseClient, ServedModel
 from services.gateway.generation import Generation
 from services.gateway.journal import FinishReason, Journal
+from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.request import ModelLimits, check_token_ids, read_request, read_text_or_chat
 from services.gateway.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -26,6 +28,7 @@ class Frontend:
         tokenizer: Tokenizer,
         journal: Journal,
         dense: DenseClient,
+        metrics: GatewayMetrics,
     ) -> None:
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
@@ -33,6 +36,8 @@ class Frontend:
         self.journal = journal
         self._max_n = max_n
         self._dense = dense
+        self._metrics = metrics
+        metrics.watch(self._counts)
 
     @property
     def model(self) -> ServedModel:
@@ -51,8 +56,12 @@ class Frontend:
 
     async def start(self, message: gateway_pb2.GenerateRequest) -> Generation:
         """Checks and submits a request. The caller closes the generation. Raises a `TwostrokeError`."""
-        request = await read_request(message, self.tokenizer, self.limits)
-        return Generation(request, self.tokenizer, self.journal, self._dense)
+        try:
+            request = await read_request(message, self.tokenizer, self.limits)
+            return Generation(request, self.tokenizer, self.journal, self._dense, self._metrics)
+        except TwostrokeError as error:
+            self._metrics.on_rejected(error)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """Ends a request's answers, with what they have so far; whether there were any."""
@@ -70,3 +79,11 @@ class Frontend:
         """The text of token ids."""
         check_token_ids("token_ids", token_ids, self.limits.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    def _counts(self) -> GatewayCounts:
+        return GatewayCounts(
+            num_open=len(self.journal),
+            num_waiting=self.journal.num_waiting,
+            num_resubmitted=self._dense.num_resubmitted,
+            is_connected=self._dense.unready_reason() is None,
+        )

@@ -16,6 +16,7 @@ import structlog
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.journal import FinishReason, Journal, JournalEntry, News
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
 from services.gateway.stop_strings import StopStrings
 from services.gateway.tokenizer import Tokenizer
@@ -91,12 +92,19 @@ class Generation:
     Construction submits the request and raises `InvalidRequest` if its request_id is in use.
     """
 
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, journal: Journal, dense: Submitter) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        journal: Journal,
+        dense: Submitter,
+        metrics: GatewayMetrics,
+    ) -> None:
         self.request = request
         self._news = News()
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
-            _Answer(entry, self._prompt_text, TextBuilder(request, tokenizer), journal, dense)
+            _Answer(entry, self._prompt_text, TextBuilder(request, tokenizer), journal, dense, metrics)
             for entry in journal.open(request, self._news)
         ]
         self._num_running = len(self._answers)
@@ -151,12 +159,20 @@ class _Answer:
     """One sequence of a request, from its tokens to its text."""
 
     def __init__(
-        self, entry: JournalEntry, prompt_text: str, text: TextBuilder, journal: Journal, dense: Submitter
+        self,
+        entry: JournalEntry,
+        prompt_text: str,
+        text: TextBuilder,
+        journal: Journal,
+        dense: Submitter,
+        metrics: GatewayMetrics,
     ) -> None:
         self.entry = entry
         self.finish: Finish | None = None
         self._journal = journal
         self._dense = dense
+        self._metrics = metrics
+        self._last_chunk_at: float | None = None  # that had tokens
         self._text = text
         self._lead = prompt_text  # goes before the first text
         self._num_output_tokens = 0  # handed out so far
@@ -175,6 +191,8 @@ class _Answer:
             reason, stop_token_id = FinishReason.STOP, None
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
         self._num_output_tokens += len(token_ids)
+        if token_ids:
+            self._measure(len(token_ids))
         if self._lead:
             text, self._lead = self._lead + text, ""
         if reason is not None:
@@ -205,7 +223,15 @@ class _Answer:
         self._journal.close(self.entry)
         if not self.entry.is_ended:
             self._dense.cancel(self.entry)
-        self._log_end()
+        self._report_end()
+
+    def _measure(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self._last_chunk_at is None:
+            self._metrics.on_first_tokens(num_tokens, now - self.entry.arrival)
+        else:
+            self._metrics.on_more_tokens(num_tokens, now - self._last_chunk_at)
+        self._last_chunk_at = now
 
     @property
     def mean_logprob(self) -> float:
@@ -222,16 +248,20 @@ class _Answer:
                 per_token_s = (entry.last_token_at - entry.first_token_at) / num_gaps
         return Timings(entry.queue_s, first_token_s, per_token_s, time.monotonic() - entry.arrival)
 
-    def _log_end(self) -> None:
+    def _report_end(self) -> None:
         entry, timings = self.entry, self._timings()
         end = "cancelled" if entry.error is None else "error"
         if self.finish is not None:
             end = self.finish.reason.value
+        num_prompt_tokens = len(entry.request.prompt_token_ids)
+        self._metrics.on_end(end, num_prompt_tokens, entry.num_cached_tokens, timings.total_s, timings.per_token_s)
+        if entry.error is not None and not entry.output_token_ids:
+            self._metrics.on_rejected(entry.error)
         log.info(
             "request ended",
             request_id=entry.request.request_id,
             seq_id=f"{entry.seq_id:x}",
-            num_prompt_tokens=len(entry.request.prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=entry.num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             reason=end,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from services.common.config import Config
 from services.common.errors import PeerError
+from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_together
 from services.gateway.dense_client import DenseClient
 from services.gateway.frontend import Frontend
 from services.gateway.journal import Journal
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.tokenizer import load_tokenizer
 from services.pb import gateway_pb2_grpc
@@ -22,13 +25,28 @@ STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
 async def serve(config: Config) -> None:
     """Serves until cancelled. Raises `ConfigError`, `ModelError`, or `PeerError` if no dense worker comes."""
+    registry = new_registry("gateway")
+    with serving_metrics(config.gateway.metrics_address, registry):
+        await serve_watched(config, registry)
+
+
+async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
+    """See `serve`."""
     path = config.model.path
     eos_token_ids = load_model_config(path).eos_token_ids
     tokenizer = load_tokenizer(path, is_optional=config.model.load_format == "dummy")
     server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
     journal = Journal()
     dense = DenseClient(config.dense.address, config.peers, journal, server.set_serving)
-    frontend = Frontend(path.resolve().name, eos_token_ids, config.gateway.max_n, tokenizer, journal, dense)
+    frontend = Frontend(
+        path.resolve().name,
+        eos_token_ids,
+        config.gateway.max_n,
+        tokenizer,
+        journal,
+        dense,
+        GatewayMetrics(registry),
+    )
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
     address = await server.start()
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.common.config import EMBEDDED_MODEL
@@ -14,6 +15,7 @@ from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.generation import Chunk, Generation, Prompt
 from services.gateway.journal import FinishReason, Journal, JournalEntry
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.tokenizer import load_tokenizer
 from tests.generation_requests import make_request
 
@@ -42,7 +44,7 @@ def ids(text: str) -> list[int]:
 def begin(**fields: Any) -> tuple[Generation, JournalEntry, RecordingDense, Journal]:
     dense, journal = RecordingDense(), Journal()
     request = make_request(**{"sampling": SamplingParams(seed=9), "max_tokens": 1000, **fields})
-    generation = Generation(request, TOKENIZER, journal, dense)
+    generation = Generation(request, TOKENIZER, journal, dense, GatewayMetrics(CollectorRegistry()))
     return generation, dense.submitted[0], dense, journal
 
 

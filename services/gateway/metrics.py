@@ -1,0 +1,130 @@
+"""`GatewayMetrics`: what the gateway tells Prometheus, as its clients see it; see `deploy/prometheus/metrics.md`.
+
+Everything runs in the event loop. A chunk costs one observation of a histogram; what the journal and the dense
+client count anyway is read when a scraper asks, on the scraper's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from services.common.errors import TwostrokeError
+from services.common.metrics import LATENCY_BUCKETS_S
+
+FINISHED = ("stop", "length", "abort")
+OUTCOMES = (*FINISHED, "cancelled", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayCounts:
+    """Of sequences now, and of those continued after a break in all."""
+
+    num_open: int
+    num_waiting: int
+    num_resubmitted: int
+    is_connected: bool  # to a dense worker
+
+
+class GatewayMetrics:
+    """Of answers: a request with n answers counts n times, but its prompt's tokens once an answer, as in `Usage`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.num_generated_tokens = 0  # handed to clients' handlers
+        self._registry = registry
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"twostroke_gateway_{name}", text, registry=registry, buckets=LATENCY_BUCKETS_S)
+
+        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(f"twostroke_gateway_{name}", text, labels, registry=registry)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From a request's acceptance until its answer's first token."
+        )
+        self._inter_token = histogram(
+            "inter_token_latency_seconds", "From one chunk of an answer that carries tokens to the next."
+        )
+        self._per_token = histogram(
+            "time_per_output_token_seconds", "Mean time from one token of an answer to the next, once an answer."
+        )
+        self._duration = histogram(
+            "request_duration_seconds", "From a request's acceptance until the end of a finished answer."
+        )
+        answers = counter("answers_total", "Answers that ended, by how.", ["outcome"])
+        self._answers = {outcome: answers.labels(outcome) for outcome in OUTCOMES}
+        self._rejected = counter(
+            "requests_rejected_total", "Requests refused before their first token, by the error's code.", ["reason"]
+        )
+        self._prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of ended answers.")
+        self._cached_tokens = counter(
+            "cached_tokens_total", "Prompt tokens of ended answers that were found in the prefix cache."
+        )
+
+    def watch(self, read_counts: Callable[[], GatewayCounts]) -> None:
+        """Reports these counts too; `read_counts` is called on the scraper's thread."""
+        self._registry.register(_CountsCollector(self, read_counts))
+
+    def on_first_tokens(self, num_tokens: int, latency_s: float) -> None:
+        """An answer's first tokens are here."""
+        self.num_generated_tokens += num_tokens
+        self._first_token.observe(latency_s)
+
+    def on_more_tokens(self, num_tokens: int, gap_s: float) -> None:
+        """More of them, `gap_s` after the ones before."""
+        self.num_generated_tokens += num_tokens
+        self._inter_token.observe(gap_s)
+
+    def on_end(
+        self,
+        outcome: str,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        duration_s: float,
+        per_token_s: float | None,
+    ) -> None:
+        """An answer ended. `per_token_s` is None if it has fewer than two tokens."""
+        self._answers[outcome].inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+        if outcome not in FINISHED:
+            return  # its duration says nothing of the server
+        self._duration.observe(duration_s)
+        if per_token_s is not None:
+            self._per_token.observe(per_token_s)
+
+    def on_rejected(self, error: TwostrokeError) -> None:
+        """A request was refused."""
+        self._rejected.labels(error.code).inc()
+
+
+class _CountsCollector:
+    """Reads counts when a scraper asks."""
+
+    def __init__(self, metrics: GatewayMetrics, read_counts: Callable[[], GatewayCounts]) -> None:
+        self._metrics = metrics
+        self._read_counts = read_counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._read_counts()
+        yield GaugeMetricFamily(
+            "twostroke_gateway_answers_open", "Answers that have not ended, waiting ones included.", counts.num_open
+        )
+        yield GaugeMetricFamily(
+            "twostroke_gateway_answers_waiting", "Answers that have not been in a step yet.", counts.num_waiting
+        )
+        yield GaugeMetricFamily(
+            "twostroke_gateway_connected", "1 while there is a dense worker, else 0.", int(counts.is_connected)
+        )
+        yield CounterMetricFamily(
+            "twostroke_gateway_generated_tokens", "Output tokens of all answers.", self._metrics.num_generated_tokens
+        )
+        yield CounterMetricFamily(
+            "twostroke_gateway_recovered_sequences",
+            "Sequences under way that were submitted again after the dense worker was lost.",
+            counts.num_resubmitted,
+        )
