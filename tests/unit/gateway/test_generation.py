@@ -120,7 +120,7 @@ def test_one_line_is_logged_for_each_end() -> None:
 def begin_many(**fields: Any) -> tuple[Generation, RecordingDense, Journal]:
     dense, journal = RecordingDense(), Journal()
     request = make_request(**{"sampling": SamplingParams(seed=2**64 - 1), "max_tokens": 1000, **fields})
-    return Generation(request, TOKENIZER, journal, dense), dense, journal
+    return Generation(request, TOKENIZER, journal, dense, GatewayMetrics(CollectorRegistry())), dense, journal
 
 
 def feed_logprobs(entry: JournalEntry, text: str, logprob: float) -> None:
