@@ -76,6 +76,7 @@ class RunningGateway:
     """What a test may touch."""
 
     address: str
+    http_address: str
     dense_address: str
     channel: grpc.aio.Channel
     stub: gateway_pb2_grpc.GatewayStub
@@ -98,13 +99,19 @@ class RunningGateway:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    directory: Path, dense: FakeDense | None, *, address: str | None = None, connect_timeout_s: float = 20.0
+    directory: Path,
+    dense: FakeDense | None,
+    *,
+    address: str | None = None,
+    connect_timeout_s: float = 20.0,
+    **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway with its sockets in `directory`; with `dense`, it is serving already."""
     address = address or f"unix:{directory}/gateway.sock"
+    http_address = f"unix:{directory}/http.sock"
     dense_address = f"unix:{directory}/dense.sock"
     config = Config(
-        gateway=GatewaySection(address=address),
+        gateway=GatewaySection(address=address, http_address=http_address, **gateway_options),
         dense=DenseSection(address=dense_address),
         peers=PeerSection(connect_timeout_s=connect_timeout_s),
     )
@@ -113,7 +120,7 @@ async def running_gateway(
     service = asyncio.create_task(serve(config))
     async with grpc.aio.insecure_channel(address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
-        gateway = RunningGateway(address, dense_address, channel, stub, service)
+        gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)
         try:
             if dense is not None:
                 await gateway.wait_serving()

@@ -61,10 +61,19 @@ class ModelSection(Section):
 
 class GatewaySection(Section):
     address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
-    http_address: Address = "127.0.0.1:8080"
     max_message_bytes: Count = 16 * 2**20  # of one gRPC message
+    http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     max_n: Count = 16  # answers to one prompt
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
+    max_body_bytes: Count = 4 * 2**20  # of one HTTP request; reading it holds up all streams, 4 MiB by 0.1 s at worst
+    max_header_bytes: Count = 32 * 2**10  # of one HTTP request
+    max_prompts: Count = 64  # of one HTTP request for completions
+    max_connections: Count = 4096  # of HTTP
+    header_timeout_s: Seconds = 10.0  # from connecting until a request's headers are complete
+    body_timeout_s: Seconds = 60.0  # from there until its body is complete
+    keep_alive_timeout_s: Seconds = 30.0  # of an idle HTTP connection
+    slow_reader_timeout_s: Seconds = 30.0  # how long an HTTP client may leave a full buffer unread
+    first_news_timeout_s: Seconds = 1.0  # a streamed answer's status waits so long for a token or an error
 
 
 class DenseSection(Section):
@@ -152,9 +161,9 @@ class Config(Section):
             )
         if not model.path.is_dir():
             raise ValueError(f"model.path {str(model.path)!r} is not a directory")
-        addresses = [self.gateway.address, self.dense.address, self.attention.address]
+        addresses = [self.gateway.address, self.gateway.http_address, self.dense.address, self.attention.address]
         if len(set(addresses)) != len(addresses):
-            raise ValueError(f"gateway, dense and attention addresses must differ: {', '.join(addresses)}")
+            raise ValueError(f"gateway, HTTP, dense and attention addresses must differ: {', '.join(addresses)}")
         return self
 
 

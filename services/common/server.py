@@ -57,7 +57,7 @@ class GrpcServer:
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
         if self._address.startswith("unix:"):
-            _check_socket_free(self._address.removeprefix("unix:"))
+            check_socket_free(self._address.removeprefix("unix:"))
         try:
             port = self.server.add_insecure_port(self._address)
         except RuntimeError as error:
@@ -81,7 +81,7 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def _check_socket_free(path: str) -> None:
+def check_socket_free(path: str) -> None:
     """A Unix socket that a dead process left may be taken over, one that answers may not: gRPC does not ask."""
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(

@@ -71,6 +71,14 @@ class Detokenizer:
         return self._stream.flush()
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+    """What one token stands for within a text, in UTF-8; special tokens by their names. It need not be a character."""
+    table = _token_table(tokenizer, skip_special_tokens=False)
+    if table is not None:
+        return table[token_id]
+    return tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode()
+
+
 class _ByteStream:
     """Bytes of tokens, decoded as far as characters are complete."""
 

@@ -12,6 +12,8 @@ from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_together
 from services.gateway.dense_client import DenseClient
 from services.gateway.frontend import Frontend
+from services.gateway.http.app import build_app
+from services.gateway.http.server import HttpServer
 from services.gateway.journal import Journal
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
@@ -48,16 +50,20 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
         GatewayMetrics(registry),
     )
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
+    http_server = HttpServer(build_app(frontend, config.gateway), config.gateway)
     address = await server.start()
+    http_address = ""
 
     async def announce() -> None:
         log.info("waiting for the dense worker", address=address, dense_address=config.dense.address)
         await dense.wait_connected()
-        log.info("serving", address=address, model=str(path))
+        log.info("serving", address=address, http_address=http_address, model=str(path))
 
     try:
+        http_address = await http_server.start()
         await run_together(dense.run(), announce())
     finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
         journal.shut(PeerError("the gateway is shutting down"))
+        await http_server.stop(STOP_GRACE_S)
         await server.stop(STOP_GRACE_S)
         tokenizer.close()

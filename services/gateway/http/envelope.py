@@ -1,0 +1,72 @@
+"""What surrounds every request: its id, the limit of its body, and a last answer where nothing else answered."""
+
+from __future__ import annotations
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+from services.gateway.http.errors import error_response
+from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, read_request_id
+
+log = structlog.get_logger()
+
+
+class Envelope:
+    """An ASGI application around another one; handlers find the id as `request.state.request_id`."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises nothing: handlers of `services.gateway.http.errors` have answered by the time an error is here."""
+        assert scope["type"] == "http", "uvicorn is told to speak nothing else"
+        refusal: Exception | None = None
+        try:
+            request_id = read_request_id(scope)
+        except InvalidRequest as error:
+            request_id, refusal = new_request_id(), error
+        scope["state"]["request_id"] = request_id
+        id_header = (REQUEST_ID_HEADER.encode(), request_id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), id_header]
+            await send(message)
+
+        if refusal is None:
+            refusal = self._refuse_length(scope)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, self._limited(receive), send_with_id)
+        except Exception as error:
+            log.debug("request ended by an error", request_id=request_id, error=repr(error))
+
+    def _refuse_length(self, scope: Scope) -> HTTPException | None:
+        """A body that says itself that it is too long is not read."""
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if lengths and int(lengths[0]) > self._max_body_bytes:  # the parser admits digits only, and one such header
+            return self._too_large(f"{int(lengths[0])}")
+        return None
+
+    def _limited(self, receive: Receive) -> Receive:
+        """The same, up to the limit: a chunked body does not say its length."""
+        num_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large(f"more than {self._max_body_bytes}")
+            return message
+
+        return receive_limited
+
+    def _too_large(self, num_bytes: str) -> HTTPException:
+        return HTTPException(413, f"the body has {num_bytes} bytes, the limit is {self._max_body_bytes}")

@@ -1,0 +1,142 @@
+"""Errors as OpenAI's error objects with their HTTP status: the only place that maps one to the other."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
+
+from services.common.errors import TwostrokeError
+
+log = structlog.get_logger()
+
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+# As OpenAI's own; clients branch on the status first.
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ErrorObject(TypedDict):
+    """What went wrong; `param` names the field, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """OpenAI's error body."""
+
+    error: ErrorObject
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in {
+        400: "The request is wrong",
+        401: "No valid API key",
+        403: "Not allowed",
+        404: "Unknown model",
+        413: "The body is too large",
+        429: "Too many requests: see Retry-After",
+        500: "A bug or a failed request",
+        503: "Not ready",
+        504: "Took too long",
+    }.items()
+}
+
+
+def error_object(message: str, *, status: int, code: str | None, param: str | None = None) -> ErrorBody:
+    """See OpenAI's reference, "Error codes"."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_body(message: str, *, status: int, code: str | None, param: str | None = None) -> bytes:
+    """The same as JSON."""
+    return to_json(error_object(message, status=status, code=code, param=param))
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody]:
+    """Status and object of anything that a handler raised; what nobody expected is logged, and its text kept back."""
+    if isinstance(error, TwostrokeError):
+        status = error.http_status
+        return status, error_object(str(error), status=status, code=error.code, param=error.param)
+    if isinstance(error, RequestValidationError):
+        message, param = _describe_validation(error)
+        return 400, error_object(message, status=400, code="invalid_request", param=param)
+    if isinstance(error, HTTPException):
+        code = HTTP_CODES.get(error.status_code, "http_error")
+        return error.status_code, error_object(str(error.detail), status=error.status_code, code=code)
+    log.error("unexpected error in an HTTP request", exc_info=error)
+    return 500, error_object(f"internal error: {type(error).__name__}", status=500, code="internal")
+
+
+def error_response(error: Exception) -> Response:
+    """The whole answer, with Retry-After where time helps."""
+    status, body = describe(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException) and error.headers:
+        headers.update(error.headers)
+    if isinstance(error, TwostrokeError):
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        elif status == 429:
+            headers["retry-after"] = "1"
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+    return Response(to_json(body), status, headers, media_type="application/json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error of every route becomes an error object."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    for kind in (TwostrokeError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
+    """Message and field of the first thing that is wrong."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']}", None
+    param = _param(first["loc"], error.body)
+    field = first.get("ctx", {}).get("field")  # where a rule of a whole object is broken
+    if field is not None:
+        param = f"{param}.{field}" if param else field
+        return f"{param}: {first['msg']}", param
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing" or "input" not in first:
+        return f"{param or 'the body'}: {message}", param
+    return f"{param or 'the body'} is {_short(first['input'])}: {message}", param
+
+
+def _param(loc: Sequence[str | int], body: Any) -> str | None:
+    """`messages[0].content`; steps that are not of the body, such as the tried type of a union, are left out."""
+    path = ""
+    for step in loc[1:] if loc and loc[0] == "body" else loc:
+        if isinstance(step, int) and isinstance(body, list):
+            path += f"[{step}]"
+            body = body[step] if 0 <= step < len(body) else None
+        elif isinstance(step, str) and isinstance(body, Mapping):
+            path += f".{step}" if path else step
+            body = body.get(step)
+    return path or None
+
+
+def _short(value: Any) -> str:
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = 60
+    return shortener.repr(value)

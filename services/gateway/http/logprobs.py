@@ -1,0 +1,94 @@
+"""Log-probabilities as OpenAI shows them: aligned lists for completions, one object a token for chats."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.detokenizer import token_bytes
+from services.gateway.http.schemas.answers import PromptLogprobs
+from services.gateway.http.schemas.chat import ChatLogprobs
+from services.gateway.http.schemas.completions import LegacyLogprobs
+from services.gateway.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token for the eye; one that is no whole character as `bytes:\\xe2\\x80`, as OpenAI writes it."""
+    data = token_bytes(tokenizer.hf_tokenizer, token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> ChatLogprobs:
+    """Of new tokens."""
+
+    def describe(token_id: int, logprob: float) -> dict:
+        data = token_bytes(tokenizer.hf_tokenizer, token_id)
+        return {"token": token_text(tokenizer, token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+
+    return {
+        "content": [
+            {**describe(token_id, each.logprob), "top_logprobs": [describe(*pair) for pair in each.top]}
+            for token_id, each in zip(token_ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+class LegacyLogprobsBuilder:
+    """Of one answer to a request for completions, piece by piece: keeps count of where each token's text begins."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = set(tokenizer.hf_tokenizer.all_special_ids) if skip_special_tokens else set()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters of the text so far
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
+        """The lists for new tokens; None stands for a prompt's first token, before which there is nothing."""
+        lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, each in zip(token_ids, logprobs, strict=True):
+            lists["tokens"].append(token_text(self._tokenizer, token_id))
+            lists["text_offset"].append(self._offset)
+            lists["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
+            lists["top_logprobs"].append(None if each is None else self._top(token_id, each))
+            if token_id not in self._skipped:
+                data = token_bytes(self._tokenizer.hf_tokenizer, token_id)
+                self._offset += len(self._decoder.decode(data))
+        return lists
+
+    def _top(self, token_id: int, each: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and always the one that was chosen."""
+        top: dict[str, float] = {}
+        for other_id, logprob in (*each.top, (token_id, each.logprob)):
+            top.setdefault(token_text(self._tokenizer, other_id), max(logprob, LEAST_LOGPROB))
+        return top
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> PromptLogprobs:
+    """As vLLM shows those of a prompt: by token id, with ranks where they are known."""
+    entries: PromptLogprobs = [None]
+    for token_id, each in zip(token_ids[1:], logprobs, strict=True):
+        ranked = [(other_id, logprob, rank) for rank, (other_id, logprob) in enumerate(each.top, start=1)]
+        if all(other_id != token_id for other_id, _ in each.top):
+            ranked.append((token_id, each.logprob, None))
+        entries.append(
+            {
+                str(other_id): {
+                    "logprob": max(logprob, LEAST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer, other_id),
+                }
+                for other_id, logprob, rank in ranked
+            }
+        )
+    return entries

@@ -1,0 +1,69 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest
+from services.gateway.frontend import Frontend
+from services.gateway.http.answer import Answer
+from services.gateway.http.chat_format import ChatFormat
+from services.gateway.http.completion_format import CompletionFormat
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import StrictJsonRoute
+from services.gateway.http.schemas.chat import ChatObject, ChatRequest
+from services.gateway.http.schemas.completions import CompletionObject, CompletionRequest
+from services.gateway.http.to_message import chat_message, completion_messages
+
+STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "If stream was set"}}}
+
+
+def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+    """Of one gateway."""
+    router = APIRouter(route_class=StrictJsonRoute, tags=["Generation"], responses=ERROR_RESPONSES)
+
+    @router.post(
+        "/v1/completions",
+        response_class=Response,
+        responses={200: {"model": CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continues one or several prompts."""
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        _check_prompts(body, section.max_prompts)
+        return Answer(
+            frontend,
+            completion_messages(body, request_id),
+            CompletionFormat(frontend, body, request_id),
+            is_stream=bool(body.stream),
+            first_news_timeout_s=section.first_news_timeout_s,
+        )
+
+    @router.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        responses={200: {"model": ChatObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answers a chat."""
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        return Answer(
+            frontend,
+            [chat_message(body, request_id)],
+            ChatFormat(frontend, body, request_id),
+            is_stream=bool(body.stream),
+            first_news_timeout_s=section.first_news_timeout_s,
+        )
+
+    return router
+
+
+def _check_prompts(body: CompletionRequest, max_prompts: int) -> None:
+    if not 1 <= len(body.prompts) <= max_prompts:
+        raise InvalidRequest(f"there are {len(body.prompts)} prompts, must be 1 to {max_prompts}", "prompt")
+    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
+        raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")

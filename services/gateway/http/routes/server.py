@@ -1,0 +1,63 @@
+"""What the server says of itself: /v1/models, /health, /ready, /version."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from services.gateway import __version__
+from services.gateway.frontend import Frontend
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.routes.tokens import check_model
+from services.gateway.http.schemas.server import Health, ModelList, ModelObject, Version
+
+
+def server_routes(frontend: Frontend) -> APIRouter:
+    """Of one gateway."""
+    router = APIRouter(tags=["Server"])
+    start = int(time.time())
+    model_errors = {status: ERROR_RESPONSES[status] for status in (404, 503)}
+
+    def model_object() -> ModelObject:
+        return {
+            "id": frontend.model_name,
+            "object": "model",
+            "created": start,
+            "owned_by": "twostroke",
+            "max_model_len": frontend.model.max_model_len,
+        }
+
+    @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})
+    async def list_models() -> ModelList:
+        """The served model."""
+        return {"object": "list", "data": [model_object()]}
+
+    @router.get("/v1/models/{name:path}", responses=model_errors)
+    async def retrieve_model(name: str) -> ModelObject:
+        """The served model, if that is its name."""
+        check_model(frontend, name)
+        return model_object()
+
+    @router.get("/health")
+    async def health() -> Health:
+        """Answers as long as the process does."""
+        return {"status": "ok"}
+
+    @router.get(
+        "/ready", response_class=Response, responses={200: {"model": Health}, 503: {"model": Health}}
+    )
+    async def ready() -> Response:
+        """Whether requests can run now; if not, why."""
+        reason = frontend.unready_reason()
+        if reason is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+
+    @router.get("/version")
+    async def version() -> Version:
+        """Of the server."""
+        return {"version": __version__}
+
+    return router

@@ -1,0 +1,187 @@
+"""POST /v1/chat/completions, as in OpenAI's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
+from services.gateway.http.schemas.base import Int64, RequestModel, UInt32
+from services.gateway.http.schemas.sampling import GenerationFields
+
+
+class TextPart(RequestModel):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
+    Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),
+]
+
+
+class ChatMessageObject(RequestModel):
+    """One message of the chat."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": (),
+        "name": ("",),
+        "refusal": (),
+        "tool_call_id": (),
+        "tool_calls": ([],),
+    }
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is another name of system")
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """All parts as one."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text for part in self.content])
+
+
+class ChatRequest(GenerationFields):
+    """The conversation so far, and how to go on."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationFields.unsupported,
+        # OpenAI
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),  # without tools there is nothing to call
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("none",),
+        "tools": ([],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        # vLLM
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "mm_processor_kwargs": ({},),
+    }
+
+    messages: list[ChatMessageObject] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: Int64 | None = Field(None, description="The newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="Give the log-probability of each token")
+    top_logprobs: UInt32 | None = Field(None, description="Likeliest tokens to give beside it")
+
+    @pydantic.model_validator(mode="after")
+    def _check_combinations(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            message = "top_logprobs is allowed only when logprobs is true"
+            raise PydanticCustomError("top_logprobs", message, {"field": "top_logprobs"})
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                "max_completion_tokens",
+                "max_tokens is {old} and max_completion_tokens {new}: they are two names of one thing",
+                {"old": self.max_tokens, "new": self.max_completion_tokens, "field": "max_completion_tokens"},
+            )
+        return self
+
+
+class TopLogprob(TypedDict):
+    """A token that could have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TypedDict):
+    """A token, and the likeliest ones at its place; `bytes` is its UTF-8, which need not be whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(TypedDict):
+    """The model's answer."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class Delta(TypedDict):
+    """What is new; the role comes first."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChoice(TypedDict):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChunkChoice(TypedDict):
+    """A piece of an answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatObject(TypedDict):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: NotRequired[str]
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatChunkObject(TypedDict):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: NotRequired[str]
+    choices: list[ChunkChoice]
+    usage: NotRequired[UsageObject | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]

@@ -1,0 +1,97 @@
+"""POST /v1/completions, as in OpenAI's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+import pydantic
+from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypedDict
+
+from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
+from services.gateway.http.schemas.base import Int64, UInt32
+from services.gateway.http.schemas.sampling import GenerationFields
+
+
+def _kind_of_prompt(value: Any) -> str:
+    """By the first element, so that a long list is not tried as one kind after the other."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else None
+    return {str: "texts", list: "token_id_lists"}.get(type(first), "token_ids")
+
+
+# One wrong element is enough: a list of a million errors helps nobody.
+_TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[_TokenIds, Tag("token_ids")]
+    | Annotated[list[_TokenIds], Field(fail_fast=True), Tag("token_id_lists")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class CompletionRequest(GenerationFields):
+    """What to continue, and how."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationFields.unsupported,
+        "add_special_tokens": (True,),
+        "suffix": ("",),
+        "prompt_embeds": (),
+        "response_format": ({"type": "text"},),
+    }
+
+    prompt: Prompt = Field(description="A text, token ids, or a list of either")
+    echo: bool | None = Field(None, description="Start every text with its prompt")
+    logprobs: UInt32 | None = Field(None, description="Log-probabilities of all tokens, and of so many likely ones")
+
+    @pydantic.field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        return None if value is False else value  # as some clients say it
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One element a prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class LegacyLogprobs(TypedDict):
+    """Aligned lists, one element a token; `text_offset` in characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """One answer, or a piece of it; `index` counts answers prompt by prompt."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: FinishReasonName | None
+    stop_reason: NotRequired[str | int | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class CompletionObject(TypedDict):
+    """The whole answer, or one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: NotRequired[str]
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageObject | None]

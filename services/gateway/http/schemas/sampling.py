@@ -1,0 +1,93 @@
+"""Fields that completions and chats share: OpenAI's, and the widely used ones of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+
+from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32
+
+
+class StreamOptions(RequestModel):
+    """Options of a streamed answer."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "include_obfuscation": (False,),
+        "continuous_usage_stats": (False,),
+    }
+    include_usage: bool | None = Field(None, description="Send a last chunk with the token counts")
+
+
+class GenerationFields(RequestModel):
+    """Null means the default, everywhere."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        # OpenAI
+        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        # vLLM
+        "allowed_token_ids": ([],),
+        "early_stopping": (False,),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "length_penalty": (1, 1.0),
+        "logits_processors": ([],),
+        "return_tokens_as_token_ids": (False,),
+        "spaces_between_special_tokens": (True,),
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
+
+    model: str | None = Field(None, description="Name of the served model, or none")
+    n: UInt32 | None = Field(None, description="Answers to each prompt")
+    best_of: UInt32 | None = Field(None, description="Answers to generate, of which the n likeliest are returned")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    stream_options: StreamOptions | None = None
+    max_tokens: Int64 | None = Field(None, description="Most tokens to generate")
+    min_tokens: Int32 | None = Field(None, description="No end before this many tokens")
+    temperature: float | None = Field(None, description="0 is greedy, 1 is the model's own distribution")
+    top_p: float | None = None
+    top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token id, as a string, to what its logit gains")
+    bad_words: list[str] | None = Field(None, description="Words that must not appear")
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
+        None, description="Same seed, same tokens; a negative one is taken as its 64-bit two's complement"
+    )
+    stop: str | list[str] | None = Field(None, description="The answer ends before these")
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: UInt32 | None = Field(None, description="Log-probabilities of prompt tokens, and so many beside")
+    return_token_ids: bool | None = Field(None, description="Give token ids beside the text")
+    priority: Int32 | None = Field(None, description="Lower is served earlier")
+    cache_salt: str | None = Field(None, description="Prompt prefixes are shared with requests of the same salt only")
+    user: str | None = Field(None, description="Who asks, for logs only")
+
+    @pydantic.field_validator("logit_bias")
+    @classmethod
+    def _check_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or ():
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**32):
+                shown = f"{key:.20}"
+                raise PydanticCustomError("token_id", "the key {key} is not a token id", {"key": repr(shown)})
+        return bias
+
+    @pydantic.model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options are allowed only when stream is true"
+            raise PydanticCustomError("stream_options", message, {"field": "stream_options"})
+        return self

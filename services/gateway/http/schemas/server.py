@@ -1,0 +1,37 @@
+"""What GET answers: models, health, version."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class ModelObject(TypedDict):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """All of them: one."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class Health(TypedDict):
+    """Whether the process answers, or can serve; if not, why."""
+
+    status: Literal["ok", "unavailable"]
+    reason: NotRequired[str]
+
+
+class Version(TypedDict):
+    """Of the server."""
+
+    version: str

@@ -1,0 +1,123 @@
+"""uvicorn inside the gateway: bound by us, so that a taken address is our error, and stopped with the service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.common.config import GatewaySection
+from services.common.errors import ConfigError
+from services.common.server import check_socket_free
+from services.gateway.http.envelope import Envelope
+from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
+
+log = structlog.get_logger()
+
+BACKLOG = 2048
+START_TIMEOUT_S = 10.0
+
+
+class HttpServer:
+    """Serves one ASGI application at `section.address`."""
+
+    def __init__(self, app: ASGIApp, section: GatewaySection) -> None:
+        self._section = section
+        self._task: asyncio.Task[None] | None = None
+        self._socket: socket.socket | None = None
+        config = uvicorn.Config(
+            Envelope(app, section.max_body_bytes),
+            http=_protocol_of(section),
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",  # errors are logged where they are handled
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=section.keep_alive_timeout_s,  # type: ignore[arg-type]  any number will do
+        )
+        self._server = _Server(config)
+
+    async def start(self) -> str:
+        """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
+        _raise_open_files()
+        self._socket = bind(self._section.http_address)
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not self._server.started:
+                if self._task.done():
+                    self._task.result()
+                await asyncio.sleep(0.005)
+        if self._section.http_address.startswith("unix:"):
+            return self._section.http_address
+        return f"{self._section.http_address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new connections, lets running answers end for `grace_s` seconds, then cuts them."""
+        if self._task is None:
+            return
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._server.should_exit = True
+        await self._task
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        if self._section.http_address.startswith("unix:"):
+            Path(self._section.http_address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the service's, which stops this server in its turn."""
+        yield
+
+
+def bind(address: str) -> socket.socket:
+    """A bound socket at HOST:PORT or unix:PATH. Raises `ConfigError`."""
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            check_socket_free(path)
+            Path(path).unlink(missing_ok=True)
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(path)
+        else:
+            host, _, port = address.rpartition(":")
+            target = (host.strip("[]"), int(port))
+            family, kind, protocol, _, target = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _protocol_of(section: GatewaySection) -> type[BoundedProtocol]:
+    class Protocol(BoundedProtocol):
+        limits = ConnectionLimits(
+            max_connections=section.max_connections,
+            max_header_bytes=section.max_header_bytes,
+            header_timeout_s=section.header_timeout_s,
+            body_timeout_s=section.body_timeout_s,
+            slow_reader_timeout_s=section.slow_reader_timeout_s,
+        )
+
+    return Protocol
+
+
+def _raise_open_files() -> None:
+    """As many connections as the system allows this process: 1024 files are a common default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

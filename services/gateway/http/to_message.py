@@ -1,0 +1,102 @@
+"""From the models of HTTP to the messages of gRPC, so that every limit is checked once, in `gateway/request.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.http.schemas.chat import ChatMessageObject, ChatRequest
+from services.gateway.http.schemas.completions import CompletionRequest
+from services.gateway.http.schemas.sampling import GenerationFields
+from services.pb import gateway_pb2, sampling_pb2
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a request for completions says nothing; a chat takes what there is
+SAME_FIELDS = (
+    "best_of",
+    "cache_salt",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "model",
+    "n",
+    "priority",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "user",
+)
+SAME_SAMPLING_FIELDS = (
+    "frequency_penalty",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+)
+
+
+def completion_messages(body: CompletionRequest, request_id: str) -> list[gateway_pb2.GenerateRequest]:
+    """One a prompt; if there are several, their ids are numbered."""
+    common = _common_message(body)
+    common.max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    common.echo = bool(body.echo)
+    if body.logprobs is not None:
+        common.logprobs = body.logprobs
+        if body.echo and body.prompt_logprobs is None:
+            common.prompt_logprobs = body.logprobs
+    messages = []
+    prompts = body.prompts
+    for i, prompt in enumerate(prompts):
+        message = gateway_pb2.GenerateRequest()
+        message.CopyFrom(common)
+        message.request_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+        if isinstance(prompt, str):
+            message.prompt = prompt
+        else:
+            message.prompt_token_ids.ids.extend(prompt)
+        messages.append(message)
+    return messages
+
+
+def chat_message(body: ChatRequest, request_id: str) -> gateway_pb2.GenerateRequest:
+    """Of a chat."""
+    message = _common_message(body)
+    message.request_id = request_id
+    message.chat.CopyFrom(chat_of(body.messages))
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
+        message.max_tokens = max_tokens
+    if body.logprobs:
+        message.logprobs = body.top_logprobs or 0
+    return message
+
+
+def chat_of(messages: Sequence[ChatMessageObject]) -> gateway_pb2.Chat:
+    """The conversation alone."""
+    roles = {"developer": "system"}
+    return gateway_pb2.Chat(
+        messages=[
+            gateway_pb2.ChatMessage(role=roles.get(each.role, each.role), content=each.text) for each in messages
+        ]
+    )
+
+
+def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
+    sampling = _given(body, SAME_SAMPLING_FIELDS)
+    if body.top_k is not None and body.top_k not in (0, -1):
+        sampling["top_k"] = body.top_k
+    if body.seed is not None:
+        sampling["seed"] = body.seed % 2**64
+    if body.logit_bias:
+        sampling["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    return gateway_pb2.GenerateRequest(
+        sampling=sampling_pb2.SamplingParams(**sampling),
+        stop=stop,
+        stop_token_ids=body.stop_token_ids,
+        bad_words=body.bad_words,
+        **_given(body, SAME_FIELDS),
+    )
+
+
+def _given(body: GenerationFields, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
