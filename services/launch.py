@@ -117,8 +117,10 @@ async def launch(config: Config, arguments: argparse.Namespace) -> None:
 async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace) -> None:
     """See `launch`; `run_dir` is there for sockets and files."""
     config = place_sockets(config, run_dir, is_private=arguments.prompt is not None)
-    for section in (config.gateway, config.dense, config.attention):
-        check_free(section.address)
+    for address in (
+        config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
+    ):
+        check_free(address)
     config_file = run_dir / "config.toml"
     config_file.write_text(dump_config(config))
     mps = start_mps(config, run_dir)
@@ -164,7 +166,8 @@ async def use(
     if arguments.prompt is not None:
         return
     print(
-        f"\nServing {config.model.path.name} for gRPC clients at {address}. Stop with Ctrl-C.\n"
+        f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
+        f"{config.gateway.http_address}. Stop with Ctrl-C.\n"
         f"  one answer: {sys.executable} -m services.gateway.chat_client --address {address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"
         f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {address}",
@@ -203,16 +206,17 @@ def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
 
 def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
     """Unix sockets for the workers that got no address of their own; for the gateway if nobody else calls."""
-    sections = {"dense": config.dense, "attention": config.attention}
+    places = {"dense": {"address": "dense"}, "attention": {"address": "attention"}}
     if is_private:
-        sections["gateway"] = config.gateway
-    return config.model_copy(
-        update={
-            name: section.model_copy(update={"address": f"unix:{run_dir}/{name}.sock"})
-            for name, section in sections.items()
-            if "address" not in section.model_fields_set
+        places["gateway"] = {"address": "gateway", "http_address": "http"}
+    update = {}
+    for name, keys in places.items():
+        section = getattr(config, name)
+        sockets = {
+            key: f"unix:{run_dir}/{file}.sock" for key, file in keys.items() if key not in section.model_fields_set
         }
-    )
+        update[name] = section.model_copy(update=sockets)
+    return config.model_copy(update=update)
 
 
 def check_free(address: str) -> None:

@@ -119,6 +119,7 @@ def running_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
     regions_before = set(SHM.glob("twostroke-*"))
     command = [sys.executable, "-m", "services.launch"]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
+    sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
     for override in (*sockets, *overrides):
         command += ["--set", override]
     log_file = directory / "log"

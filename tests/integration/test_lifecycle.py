@@ -69,6 +69,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(t
 def test_the_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "services.launch", "--set", f"gateway.address=unix:{tmp_path}/gateway.sock"]
+    command += ["--set", f"gateway.http_address=unix:{tmp_path}/http.sock"]
     with log.open("w") as stderr:
         process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, text=True)
     wait_for_log(process, log, "Serving ")

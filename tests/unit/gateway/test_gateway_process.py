@@ -20,7 +20,7 @@ def test_a_signal_ends_requests_and_process(signal_number: int, tmp_path: Path) 
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         await dense.start(dense_address)
         config = tmp_path / "config.toml"
-        config.write_text(f'[gateway]\naddress = "{address}"\n')
+        config.write_text(f'[gateway]\naddress = "{address}"\nhttp_address = "unix:{tmp_path}/http.sock"\n')
         process = ServiceProcess(
             "services.gateway", "--config", str(config), f"--set=dense.address={dense_address}"
         )
@@ -48,6 +48,7 @@ def test_a_missing_dense_worker_ends_the_process_with_its_address(tmp_path: Path
     async def test() -> None:
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         addresses = [f"--set=gateway.address={address}", f"--set=dense.address={dense_address}"]
+        addresses.append(f"--set=gateway.http_address=unix:{tmp_path}/http.sock")
         process = ServiceProcess("services.gateway", *addresses, "--set=peers.connect_timeout_s=0.1")
         status, _, stderr = await process.outcome()
         assert status == 1
