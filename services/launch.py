@@ -198,7 +198,9 @@ def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
     if mode == "off" or devices == {"cpu"} or len(devices) > 1:
         return None
     if has_mps():
-        return MpsDaemon(run_dir / "mps")
+        daemon = MpsDaemon(run_dir / "mps")
+        daemon.start()
+        return daemon
     if mode == "on":
         raise PeerError("launch.mps is 'on', but this machine has no nvidia-cuda-mps-control or no NVIDIA GPU")
     return None  # on a machine without a GPU there is nothing to share

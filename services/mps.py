@@ -1,20 +1,33 @@
-"""`MpsDaemon`: NVIDIA's Multi-Process Service for the launcher's own children.
+"""`MpsDaemon`: NVIDIA's Multi-Process Service for the two workers of one GPU.
 
 Without it two processes share a GPU by time slices, and a handoff takes hundreds of microseconds. The daemon
-gets a directory of its own and ends with the launcher; no setting of the card is touched.
+gets a directory of its own and ends with who started it, the launcher or, in a container of its own,
+`python -m services.mps --directory DIR`; no setting of the card is touched.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
+
+from services.common.config import LogSection
 from services.common.errors import PeerError
+from services.common.logs import configure_logs
+from services.common.server import run_service
+
+log = structlog.get_logger()
 
 CONTROL = "nvidia-cuda-mps-control"
 ANSWER_TIMEOUT_S = 10.0
+WATCH_INTERVAL_S = 2.0
 
 
 def has_mps() -> bool:
@@ -23,19 +36,24 @@ def has_mps() -> bool:
 
 
 class MpsDaemon:
-    """Started by the constructor, ended by `stop`. Children need `environment` to become its clients."""
+    """Started by `start`, ended by `stop`. Other processes need `environment` to become its clients."""
 
     def __init__(self, directory: Path) -> None:
+        self._pipe, self._log = directory / "pipe", directory / "log"
+        self.environment = os.environ | {
+            "CUDA_MPS_PIPE_DIRECTORY": str(self._pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self._log),
+        }
+
+    def start(self) -> None:
         """Raises `PeerError` when the daemon cannot be started or does not answer."""
-        pipe, log = directory / "pipe", directory / "log"
-        pipe.mkdir(parents=True)
-        log.mkdir()
-        self.environment = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
+        self._pipe.mkdir(parents=True, exist_ok=True)
+        self._log.mkdir(exist_ok=True)
         self._run([CONTROL, "-d"], None)
-        self._ask("get_server_list")
+        self.client_pids()
 
     def client_pids(self) -> set[int]:
-        """Process ids of all that use the GPU through this daemon."""
+        """Process ids of all that use the GPU through this daemon. Raises `PeerError` when it does not answer."""
         servers = self._ask("get_server_list").split()
         return {int(pid) for server in servers for pid in self._ask(f"get_client_list {server}").split()}
 
@@ -56,3 +74,38 @@ class MpsDaemon:
         if result.returncode != 0:
             raise PeerError(f"{' '.join(command)} failed with {result.returncode}: {result.stderr or result.stdout}")
         return result.stdout
+
+
+async def serve(daemon: MpsDaemon) -> None:
+    """Runs the daemon until cancelled, and logs who its clients are. Raises `PeerError` when it stops answering."""
+    await asyncio.to_thread(daemon.start)
+    known: set[int] = set()
+    try:
+        log.info("serving")
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            clients = await asyncio.to_thread(daemon.client_pids)
+            if clients != known:
+                log.info("clients changed", pids=",".join(map(str, sorted(clients))))
+                known = clients
+    finally:
+        await asyncio.to_thread(daemon.stop)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="services.mps", description="Runs the MPS daemon until SIGTERM.")
+    parser.add_argument("--directory", type=Path, required=True, help="for its pipes and logs, alike for all clients")
+    parser.add_argument("--check", action="store_true", help="only ask a running one for an answer: status 0 or 1")
+    arguments = parser.parse_args(argv)
+    daemon = MpsDaemon(arguments.directory)
+    if not arguments.check:
+        configure_logs(LogSection(), "mps")
+        run_service(serve(daemon))
+    try:
+        daemon.client_pids()
+    except PeerError as error:
+        parser.exit(1, f"services.mps: {error}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -52,6 +52,7 @@ class ModelSection(Section):
     """What is served."""
 
     path: Path = EMBEDDED_MODEL  # a Hugging Face model directory
+    name: str | None = None  # what clients call it; None: as its directory
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
     load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: random weights, config.json suffices
     num_layers: Count | None = None  # run only the first layers

@@ -41,7 +41,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
     journal = Journal()
     dense = DenseClient(config.dense.address, config.peers, journal, server.set_serving)
     frontend = Frontend(
-        path.resolve().name,
+        config.model.name or path.resolve().name,
         eos_token_ids,
         config.gateway.max_n,
         tokenizer,

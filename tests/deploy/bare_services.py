@@ -1,0 +1,98 @@
+"""Runs what containers run as plain processes: their commands, environment, config files and health checks.
+
+Only what a container gives them is rewritten: paths that are mounted, and addresses to free ports of this host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster import REPOSITORY
+
+START_TIMEOUT_S = 90.0
+HEALTH_TIMEOUT_S = 30.0
+
+
+class BareServices:
+    """Processes of one set of containers. `paths` says where a container's directories and files are here."""
+
+    def __init__(self, directory: Path, paths: Mapping[str, Path]) -> None:
+        self._directory = directory
+        self._paths = dict(paths)
+        self._ports: dict[str, str] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def local(self, text: str) -> str:
+        """`text` with the container's paths and listening addresses replaced by this host's."""
+        for path in sorted(self._paths, key=len, reverse=True):
+            text = re.sub(rf"(?<![\w./]){re.escape(path)}(?![\w.])", str(self._paths[path]), text)
+        return re.sub(r"\b(?:0\.0\.0\.0|127\.0\.0\.1):(\d+)\b", lambda match: self._address(match[1]), text)
+
+    def add_config(self, path: str, file: Path) -> None:
+        """Makes a local copy of a config file that containers see at `path`."""
+        copy = self._directory / f"config-{len(self._paths)}.toml"
+        copy.write_text(self.local(file.read_text()))
+        self._paths[path] = copy
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        log = self.log_file(name).open("wb")
+        own = {key: self.local(value) for key, value in environment.items()}
+        self.processes[name] = subprocess.Popen(
+            self._argv(command), cwd=REPOSITORY, env=os.environ | own, stderr=log, start_new_session=True
+        )
+        log.close()
+
+    def log_file(self, name: str) -> Path:
+        return self._directory / f"{name}.log"
+
+    def wait_healthy(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Until the health check `command` succeeds."""
+        own = {key: self.local(value) for key, value in environment.items()}
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            check = subprocess.run(
+                self._argv(command),
+                cwd=REPOSITORY,
+                env=os.environ | own,
+                capture_output=True,
+                text=True,
+                timeout=HEALTH_TIMEOUT_S,
+            )
+            if check.returncode == 0:
+                return
+            log = self.log_file(name).read_text
+            assert self.processes[name].poll() is None, f"{name} ended:\n{log()}"
+            assert time.monotonic() < deadline, f"{name} is not healthy: {check.stderr}\n{log()}"
+            time.sleep(0.2)
+
+    def stop(self, name: str, signal_name: str, grace_s: float) -> int:
+        """Sends the stop signal; fails when the process outlives its grace. Returns its exit status."""
+        process = self.processes[name]
+        process.send_signal(getattr(signal, signal_name))
+        return process.wait(grace_s)
+
+    def kill(self) -> None:
+        """Ends what a failed test left."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _argv(self, command: Sequence[str]) -> list[str]:
+        argv = [self.local(word) for word in command]
+        return [sys.executable, *argv[1:]] if argv[0] == "python" else argv
+
+    def _address(self, port: str) -> str:
+        if port not in self._ports:
+            with socket.socket() as finder:
+                finder.bind(("127.0.0.1", 0))
+                self._ports[port] = f"127.0.0.1:{finder.getsockname()[1]}"
+        return self._ports[port]

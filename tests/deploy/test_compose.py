@@ -1,0 +1,174 @@
+"""The compose files: valid, tidy, and right in what no schema can tell."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import compose_spec
+import pytest
+import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema import Draft202012Validator
+from yamllint import linter
+from yamllint.config import YamlLintConfig
+
+from services.common.config import Config, load_config
+from tests.deploy.compose_file import (
+    COMPOSE_FILES,
+    DEPLOY,
+    config_file,
+    interpolate,
+    load_compose,
+    mount,
+    seconds,
+)
+from tests.deploy.dockerfile import read_stages
+
+ALL_FILES = [*COMPOSE_FILES, "compose.observe.yaml"]
+OWN = ["gateway", "dense_worker", "attn_worker"]
+GPU_SERVICES = ["mps", "attn_worker", "dense_worker"]
+
+
+@pytest.fixture(params=COMPOSE_FILES)
+def model(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return load_compose(request.param)
+
+
+@pytest.fixture
+def cuda() -> dict[str, Any]:
+    return load_compose("compose.cuda.yaml")
+
+
+@pytest.mark.parametrize("file", ALL_FILES)
+def test_a_file_is_what_the_specification_allows(file: str) -> None:
+    document = yaml.safe_load((DEPLOY / file).read_text())
+    validator = Draft202012Validator(get_builtin_schema("vendor.compose-spec"))
+    assert [error.message for error in validator.iter_errors(document)] == []
+    # The schema knows shapes; this parser knows units, durations, ports and mount syntax too.
+    filled_in = yaml.safe_load(interpolate((DEPLOY / file).read_text(), {}))
+    assert set(compose_spec.PyCompose.from_json(json.dumps(filled_in)).service_names()) == document["services"].keys()
+
+
+def test_the_schema_would_find_a_mistake() -> None:
+    document = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    document["services"]["gateway"]["stop_grace_perid"] = "1s"
+    assert list(Draft202012Validator(get_builtin_schema("vendor.compose-spec")).iter_errors(document))
+
+
+@pytest.mark.parametrize("pattern", ["*.yaml", "kubernetes/**/*.yaml"])
+def test_yamllint_has_no_complaint(pattern: str) -> None:
+    config = YamlLintConfig(file=str(Path(__file__).with_name("yamllint.yaml")))
+    for path in DEPLOY.glob(pattern):
+        assert [str(problem) for problem in linter.run(path.read_text(), config)] == [], path
+
+
+def test_nothing_has_to_be_set_and_everything_mentioned_exists(model: dict[str, Any]) -> None:
+    assert "$" not in json.dumps(model), "a variable without a default"
+    for service in model["services"].values():
+        assert set(service.get("depends_on", [])) <= model["services"].keys()
+        for volume in service.get("volumes", []):
+            source = volume["source"] if isinstance(volume, dict) else volume.split(":")[0]
+            if "profiles" not in service:
+                assert source in model["volumes"] or (DEPLOY / source).exists(), source
+        if "build" in service:
+            assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+            assert service["build"]["target"] in read_stages()
+            assert service["image"].endswith(service["build"]["target"])
+    for config in model["configs"].values():
+        assert (DEPLOY / config["file"]).is_file()
+
+
+def test_the_model_is_the_embedded_one_unless_another_is_named() -> None:
+    for variables, expected in (({}, "./models/tiny-llama"), ({"TWOSTROKE_MODEL": "/data/qwen"}, "/data/qwen")):
+        for file in COMPOSE_FILES:
+            services = load_compose(file, variables)["services"]
+            assert {mount(services[name], "/model") for name in OWN} == {expected}
+
+
+def test_every_service_is_confined_restarted_and_watched(model: dict[str, Any]) -> None:
+    for name, service in model["services"].items():
+        assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert int(service["user"].split(":")[0]) > 0, name
+        assert service["restart"] == "unless-stopped", name
+        assert "stop_grace_period" in service and "healthcheck" in service, name
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), "only this machine's, unless somebody says otherwise"
+
+
+def test_the_workers_share_memory_that_outlives_either(model: dict[str, Any]) -> None:
+    workers = [model["services"][name] for name in ("attn_worker", "dense_worker")]
+    if all("ipc" in worker for worker in workers):  # /dev/shm is part of the namespace
+        [holder] = {worker["ipc"] for worker in workers}
+        name = holder.removeprefix("service:")
+        assert name not in OWN and model["services"][name]["ipc"] == "shareable"
+        assert "shm_size" in model["services"][name]
+    else:
+        [volume] = {mount(worker, "/dev/shm") for worker in workers}
+        options = model["volumes"][volume]["driver_opts"]
+        assert options["type"] == "tmpfs" and "size=1g" in options["o"]
+        assert f"uid={workers[0]['user'].split(':')[0]}" in options["o"].split(",")
+    assert len({worker["user"] for worker in workers}) == 1, "regions are readable by their owner alone"
+
+
+def test_services_start_workers_first_and_so_stop_the_gateway_first(model: dict[str, Any]) -> None:
+    services = model["services"]
+    assert "dense_worker" in services["gateway"]["depends_on"]
+    assert "attn_worker" in services["dense_worker"]["depends_on"]
+    graces = {name: seconds(services[name]["stop_grace_period"]) for name in OWN}
+    assert graces["gateway"] > max(graces["dense_worker"], graces["attn_worker"])
+
+
+def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict[str, Any], tmp_path: Path) -> None:
+    for name in OWN:
+        service = model["services"][name]
+        config = read_config(model, service, tmp_path)
+        assert service["command"][:3] == [f"services.{name}", "--config", config_file(model, service)[1]]
+        section = {"gateway": config.gateway, "dense_worker": config.dense, "attn_worker": config.attention}[name]
+        probe = service["healthcheck"]["test"]
+        assert probe[:4] == ["CMD", "python", "-m", "services.probe"]
+        probed = probe[probe.index("--address") + 1]
+        assert probed == section.address.replace("0.0.0.0", "127.0.0.1"), name
+        assert mount(service, "/run/twostroke") == "run", "the sockets"
+        for port in service.get("ports", []):
+            assert port.rpartition(":")[2] in (config.gateway.address + config.gateway.http_address)
+    assert str(read_config(model, model["services"]["dense_worker"], tmp_path).dense.plan_dir).startswith(
+        "/var/cache/twostroke"
+    )
+
+
+def test_gpu_services_meet_on_one_gpu_in_one_pod_under_one_mps(cuda: dict[str, Any]) -> None:
+    services = cuda["services"]
+    for name in GPU_SERVICES:
+        service = services[name]
+        assert (service["ipc"], service["pid"]) == ("service:pod", "service:pod"), name
+        [device] = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["driver"] == "nvidia" and device["device_ids"] == ["0"] and "gpu" in device["capabilities"]
+        directory = service["environment"]["CUDA_MPS_PIPE_DIRECTORY"]
+        mps = services["mps"]["command"]
+        assert directory == mps[mps.index("--directory") + 1] + "/pipe"
+        assert directory.startswith("/run/twostroke/") and mount(service, "/run/twostroke") == "run"
+        assert service["ulimits"]["memlock"] == -1 and service["ulimits"]["stack"] == 64 * 2**20
+        if name != "mps":
+            assert service["depends_on"]["mps"] == {"condition": "service_healthy"}
+    assert services["pod"]["entrypoint"] == shlex.split("sleep infinity") and services["pod"]["init"]
+    assert "deploy" not in services["gateway"], "the gateway needs no GPU"
+
+
+def test_prometheus_and_grafana_come_only_when_asked_for(model: dict[str, Any]) -> None:
+    profiles = {name: service.get("profiles") for name, service in model["services"].items()}
+    assert {name for name, profile in profiles.items() if profile} == {"prometheus", "grafana"}
+    assert {profiles["prometheus"][0], profiles["grafana"][0]} == {"observe"}
+
+
+def read_config(model: dict[str, Any], service: dict[str, Any], directory: Path) -> Config:
+    """As the service itself would read it, but for the model's path, which has to exist."""
+    file, _ = config_file(model, service)
+    copy = directory / file.name
+    copy.write_text(file.read_text())
+    overrides = [after for word, after in pairwise(service["command"]) if word == "--set"]
+    return load_config(copy, [*overrides, f"model.path={directory}"])

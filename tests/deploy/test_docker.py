@@ -1,0 +1,76 @@
+"""The Dockerfile, as far as it can be judged without building it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import REPOSITORY
+from tests.deploy.dockerfile import DOCKERFILE, read_stages
+
+TARGETS = ["cpu", "cuda"]
+
+
+def test_hadolint_has_no_complaint() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    result = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_final_image_runs_as_nobody_special_and_can_be_watched_and_stopped(target: str) -> None:
+    stage = read_stages()[target]
+    uid, gid = stage.last("USER").split(":")
+    assert int(uid) > 0 and int(gid) > 0, "by number, so that runAsNonRoot can be checked"
+    assert stage.instructions[-1][0] == "USER", "nothing may follow as root"
+    assert stage.last("STOPSIGNAL") == "SIGTERM"
+    assert stage.exec_form("ENTRYPOINT") == ["python", "-m"]
+    assert stage.exec_form("CMD")[0] == "services.launch"
+    assert stage.exec_form("HEALTHCHECK")[:3] == ["python", "-m", "services.probe"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_final_image_takes_files_from_other_stages_only(target: str) -> None:
+    stages = read_stages()
+    copies = [arguments.split() for arguments in stages[target].all("COPY")]
+    assert [(source, destination) for _, source, destination in copies] == [
+        ("/opt/venv", "/opt/venv"),
+        ("/opt/twostroke", "/opt/twostroke"),
+    ]
+    assert all(origin.removeprefix("--from=") in stages for origin, _, _ in copies)
+    assert "pip" not in " ".join(stages[target].all("RUN")), "packages are installed where their leftovers stay behind"
+
+
+def test_base_images_are_pinned() -> None:
+    stages = read_stages()
+    outside = {stage.base for stage in stages.values()} - stages.keys()
+    assert outside
+    for image in outside:
+        assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+[-\w]*", image), image
+
+
+def test_what_is_copied_exists_and_reaches_the_builder() -> None:
+    rules = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    assert rules[1] == "*", "what is not named stays out"
+    allowed = {rule[1:] for rule in rules if rule.startswith("!")}
+    context = {
+        source
+        for stage in read_stages().values()
+        for copy in stage.all("COPY")
+        if not copy.startswith("--from")
+        for source in copy.split()[:-1]
+    }
+    assert context == allowed
+    assert all((REPOSITORY / source).exists() for source in context)
+
+
+def test_the_cpu_flavour_installs_torch_for_the_cpu() -> None:
+    stages = read_stages()
+    [install] = stages["packages-cpu"].all("RUN")[-1:]
+    assert '--extra-index-url "${TORCH_INDEX_URL}"' in install
+    assert any(argument.endswith("/whl/cpu") for argument in stages["packages-cpu"].all("ARG"))
+    assert "index-url" not in stages["packages-cuda"].all("RUN")[-1]
