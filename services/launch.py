@@ -28,8 +28,10 @@ from services.common.client import open_channel
 from services.common.config import Config, LaunchSection, dump_config, load_config
 from services.common.errors import ConfigError, PeerError
 from services.common.logs import configure_logs
+from services.common.metrics import new_registry, serving_metrics
 from services.common.server import run_service
 from services.gateway import chat_client
+from services.launch_metrics import LaunchMetrics
 from services.mps import MpsDaemon, has_mps
 
 log = structlog.get_logger()
@@ -51,6 +53,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._exits: list[float] = []  # times of unexpected ends, within the window that counts
         self._is_stopping = False
+        self.num_restarts = 0
         self.may_restart = False  # until all have served once, an end is a mistake that would repeat itself
 
     async def watch(self) -> None:
@@ -69,6 +72,12 @@ class Child:
             delay_s = self._back_off(return_code)
             log.warning("restarting", role=self.role, return_code=return_code, delay_s=delay_s)
             await asyncio.sleep(delay_s)
+            self.num_restarts += 1
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
@@ -125,10 +134,13 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     config_file.write_text(dump_config(config))
     mps = start_mps(config, run_dir)
     children = [Child(role, config_file, config.launch, mps.environment if mps else None) for role in ROLES]
+    registry = new_registry("launch")
+    LaunchMetrics(registry, lambda: children)
     watchers = [asyncio.create_task(child.watch()) for child in children]
     main = asyncio.create_task(use(config, arguments, children, mps))
     try:
-        done, _ = await asyncio.wait([main, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        with serving_metrics(config.launch.metrics_address, registry):
+            done, _ = await asyncio.wait([main, *watchers], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # raises what ended it
     finally:
