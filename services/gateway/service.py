@@ -50,7 +50,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
         GatewayMetrics(registry),
     )
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
-    http_server = HttpServer(build_app(frontend, config.gateway), config.gateway)
+    http_server = HttpServer(build_app(frontend, config.gateway, registry), config.gateway)
     address = await server.start()
     http_address = ""
 
