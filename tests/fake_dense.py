@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
-from services.pb import dense_pb2, dense_pb2_grpc
+from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
 
 Script = Callable[[dense_pb2.Submit], Sequence[int]]
 
@@ -16,6 +16,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
     """Gives every running sequence one token a step: those of `script(submit)`, all output tokens in order.
 
     A sequence ends at a stop token or at `max_tokens`; a script that ends earlier leaves it hanging.
+    The log-probability of a token is `fake_logprob` of its id, and the ids before it are the next likeliest.
     `errors[request_id] = (status_code, message)` refuses that request. `start` may follow `kill`.
     """
 
@@ -112,12 +113,17 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             if not sequence.is_started:
                 sequence.is_started = True
                 output.started.add(seq_id=seq_id, num_cached_tokens=self.num_cached_tokens)
+                if submit.HasField("num_prompt_logprobs"):
+                    tokens = [_logprobs(token_id, submit.num_prompt_logprobs) for token_id in submit.prompt_token_ids]
+                    output.prompt_logprobs.add(seq_id=seq_id, start=1, tokens=tokens[1:])
             if sequence.num_output_tokens == len(sequence.token_ids):
                 continue
             token_id = sequence.token_ids[sequence.num_output_tokens]
             sequence.num_output_tokens += 1
             output.seq_ids.append(seq_id)
             output.token_ids.append(token_id)
+            if submit.HasField("num_logprobs"):
+                output.logprobs.add(seq_id=seq_id, token=_logprobs(token_id, submit.num_logprobs))
             reason = None
             if token_id in submit.stop_token_ids:
                 reason = dense_pb2.SequenceEnd.STOP
@@ -127,6 +133,18 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                 output.ended.add(seq_id=seq_id, reason=reason)
                 del self.running[seq_id]
         return output
+
+
+def fake_logprob(token_id: int) -> float:
+    """Exact in 32 bits, different for every token, and higher for lower ids."""
+    return -(token_id + 1) / 1024
+
+
+def _logprobs(token_id: int, num_top: int) -> sampling_pb2.TokenLogprobs:
+    top = [max(0, token_id - num_top + 1) + i for i in range(num_top)]
+    return sampling_pb2.TokenLogprobs(
+        logprob=fake_logprob(token_id), top_token_ids=top, top_logprobs=map(fake_logprob, top)
+    )
 
 
 class _Sequence:

@@ -6,7 +6,7 @@ A small response of our own: Starlette's streaming response costs a task group a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Prompt
 from services.gateway.http.connection import ClientGone, while_connected
@@ -34,6 +34,8 @@ STREAM_HEADERS = [
 
 class Format(Protocol):
     """How one kind of answer looks. Places are those of prompts."""
+
+    param_names: Mapping[str, str]  # what fields of `GenerateRequest` are called here, where they differ
 
     def opening(self) -> Sequence[Any]:
         """Objects to send before all others."""
@@ -105,7 +107,12 @@ class Answer(Response):
         if self._is_stream:
             for message in self._messages:
                 _check_can_stream(message)
-        await generations.start(self._frontend, self._messages)
+        try:
+            await generations.start(self._frontend, self._messages)
+        except TwostrokeError as error:
+            if error.param is not None:
+                error.param = self._format.param_names.get(error.param, error.param)
+            raise
 
     async def _send_events(
         self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations

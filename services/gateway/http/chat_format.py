@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Prompt
@@ -13,6 +14,13 @@ from services.gateway.http.schemas.chat import ChatChoice, ChatChunkObject, Chat
 
 class ChatFormat:
     """See `Format`. A chat is one prompt."""
+
+    param_names: ClassVar[Mapping[str, str]] = {
+        "chat": "messages",
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+        "prompt_token_ids": "messages",
+    }
 
     def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"

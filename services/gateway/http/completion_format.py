@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.frontend import Frontend
@@ -20,6 +20,8 @@ from services.gateway.http.schemas.completions import (
 
 class CompletionFormat:
     """See `Format`. One a request: it remembers where each answer's text has got to."""
+
+    param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt"}
 
     def __init__(self, frontend: Frontend, body: CompletionRequest, request_id: str) -> None:
         self._head = head(frontend, "text_completion", f"cmpl-{request_id}")

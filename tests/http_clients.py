@@ -1,0 +1,62 @@
+"""HTTP clients for tests: a well-behaved one, one that reads events, and bare sockets for everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+
+CLIENT_TIMEOUT_S = 60.0
+
+
+def socket_path(address: str) -> str:
+    """Of `unix:PATH`."""
+    assert address.startswith("unix:")
+    return address.removeprefix("unix:")
+
+
+def async_client(address: str) -> httpx2.AsyncClient:
+    """For a gateway at `unix:PATH`."""
+    transport = httpx2.AsyncHTTPTransport(uds=socket_path(address))
+    return httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=CLIENT_TIMEOUT_S)
+
+
+def client(address: str) -> httpx2.Client:
+    """The same, without an event loop."""
+    transport = httpx2.HTTPTransport(uds=socket_path(address))
+    return httpx2.Client(transport=transport, base_url="http://gateway", timeout=CLIENT_TIMEOUT_S)
+
+
+def events(text: str) -> list[Any]:
+    """The objects of a stream of events that must be whole and end with [DONE]; that end is left out."""
+    *parts, rest = text.split("\n\n")
+    assert rest == "", "an event was cut"
+    assert all(part.startswith("data: ") for part in parts), text
+    datas = [part.removeprefix("data: ") for part in parts]
+    assert datas[-1] == "[DONE]", datas[-1]
+    return [json.loads(data) for data in datas[:-1]]
+
+
+def request_bytes(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    """A POST as it goes over the wire."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = {"host": "gateway", "content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare connection."""
+    return await asyncio.open_unix_connection(socket_path(address))
+
+
+def connect_socket(address: str) -> socket.socket:
+    """The same, without an event loop."""
+    bare = socket.socket(socket.AF_UNIX)
+    bare.settimeout(CLIENT_TIMEOUT_S)
+    bare.connect(socket_path(address))
+    return bare
