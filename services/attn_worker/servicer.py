@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -175,7 +176,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment_id: int,
         results: asyncio.Queue[attn_pb2.StepResult | Exception],
     ) -> None:
-        """Hands every plan to the engine; its result, or the error that ends the stream, goes to `results`."""
+        """Hands every plan to the engine; results worth telling, or what ends the stream, go to `results`."""
         loop = asyncio.get_running_loop()
 
         def put(result: attn_pb2.StepResult | Exception) -> None:
@@ -185,15 +186,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if not step.cancelled() and (error := step.exception()) is not None:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
+        def accept(plan: Plan, accepted: Accepted) -> None:
+            if plan.close_seq_ids or accepted.step.errors:
+                put(encode_result(plan.step_id, accepted))
+
         async for message in requests:
             plan = decode_plan(message)
-            step = engine.submit(
-                engine.run_step,
-                attachment_id,
-                plan,
-                time.perf_counter(),
-                lambda accepted, step_id=plan.step_id: put(encode_result(step_id, accepted)),
-            )
+            on_accepted = functools.partial(accept, plan)
+            step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)
             step.add_done_callback(report)
         put(PeerError("the dense worker ended the stream of plans"))
 

@@ -102,7 +102,7 @@ class Engine:
         self._is_stopping = False
         self._attachment: Attachment | None = None
         self._claim_deadline: float | None = None
-        self._unaccepted: dict[int, StepPlan] = {}  # published, by step_id, without a result yet
+        self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
         self._num_errors = 0  # of the attachment, in the results that have come
 
     @property
@@ -171,7 +171,7 @@ class Engine:
         published = None
         if plan := self._scheduler.schedule():
             start = time.perf_counter()
-            self._unaccepted[plan.step_id] = plan
+            self._published[plan.step_id] = plan
             self._attention.publish(attachment, plan)
             step = self._runner.launch(plan)
             published = InFlight(attachment, plan, step, start, time.perf_counter() - start)
@@ -192,7 +192,9 @@ class Engine:
         begin_s, end_s = max(self._last_end_s, in_flight.launch_start_s), time.perf_counter()
         self._last_end_s = end_s
         if channel.num_errors != self._num_errors:
-            self._await_result(in_flight)  # it may say whose rows have no meaning
+            self._await_errors(in_flight)  # they say whose rows have no meaning
+        if not plan.close_seq_ids:
+            self._published.pop(plan.step_id, None)  # no result comes any more
         outputs = self._scheduler.update(plan, token_ids)
         # One that was preempted before its first token has started before.
         started = [each.sequence for each in plan.entries if each.is_first and each.sequence.started_s is None]
@@ -222,14 +224,15 @@ class Engine:
             wait_s=wait_s,
         )
 
-    def _await_result(self, in_flight: InFlight) -> None:
-        deadline = time.monotonic() + self._result_timeout_s
-        while in_flight.plan.step_id in self._unaccepted:
+    def _await_errors(self, in_flight: InFlight) -> None:
+        """Handles what comes until all errors are here that the attention worker has counted."""
+        attachment, deadline = in_flight.attachment, time.monotonic() + self._result_timeout_s
+        while self._num_errors != attachment.channel.num_errors:
             try:
                 function, arguments = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise PeerError(
-                    f"no result of step {in_flight.plan.step_id} within {self._result_timeout_s} s"
+                    f"errors up to step {in_flight.plan.step_id} are not here after {self._result_timeout_s} s"
                 ) from None
             function(*arguments)
             if self._attachment is not in_flight.attachment:
@@ -267,7 +270,7 @@ class Engine:
 
     def _attach(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._unaccepted.clear()
+        self._published.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)
         ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
@@ -300,7 +303,7 @@ class Engine:
                 self._deliver(StepReport(0, [], [output]))
 
     def _accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None:
-        plan = self._unaccepted.pop(result.step_id, None) if attachment is self._attachment else None
+        plan = self._published.pop(result.step_id, None) if attachment is self._attachment else None
         if plan is None:
             return  # of an attachment that is gone
         self._num_errors += len(result.errors)

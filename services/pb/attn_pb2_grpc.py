@@ -75,7 +75,8 @@ class AttentionWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Runs steps, strictly in order. The stream's metadata carries `epoch` and `attachment-id`.
+        """Runs steps, strictly in order. Only plans that close sequences, or whose sequences could not all take
+        part, are answered, so that most steps cost one message and not two. The stream's metadata carries `epoch` and `attachment-id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
