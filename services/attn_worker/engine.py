@@ -82,12 +82,18 @@ class AttentionEngine:
         self._runner.attach(channel)
 
     def open_sequence(
-        self, attachment_id: int, seq_id: int, token_ids: list[int], num_prompt_tokens: int, cache_salt: bytes
+        self,
+        attachment_id: int,
+        seq_id: int,
+        token_ids: list[int],
+        num_prompt_tokens: int,
+        cache_salt: bytes,
+        ignores_prefix_cache: bool,
     ) -> OpenResult:
         """See `KVCache.open_sequence`. Raises `StaleEpoch` for an attachment that was replaced."""
         self._check_attachment(attachment_id)
         self._commit_done()
-        result = self.cache.open_sequence(seq_id, token_ids, num_prompt_tokens, cache_salt)
+        result = self.cache.open_sequence(seq_id, token_ids, num_prompt_tokens, cache_salt, ignores_prefix_cache)
         self.num_cached_tokens += result.num_cached_tokens
         return result
 

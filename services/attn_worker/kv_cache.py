@@ -123,13 +123,19 @@ class KVCache:
             self._weights_hash = weights_hash
 
     def open_sequence(
-        self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, cache_salt: bytes = b""
+        self,
+        seq_id: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        cache_salt: bytes = b"",
+        ignores_prefix_cache: bool = False,
     ) -> OpenResult:
         """Start a sequence on its longest cached prefix, or take up a known one where it was committed.
 
         At least the last token is always left to compute. A known sequence (its dense worker died) keeps
-        its blocks if `token_ids` agree with what it holds; otherwise it starts as if new. Raises
-        InvalidRequest for impossible lengths.
+        its blocks if `token_ids` agree with what it holds; otherwise it starts as if new. One that
+        `ignores_prefix_cache` computes every token, even if it is known. Raises InvalidRequest for impossible
+        lengths.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -140,7 +146,7 @@ class KVCache:
         root = self._root(num_prompt_tokens, cache_salt)
         num_pinned = num_freed = 0
         sequence = self._sequences.get(seq_id)
-        if sequence is not None and _continues(sequence, root, ids):
+        if sequence is not None and not ignores_prefix_cache and _continues(sequence, root, ids):
             num_freed = self._truncate(sequence, len(ids) - 1)
             sequence.token_ids = ids
             self.num_recovered_sequences += 1
@@ -148,7 +154,7 @@ class KVCache:
         else:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
-            num_pinned = self._pin_cached_prefix(sequence)
+            num_pinned = 0 if ignores_prefix_cache else self._pin_cached_prefix(sequence)
         row = sequence.row
         self._num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._num_computed[row]), int(self._num_held_blocks[row])

@@ -95,6 +95,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 list(request.token_ids),
                 request.num_prompt_tokens,
                 request.cache_salt.encode(),
+                request.ignores_prefix_cache,
             )
         )
         log.debug(

@@ -27,8 +27,8 @@ MAX_BAD_WORD_TOKENS = 64
 class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
-    Applied in this order, each to what the one before left: repetition, frequency and presence penalty,
-    `logit_bias`, `bad_words`, `min_tokens`, temperature, `top_k`, `top_p`, `min_p`.
+    Applied in this order, each to what the one before left: `logit_bias`, repetition, frequency and presence
+    penalty, `bad_words`, `min_tokens`, temperature, `top_k`, `top_p`, `min_p`.
     """
 
     temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)

@@ -19,6 +19,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.sampler import Sampler
 from services.dense_worker.scheduler import StepPlan
+from services.dense_worker.step_tokens import PendingTokens, StepTokens
 
 _NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet
 _POLL_S = 20e-6
@@ -39,7 +40,6 @@ class CudaModelRunner(ModelRunner):
     ) -> None:
         super().__init__(backend, sampler, config.num_layers, max_num_seqs)
         self._wait_timeout_s = wait_timeout_s
-        self._max_num_seqs = max_num_seqs
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by numbers of tokens and sampled rows
@@ -71,17 +71,19 @@ class CudaModelRunner(ModelRunner):
         assert channel is not None, "steps need an attachment"
         stage = self._num_launched % _NUM_STAGES
         self._num_launched += 1
+        tokens = None
         with torch.cuda.stream(self._stream):
             step = self.prepare(plan)
             if plan.entries:
-                self._enqueue(step, channel, stage)
+                tokens = self._enqueue(step, channel, stage)
             event = torch.cuda.Event()
             event.record()
-        return _Launched(event, channel, self._outputs[stage][: len(step.sampled_slots)], self._wait_timeout_s)
+        return _Launched(event, channel, tokens, self._wait_timeout_s)
 
-    def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> None:
+    def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
-        is_captured = num_tokens <= self._buckets[-1]
+        # Prompts' log-probabilities ask for `last` again, which needs the residual that a graph keeps to itself.
+        is_captured = num_tokens <= self._buckets[-1] and not step.stretches
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
@@ -97,9 +99,7 @@ class CudaModelRunner(ModelRunner):
             logits = self._logits
         else:
             logits = self._run_rows(channel, num_rows, num_sampled)
-        if num_sampled:
-            tokens = self._sampler.sample(logits[:num_sampled], step.sampled_slots, step.positions, step.output_lens)
-            self._outputs[stage][:num_sampled].copy_(tokens, non_blocking=True)
+        return self.finish(step, logits[:num_sampled], channel, self._outputs[stage][:num_sampled])
 
     def _run_rows(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.Tensor:
         """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size]."""
@@ -131,17 +131,19 @@ def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
 
 
 class _Launched:
-    def __init__(self, event: torch.cuda.Event, channel: Channel, tokens: torch.Tensor, timeout_s: float) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, channel: Channel, tokens: PendingTokens | None, timeout_s: float
+    ) -> None:
         self._event = event
         self._channel = channel
         self._tokens = tokens
         self._timeout_s = timeout_s
 
-    def collect(self) -> list[int]:
+    def collect(self) -> StepTokens:
         deadline = time.monotonic() + self._timeout_s
         while not self._event.query():
             if time.monotonic() > deadline:
                 raise ChannelTimeout(f"a step did not end within {self._timeout_s} s")
             time.sleep(_POLL_S)
         self._channel.check()
-        return self._tokens.tolist()
+        return self._tokens.read() if self._tokens is not None else StepTokens([])

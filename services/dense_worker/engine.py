@@ -11,9 +11,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
@@ -21,10 +21,13 @@ import structlog
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.dense_worker.attention_client import Attachment
 from services.dense_worker.block_ledger import BlockLedger
+from services.dense_worker.logprobs import TokenLogprobs
 from services.dense_worker.model_runner import ModelRunner, RunningStep
 from services.dense_worker.observer import EngineObserver, StepStats
+from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import Scheduler, SchedulerLimits, SequenceOutput, StepPlan
-from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.step_tokens import StepTokens
 from services.pb import attn_pb2
 
 log = structlog.get_logger()
@@ -70,6 +73,8 @@ class StepReport:
     step_id: int
     started: list[Sequence]
     outputs: list[SequenceOutput]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of tokens of the step, by seq_id
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class Engine:
@@ -188,19 +193,20 @@ class Engine:
     def _complete(self, in_flight: InFlight) -> None:
         plan, channel = in_flight.plan, in_flight.attachment.channel
         waited_s = channel.waited_s
-        token_ids = in_flight.step.collect()
+        tokens = in_flight.step.collect()
         begin_s, end_s = max(self._last_end_s, in_flight.launch_start_s), time.perf_counter()
         self._last_end_s = end_s
         if channel.num_errors != self._num_errors:
             self._await_errors(in_flight)  # they say whose rows have no meaning
         if not plan.close_seq_ids:
             self._published.pop(plan.step_id, None)  # no result comes any more
-        outputs = self._scheduler.update(plan, token_ids)
+        prompt_logprobs = take_prompt_logprobs(tokens) if tokens.prompt_logprobs else []
+        outputs = self._scheduler.update(plan, tokens.token_ids)
         # One that was preempted before its first token has started before.
         started = [each.sequence for each in plan.entries if each.is_first and each.sequence.started_s is None]
         note_times(started, outputs, begin_s, end_s)
-        if started or outputs:
-            self._deliver(StepReport(plan.step_id, started, outputs))
+        if started or outputs or prompt_logprobs:
+            self._deliver(StepReport(plan.step_id, started, outputs, tokens.logprobs, prompt_logprobs))
         wait_s = None if waited_s is None else channel.waited_s - waited_s
         stats = self._describe(in_flight, end_s - begin_s, wait_s)
         for observer in self._observers:
@@ -320,3 +326,12 @@ def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], b
     for output in outputs:
         if output.sequence.first_token_s is None:
             output.sequence.first_token_s = end_s
+
+
+def take_prompt_logprobs(tokens: StepTokens) -> list[PromptLogprobs]:
+    """Of live sequences. What was told to the end is not wanted again when a preempted sequence starts over."""
+    taken = [each for each in tokens.prompt_logprobs if each.sequence.status is not SequenceStatus.FINISHED]
+    for each in taken:
+        if each.start + len(each.tokens) == each.sequence.num_prompt_tokens:
+            each.sequence.num_prompt_logprobs = None
+    return taken

@@ -14,8 +14,10 @@ import torch
 
 from services.common.channel import Channel, Flag
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
 from services.dense_worker.sampler import Sampler
 from services.dense_worker.scheduler import PlanEntry, StepPlan
+from services.dense_worker.step_tokens import PendingTokens, StepTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,15 @@ class StepInput:
     sampled_slots: np.ndarray  # int64 [num_sampled]
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
+    sampled_seq_ids: list[int]  # [num_sampled]
+    stretches: list[PromptStretch]  # of prompts whose log-probabilities are wanted
 
 
 class RunningStep(Protocol):
     """A step that has been launched."""
 
-    def collect(self) -> list[int]:
-        """The sampled tokens, in batch order, once they are there. Raises what `Channel.wait` raises."""
+    def collect(self) -> StepTokens:
+        """What the step yields, once it is there. Raises what `Channel.wait` raises."""
 
 
 class ModelRunner:
@@ -45,6 +49,7 @@ class ModelRunner:
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
+        self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._slots: dict[int, int] = {}  # by seq_id
         self._channel: Channel | None = None
@@ -65,10 +70,14 @@ class ModelRunner:
             self._release_slot(seq_id)
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
+        sampled_seq_ids: list[int] = []
+        stretches: list[PromptStretch] = []
         for entry in plan.entries:
             slot = self._slots.get(entry.sequence.seq_id)
             if slot is None:
                 slot = self._assign_slot(entry)
+            if entry.sequence.num_prompt_logprobs is not None and (stretch := find_stretch(entry, len(token_ids))):
+                stretches.append(stretch)
             known = _known_token_ids(entry)
             token_ids += known
             if len(known) < entry.num_tokens:
@@ -79,23 +88,44 @@ class ModelRunner:
                 position = entry.num_computed_tokens + entry.num_tokens
                 sampled_rows.append(len(token_ids) - 1)
                 sampled_slots.append(slot)
+                sampled_seq_ids.append(entry.sequence.seq_id)
                 positions.append(position)
                 output_lens.append(position - entry.sequence.num_prompt_tokens)
         return StepInput(
             *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
             *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
+            sampled_seq_ids,
+            stretches,
         )
 
     @torch.inference_mode()
-    def run(self, step: StepInput) -> list[int]:
-        """Runs all layers; returns the sampled tokens in batch order. Raises what `Channel.wait` raises."""
+    def run(self, step: StepInput) -> StepTokens:
+        """Runs all layers, and the sampler. Raises what `Channel.wait` raises."""
         assert self._channel is not None, "steps need an attachment"
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         logits = run_layers(self._backend, self._channel, self._num_layers, token_ids, step.sampled_rows)
-        if not len(logits):
-            return []
-        return self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens).tolist()
+        return self.finish(step, logits, self._channel, torch.empty(len(logits), dtype=torch.int64)).read()
+
+    def finish(
+        self, step: StepInput, logits: torch.Tensor, channel: Channel, host_token_ids: torch.Tensor
+    ) -> PendingTokens:
+        """Samples, and ranks what is to be reported; all of it is on the host once the device has run it.
+
+        logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled
+        """
+        num_logprobs: dict[int, int] = {}
+        ranked = prompt_ranked = None
+        if len(step.sampled_rows):
+            sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
+            host_token_ids.copy_(sampled.token_ids, non_blocking=True)
+            if sampled.ranked is not None:
+                num_logprobs = {step.sampled_seq_ids[row]: num for row, num in sampled.num_logprobs.items()}
+                ranked = sampled.ranked.to_host()
+        if step.stretches:
+            attn_out = channel.attn_out[: len(step.token_ids)]
+            prompt_ranked = rank_prompt_tokens(self._backend, attn_out, step.stretches, self._max_num_seqs).to_host()
+        return PendingTokens(host_token_ids, num_logprobs, ranked, step.stretches, prompt_ranked)
 
     def _assign_slot(self, entry: PlanEntry) -> int:
         sequence = entry.sequence
@@ -106,6 +136,7 @@ class ModelRunner:
             sequence.prompt_token_ids,
             sequence.output_token_ids,
             sorted(sequence.stop_token_ids),
+            sequence.num_logprobs,
         )
         return slot
 
@@ -158,6 +189,6 @@ class _LazyStep:
     runner: ModelRunner
     plan: StepPlan
 
-    def collect(self) -> list[int]:
+    def collect(self) -> StepTokens:
         step = self.runner.prepare(self.plan)
-        return self.runner.run(step) if self.plan.entries else []
+        return self.runner.run(step) if self.plan.entries else StepTokens([])

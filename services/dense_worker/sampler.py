@@ -8,22 +8,28 @@ device's order of summation: probabilities become integer weights, whose sums ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker import philox
-
-# Weight of the most likely token. Tokens 2**40 times less likely weigh nothing and are never sampled, which
-# together takes off less than 1e-6 of the probability for a million tokens; 2**23 tokens fit in an int64 sum.
-WEIGHT_ONE = 2**40
+from services.dense_worker.bad_words import BadWords
+from services.dense_worker.logit_bias import LogitBias
+from services.dense_worker.logprobs import RankedTokens, rank_tokens
+from services.dense_worker.penalties import Penalties
+from services.dense_worker.token_weights import invert_cdf, keep_min_p, keep_top, token_weights
+from services.dense_worker.upload import upload
 
 _OPTIONS = np.dtype(
     [
         ("is_used", np.bool_),
         ("is_greedy", np.bool_),
+        ("has_bias", np.bool_),
         ("has_penalties", np.bool_),
+        ("has_bad_words", np.bool_),
+        ("has_logprobs", np.bool_),
         ("temperature", np.float32),
         ("top_k", np.int64),  # vocab_size: keep all
         ("top_p", np.float64),
@@ -33,8 +39,18 @@ _OPTIONS = np.dtype(
         ("frequency_penalty", np.float32),
         ("min_tokens", np.int64),
         ("seed", np.uint64),
+        ("num_logprobs", np.int64),  # likeliest tokens to report beside the sampled one
     ]
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step's rows got, on the device."""
+
+    token_ids: torch.Tensor  # int64 [r]
+    num_logprobs: dict[int, int]  # likeliest tokens wanted beside the sampled one, by row that wants any
+    ranked: RankedTokens | None  # one row for each of `num_logprobs`; None where that is empty
 
 
 class Sampler:
@@ -47,16 +63,16 @@ class Sampler:
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._device = torch.device(device)
-        self._forbidden = torch.tensor(-torch.inf, device=device)  # assigning a number would synchronise
+        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        self._forbidden = torch.tensor(-torch.inf, device=self._device)  # assigning a number would synchronise
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._options = np.zeros(max_num_seqs, dtype=_OPTIONS)
         self._stop_token_ids = np.full((max_num_seqs, 1), -1, dtype=np.int64)  # rows padded with -1
-        # [max_num_seqs, vocab_size]; large, so they come with the first request that has penalties.
-        self._output_counts: torch.Tensor | None = None  # int32
-        self._prompt_mask: torch.Tensor | None = None  # bool
+        self._bias = LogitBias(max_num_seqs, self._device)
+        self._bad_words = BadWords(max_num_seqs, self._device)
+        self._penalties: Penalties | None = None  # None: no request has had any yet
 
     def add(
         self,
@@ -65,17 +81,22 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
         stop_token_ids: Sequence[int],
+        num_logprobs: int | None = None,
     ) -> None:
         """Give `slot` to a sequence, new or resumed with the tokens it had sampled before.
 
         `params` are valid, prompt and output ids in [0, vocab_size). `stop_token_ids` (EOS ids among them)
-        are those that `min_tokens` holds back.
+        are those that `min_tokens` holds back. `num_logprobs`: report log-probabilities, and of so many
+        likeliest tokens beside the sampled one.
         """
         assert not self._options[slot]["is_used"], f"slot {slot} is taken"
         self._options[slot] = (
             True,
             params.is_greedy,
+            bool(params.logit_bias),
             params.has_penalties,
+            bool(params.bad_words),
+            num_logprobs is not None,
             params.temperature,
             min(params.top_k or self._vocab_size, self._vocab_size),
             params.top_p,
@@ -85,11 +106,18 @@ class Sampler:
             params.frequency_penalty,
             params.min_tokens,
             params.seed,
+            num_logprobs or 0,
         )
         self._set_stop_token_ids(slot, stop_token_ids)
         self.last_token[slot].fill_(output_token_ids[-1] if output_token_ids else prompt_token_ids[-1])
+        if params.logit_bias:
+            self._bias.set(slot, params.logit_bias)
         if params.has_penalties:
-            self._count_tokens(slot, prompt_token_ids, output_token_ids)
+            if self._penalties is None:
+                self._penalties = Penalties(self._max_num_seqs, self._vocab_size, self._device)
+            self._penalties.set(slot, prompt_token_ids, output_token_ids)
+        if params.bad_words:
+            self._bad_words.set(slot, params.bad_words, output_token_ids)
 
     def remove(self, slot: int) -> None:
         """Take `slot` back; a later `add` starts it afresh."""
@@ -103,40 +131,57 @@ class Sampler:
         slots: Sequence[int] | np.ndarray,
         positions: np.ndarray,
         output_lens: np.ndarray,
-    ) -> torch.Tensor:
-        """Sample one token for each row, keep it in `last_token` and count it.
+    ) -> SampledTokens:
+        """Sample one token for each row, keep it in `last_token` and in what the slot's options depend on.
 
-        logits: torch.float32 [r, vocab_size]; overwritten with penalties and forbidden stop tokens applied
+        logits: torch.float32 [r, vocab_size], contiguous; overwritten with what bias, penalties, bad words
+            and forbidden stop tokens make of them
         slots: int64 [r], all different
         positions: integers [r], number of tokens of the sequence before the sampled one
         output_lens: integers [r], how many of those are output
-        returns: torch.int64 [r] on the device; rows of NaN give some token
+        returns: rows of NaN give some token
         """
         slots = np.asarray(slots, dtype=np.int64)
         options = self._options[slots]
         assert options["is_used"].all(), f"sampling for free slots: {slots[~options['is_used']]}"
+        reported = np.flatnonzero(options["has_logprobs"])
+        model_logits = logits[self._upload(reported)] if reported.size else None
 
+        self._edit(logits, slots, options, output_lens)
+        token_ids = self._choose(logits, options, positions)
+        self._keep(token_ids, slots, options)
+
+        if model_logits is None:
+            return SampledTokens(token_ids, {}, None)
+        num_logprobs = options["num_logprobs"][reported]
+        ranked = rank_tokens(model_logits, token_ids[self._upload(reported)], int(num_logprobs.max()))
+        wanted = dict(zip(reported.tolist(), num_logprobs.tolist(), strict=True))
+        return SampledTokens(token_ids, wanted, ranked)
+
+    def _edit(self, logits: torch.Tensor, slots: np.ndarray, options: np.ndarray, output_lens: np.ndarray) -> None:
+        """Changes the logits by all options but temperature and filters, in the order of `SamplingParams`."""
+        biased = np.flatnonzero(options["has_bias"])
+        if biased.size:
+            self._bias.apply(logits, *self._upload(np.stack([biased, slots[biased]])))
         penalized = np.flatnonzero(options["has_penalties"])
         if penalized.size:
-            self._apply_penalties(logits, penalized, slots[penalized], options[penalized])
+            rows_and_slots = self._upload(np.stack([penalized, slots[penalized]]))
+            self._penalties.apply(logits, *rows_and_slots, options[penalized])
+        watched = np.flatnonzero(options["has_bad_words"])
+        if watched.size:
+            self._bad_words.forbid(logits, *self._upload(np.stack([watched, slots[watched]])))
         too_short = np.flatnonzero(output_lens < options["min_tokens"])
         if too_short.size:
             self._forbid_stop_tokens(logits, too_short, slots[too_short])
 
+    def _choose(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         drawn = np.flatnonzero(~options["is_greedy"])
-        if drawn.size == len(slots):
-            token_ids = self._draw(logits, options, positions)
-        else:
-            token_ids = logits.argmax(-1)
-            if drawn.size:
-                rows = self._upload(drawn)
-                token_ids[rows] = self._draw(logits[rows], options[drawn], positions[drawn])
-
-        device_slots = self._upload(slots)
-        self.last_token[device_slots] = token_ids
-        if penalized.size:
-            rows = self._upload(penalized)
-            self._output_counts[device_slots[rows], token_ids[rows]] += 1
+        if drawn.size == len(options):
+            return self._draw(logits, options, positions)
+        token_ids = logits.argmax(-1)
+        if drawn.size:
+            rows = self._upload(drawn)
+            token_ids[rows] = self._draw(logits[rows], options[drawn], positions[drawn])
         return token_ids
 
     def _draw(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -151,31 +196,19 @@ class Sampler:
             if rows.size:
                 index, limits = self._upload(rows), options["top_k"][rows]
                 top_k = self._upload(limits)[:, None]
-                weights[index] = keep_top(
-                    logits[index], weights[index], top_k, top_p[index], int(limits.max())
-                )
+                weights[index] = keep_top(logits[index], weights[index], top_k, top_p[index], int(limits.max()))
         if (options["min_p"] > 0.0).any():
             weights = keep_min_p(weights, min_p)
         return invert_cdf(weights, uniforms)
 
-    def _apply_penalties(
-        self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, options: np.ndarray
-    ) -> None:
-        """Penalise tokens that occurred, in place.
-
-        Repetition: Keskar et al., "CTRL", 2019, section 4.1, over prompt and output; negative logits are
-        multiplied. Then, over the output: logit - frequency * count - presence * (count > 0).
-        """
-        index, device_slots = self._upload(rows), self._upload(slots)
-        packed = np.stack([options[f"{name}_penalty"] for name in ("repetition", "frequency", "presence")])
-        repetition, frequency, presence = self._upload(packed)[..., None]
-        counts = self._output_counts[device_slots]
-        is_output = counts > 0
-        is_seen = is_output | self._prompt_mask[device_slots]
-        penalized = logits[index]
-        repeated = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
-        penalized = torch.where(is_seen, repeated, penalized)
-        logits[index] = penalized - frequency * counts - presence * is_output
+    def _keep(self, token_ids: torch.Tensor, slots: np.ndarray, options: np.ndarray) -> None:
+        device_slots = self._upload(slots)
+        self.last_token[device_slots] = token_ids
+        for name, state in (("has_penalties", self._penalties), ("has_bad_words", self._bad_words)):
+            rows = np.flatnonzero(options[name])
+            if rows.size:
+                index = self._upload(rows)
+                state.append(device_slots[index], token_ids[index])
 
     def _forbid_stop_tokens(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
         stop_token_ids = self._stop_token_ids[slots]
@@ -192,90 +225,5 @@ class Sampler:
         self._stop_token_ids[slot] = -1
         self._stop_token_ids[slot, : len(stop_token_ids)] = stop_token_ids
 
-    def _count_tokens(
-        self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        if self._output_counts is None:
-            shape = (self._max_num_seqs, self._vocab_size)
-            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        prompt = self._upload(np.asarray(prompt_token_ids, dtype=np.int64))
-        output = self._upload(np.asarray(output_token_ids, dtype=np.int64))
-        self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
-        ones = torch.ones(len(output), dtype=torch.int32, device=self._device)
-        self._output_counts[slot].zero_().index_add_(0, output, ones)
-
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        source = torch.from_numpy(array)
-        if self._device.type == "cuda":
-            # From pageable memory the copy would first wait for the stream; torch keeps pinned memory until
-            # the copy is done.
-            source = source.pin_memory()
-        return source.to(self._device, non_blocking=True)
-
-
-def token_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Integer weights proportional to softmax(logits / temperature): `WEIGHT_ONE` for the most likely token.
-
-    logits: torch.float32 [r, vocab_size]
-    temperature: torch.float32 [r, 1], above 0
-    returns: torch.int64 [r, vocab_size]
-    """
-    highest = logits.amax(-1, keepdim=True)
-    return (logits - highest).div_(temperature).exp_().mul_(WEIGHT_ONE).long()
-
-
-def keep_top(
-    logits: torch.Tensor, weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, max_top_k: int
-) -> torch.Tensor:
-    """Weights with all tokens outside top-k, and then outside top-p of what is left, set to 0.
-
-    Top-k keeps every token that ties with the k-th. Top-p keeps the likeliest tokens, until they reach its
-    share of the probability that top-k left; of those that tie at the border it keeps the lowest ids.
-
-    logits: torch.float32 [r, vocab_size], the order of likelihood
-    weights: torch.int64 [r, vocab_size]
-    top_k: torch.int64 [r, 1], in [1, vocab_size]
-    top_p: torch.float64 [r, 1], in (0, 1]
-    max_top_k: largest of `top_k`; no more than so many tokens are sorted
-    """
-    listed, order = logits.topk(max_top_k)
-    listed_weights = weights.gather(1, order)
-    weights = weights.masked_fill(logits < listed.gather(1, top_k - 1), 0)
-
-    # The list goes as far as needed while the tokens before do not reach the share. It can end among tokens
-    # that tie with the k-th, so the last logit is a threshold and its tokens, all of one weight, are counted.
-    total = weights.sum(-1, keepdim=True)
-    share = torch.minimum((top_p * total).ceil().long(), total)
-    before = listed_weights.cumsum(-1) - listed_weights
-    last = ((before < share).sum(-1, keepdim=True) - 1).clamp_(min=0)
-    threshold = listed.gather(1, last)
-    share_of_tied = share - listed_weights.masked_fill(listed <= threshold, 0).sum(-1, keepdim=True)
-    weight_of_tied = listed_weights.gather(1, last).clamp_(min=1)
-    num_tied = (share_of_tied + weight_of_tied - 1) // weight_of_tied
-
-    is_tied = logits == threshold
-    is_dropped = (logits < threshold) | (is_tied & (is_tied.cumsum(-1, dtype=torch.int32) > num_tied))
-    return weights.masked_fill_(is_dropped, 0)
-
-
-def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Weights with tokens less likely than `min_p` (torch.float64 [r, 1]) times the most likely set to 0."""
-    return weights.masked_fill(weights < (min_p * WEIGHT_ONE).ceil().long(), 0)
-
-
-def invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token id whose cumulative share of the weights exceeds the uniform number.
-
-    It never has weight 0, unless all have.
-
-    weights: torch.int64 [r, vocab_size]
-    uniforms: torch.float64 [r, 1], in [0, 1)
-    returns: torch.int64 [r]
-    """
-    cumulative = weights.cumsum(-1)
-    # Always below the total: the float64 of that is wrong by half a unit in the last place at most, and the
-    # largest uniform number takes off a whole one.
-    target = (uniforms * cumulative[:, -1:]).long()
-    token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    return token_ids.clamp_(max=weights.shape[1] - 1)  # weights made of NaN have no meaningful total
+        return upload(array, self._device)

@@ -42,6 +42,8 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
+    num_logprobs: int | None = None  # report so many likeliest tokens beside each output token; None: nothing
+    num_prompt_logprobs: int | None = None  # the same for prompt tokens; None, too, once all have been reported
     priority: int = 0  # lower goes earlier
     arrival_s: float = 0.0  # when it came to this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest wait from then to its first step

@@ -14,10 +14,12 @@ from services.common.errors import PeerError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.logprobs import TokenLogprobs
 from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
-from services.pb import dense_pb2, dense_pb2_grpc
+from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
 
 log = structlog.get_logger()
 
@@ -66,7 +68,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         engine, _ = self._require_ready()
         outbox: _Outbox = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, engine, outbox))
-        log.info("gateway connected", peer=context.peer())
+        peer = context.peer()  # when the call has ended, to ask gRPC for it ends the process
+        log.info("gateway connected", peer=peer)
         try:
             while True:
                 yield await outbox.get()
@@ -77,7 +80,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             for seq_id in orphans:
                 del self._outboxes[seq_id]
                 engine.cancel(seq_id)
-            log.info("gateway gone", peer=context.peer(), cancelled=len(orphans))
+            log.info("gateway gone", peer=peer, cancelled=len(orphans))
 
     def deliver(self, report: StepReport) -> None:
         """Sends a step's news to the gateways, one message each. Called on the event loop."""
@@ -91,9 +94,12 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_us=round(1e6 * (sequence.started_s - sequence.arrived_s)),
                 )
+        for stretch in report.prompt_logprobs:
+            if outbox := self._outboxes.get(stretch.sequence.seq_id):
+                messages[outbox].prompt_logprobs.append(encode_prompt_logprobs(stretch))
         for output in report.outputs:
             if outbox := self._outboxes.get(output.sequence.seq_id):
-                _append(messages[outbox], output)
+                _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id))
                 if output.finish_reason is not None:
                     del self._outboxes[output.sequence.seq_id]
         for outbox, message in messages.items():
@@ -130,17 +136,36 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
         cache_salt=submit.cache_salt,
+        num_logprobs=submit.num_logprobs if submit.HasField("num_logprobs") else None,
+        num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
         priority=submit.priority,
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
     )
 
 
-def _append(message: dense_pb2.StepOutput, output: SequenceOutput) -> None:
+def encode_prompt_logprobs(stretch: PromptLogprobs) -> dense_pb2.PromptLogprobs:
+    """One message a step and prompt."""
+    return dense_pb2.PromptLogprobs(
+        seq_id=stretch.sequence.seq_id,
+        start=stretch.start,
+        tokens=[_encode_logprobs(token) for token in stretch.tokens],
+    )
+
+
+def _encode_logprobs(token: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
+    return sampling_pb2.TokenLogprobs(
+        logprob=token.logprob, top_token_ids=token.top_token_ids, top_logprobs=token.top_logprobs
+    )
+
+
+def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: TokenLogprobs | None) -> None:
     seq_id = output.sequence.seq_id
     if output.token_id is not None:
         message.seq_ids.append(seq_id)
         message.token_ids.append(output.token_id)
+        if logprobs is not None:
+            message.logprobs.add(seq_id=seq_id, token=_encode_logprobs(logprobs))
     if output.finish_reason is not None:
         end = message.ended.add(seq_id=seq_id, reason=_REASONS[output.finish_reason])
         if output.error is not None:

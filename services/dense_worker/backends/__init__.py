@@ -24,5 +24,6 @@ class DenseBackend(Protocol):
     def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Finish the step: rows int64 [r] -> logits float32 [r, vocab], the caller's to keep.
 
-        Left out when no token of the step needs logits.
+        Left out when no token of the step needs logits; called again where more rows need them than are
+        wanted at a time.
         """

@@ -42,8 +42,7 @@ class TensorRTBackend:
     def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See DenseBackend."""
         assert self._residual is not None, "last before first"
-        residual, self._residual = self._residual, None
-        return self._runner("last", len(rows)).last(attn_out, residual, rows)
+        return self._runner("last", len(rows)).last(attn_out, self._residual, rows)
 
     def _runner(self, segment: str, size: int) -> SegmentRunner:
         times = self._measured.get(segment)

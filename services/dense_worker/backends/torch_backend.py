@@ -36,6 +36,4 @@ class TorchBackend:
     def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See DenseBackend."""
         assert self._residual is not None, "last before first"
-        logits = self._last(attn_out, self._residual, rows, *self._last_weights)
-        self._residual = None
-        return logits
+        return self._last(attn_out, self._residual, rows, *self._last_weights)

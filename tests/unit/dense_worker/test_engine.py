@@ -14,6 +14,7 @@ from services.dense_worker.attention_client import Attachment
 from services.dense_worker.engine import Engine, StepReport
 from services.dense_worker.scheduler import SchedulerLimits, StepPlan
 from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.step_tokens import StepTokens
 from services.pb import attn_pb2
 
 TIMEOUT_S = 10.0
@@ -25,8 +26,8 @@ DELAY_S = 0.05
 class FakeStep:
     plan: StepPlan
 
-    def collect(self) -> list[int]:
-        return [9 for entry in self.plan.entries if entry.is_sampled]
+    def collect(self) -> StepTokens:
+        return StepTokens([9 for entry in self.plan.entries if entry.is_sampled])
 
 
 class FakeRunner:

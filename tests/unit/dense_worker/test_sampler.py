@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,14 +22,8 @@ from transformers import (
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker import philox
-from services.dense_worker.sampler import (
-    WEIGHT_ONE,
-    Sampler,
-    invert_cdf,
-    keep_min_p,
-    keep_top,
-    token_weights,
-)
+from services.dense_worker.sampler import Sampler
+from services.dense_worker.token_weights import WEIGHT_ONE, invert_cdf, keep_min_p, keep_top, token_weights
 
 VOCAB_SIZE = 97
 NO_TOKENS = torch.zeros((1, 0), dtype=torch.int64)
@@ -56,7 +52,24 @@ def sample_batch(requests: list[Request], slots: list[int], sampler: Sampler | N
         slots,
         np.array([len(request.prompt) + len(request.output) for request in requests]),
         np.array([len(request.output) for request in requests]),
-    )
+    ).token_ids
+
+
+def random_bias(rng: np.random.Generator) -> tuple[tuple[int, float], ...]:
+    token_ids = rng.choice(VOCAB_SIZE, rng.integers(1, 12), replace=False)
+    return tuple((int(token_id), float(rng.normal(0.0, 5.0))) for token_id in token_ids)
+
+
+def random_bad_words(rng: np.random.Generator, output: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Of 1 to 6 tokens; about half of the long ones end what the output ends with, so that they apply."""
+    words = []
+    for _ in range(rng.integers(1, 10)):
+        num_before = int(rng.integers(0, 6))
+        before = rng.integers(0, VOCAB_SIZE, num_before).tolist()
+        if rng.random() < 0.5:
+            before = output[len(output) - min(num_before, len(output)) :]
+        words.append((*before, int(rng.integers(0, VOCAB_SIZE))))
+    return tuple(words)
 
 
 def random_request(rng: np.random.Generator) -> Request:
@@ -65,8 +78,11 @@ def random_request(rng: np.random.Generator) -> Request:
     def maybe(value: float, neutral: float) -> float:
         return value if rng.random() < 0.4 else neutral
 
+    output = rng.integers(0, VOCAB_SIZE, rng.integers(0, 20)).tolist()
     params = SamplingParams(
         temperature=maybe(0.0, float(rng.uniform(0.2, 3.0))),
+        logit_bias=random_bias(rng) if rng.random() < 0.4 else (),
+        bad_words=random_bad_words(rng, output) if rng.random() < 0.4 else (),
         top_k=int(rng.integers(1, VOCAB_SIZE + 20)) if rng.random() < 0.4 else None,
         top_p=maybe(float(rng.uniform(0.05, 1.0)), 1.0),
         min_p=maybe(float(rng.uniform(0.0, 0.5)), 0.0),
@@ -79,20 +95,27 @@ def random_request(rng: np.random.Generator) -> Request:
     return Request(
         params=params,
         prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 20)).tolist(),
-        output=rng.integers(0, VOCAB_SIZE, rng.integers(0, 20)).tolist(),
+        output=output,
         stop=rng.choice(VOCAB_SIZE, rng.integers(0, 5), replace=False).tolist(),
         logits=torch.from_numpy(rng.normal(0.0, 3.0, VOCAB_SIZE)).float(),
     )
 
 
-def penalize_by_hugging_face(request: Request) -> torch.Tensor:
+def edit_by_hugging_face(request: Request) -> torch.Tensor:
     """float64 [1, VOCAB_SIZE]; presence and frequency, which transformers lacks, by OpenAI's formula."""
     params, scores = request.params, request.logits.double()[None]
     ids = torch.tensor([request.prompt + request.output])
+    if params.logit_bias:
+        bias = [[[token_id], value] for token_id, value in params.logit_bias]
+        scores = SequenceBiasLogitsProcessor(bias)(ids, scores)
     scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
     for token_id in set(request.output):
         scores[0, token_id] -= params.presence_penalty
         scores[0, token_id] -= params.frequency_penalty * request.output.count(token_id)
+    if params.bad_words:
+        # transformers looks for words in the prompt, too: it gets a place where none can begin instead.
+        output = torch.tensor([[VOCAB_SIZE] * len(request.prompt) + request.output])
+        scores = NoBadWordsLogitsProcessor([list(word) for word in params.bad_words])(output, scores)
     if request.stop:
         minimum = MinNewTokensLengthLogitsProcessor(len(request.prompt), params.min_tokens, request.stop)
         scores = minimum(ids, scores)
@@ -121,7 +144,7 @@ def test_mixed_batch_samples_from_hugging_face_distributions(seed: int, num_rows
     requests = [random_request(rng) for _ in range(num_rows)]
     sampled = sample_batch(requests, rng.permutation(num_rows).tolist()).tolist()
     for request, token_id in zip(requests, sampled, strict=True):
-        scores = penalize_by_hugging_face(request)
+        scores = edit_by_hugging_face(request)
         if request.params.is_greedy:
             assert token_id == scores.argmax().item()
             continue
@@ -180,13 +203,13 @@ def test_token_is_the_same_alone_and_in_any_batch_and_slot(seed: int, num_rows: 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_penalties_and_forbidden_stop_tokens_are_applied_to_the_logits(seed: int) -> None:
+def test_bias_penalties_bad_words_and_forbidden_stop_tokens_are_applied_to_the_logits(seed: int) -> None:
     request = random_request(np.random.default_rng(seed))
     sampler = Sampler(1, VOCAB_SIZE, "cpu")
     sampler.add(0, request.params, request.prompt, request.output, request.stop)
     logits = request.logits[None].clone()
     sampler.sample(logits, [0], np.array([40]), np.array([len(request.output)]))
-    torch.testing.assert_close(logits.double(), penalize_by_hugging_face(request), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), edit_by_hugging_face(request), rtol=1e-5, atol=1e-5)
 
 
 def test_frequencies_follow_the_distribution() -> None:
@@ -201,7 +224,7 @@ def test_frequencies_follow_the_distribution() -> None:
         sampled = sampler.sample(
             batch, np.arange(num_slots), np.full(num_slots, position), np.zeros(num_slots)
         )
-        counts += sampled.bincount(minlength=len(logits))
+        counts += sampled.token_ids.bincount(minlength=len(logits))
     expected = (logits / 1.5).softmax(-1) * num_slots * num_steps
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 29.9  # 7 degrees of freedom: above with probability 1e-4
@@ -212,7 +235,7 @@ def test_same_seed_repeats_and_other_seeds_and_positions_differ() -> None:
         sampler = Sampler(1, 1000, "cpu")
         sampler.add(0, SamplingParams(seed=seed), [0], [], [])
         return [
-            sampler.sample(torch.zeros(1, 1000), [0], np.array([position]), np.array([0])).item()
+            sampler.sample(torch.zeros(1, 1000), [0], np.array([position]), np.array([0])).token_ids.item()
             for position in range(20)
         ]
 
@@ -235,7 +258,7 @@ def test_resumed_request_samples_the_tokens_it_would_have(num_before: int) -> No
         sampler.add(1, params, prompt, output, stop)
         for step in range(len(output), len(step_logits)):
             position = np.array([len(prompt) + step])
-            token_id = sampler.sample(step_logits[step].clone(), [1], position, np.array([step])).item()
+            token_id = sampler.sample(step_logits[step].clone(), [1], position, np.array([step])).token_ids.item()
             output = [*output, token_id]
         return output
 
@@ -250,7 +273,7 @@ def test_stop_tokens_come_only_after_min_tokens() -> None:
     sampler.add(1, SamplingParams(temperature=0.0), [0], [], [5])
     logits = torch.arange(6.0).repeat(2, 1)
     sampled = [
-        sampler.sample(logits.clone(), [0, 1], np.full(2, step + 1), np.full(2, step)).tolist()
+        sampler.sample(logits.clone(), [0, 1], np.full(2, step + 1), np.full(2, step)).token_ids.tolist()
         for step in range(4)
     ]
     assert sampled == [[2, 5], [2, 5], [5, 5], [5, 5]]
@@ -277,7 +300,7 @@ def test_reused_slot_remembers_nothing() -> None:
     logits = request.logits[None].clone()
     sampler.sample(logits, [0], np.array([2]), np.array([1]))
     afresh = Request(light, [1], [2], [3], request.logits)
-    torch.testing.assert_close(logits.double(), penalize_by_hugging_face(afresh), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), edit_by_hugging_face(afresh), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=200, deadline=None)
@@ -320,7 +343,7 @@ def test_extreme_logits_and_temperatures_give_tokens_of_nonzero_probability(
     sampler = Sampler(1, 50, "cpu")
     sampler.add(0, SamplingParams(temperature=temperature, top_p=0.9, min_p=0.01, seed=1), [0], [], [])
     for position in range(20):
-        token_id = sampler.sample(logits.clone(), [0], np.array([position]), np.array([0])).item()
+        token_id = sampler.sample(logits.clone(), [0], np.array([position]), np.array([0])).token_ids.item()
         assert token_id != 7
         assert token_id == 49 or (logits[0, 49] - logits[0, token_id]) / temperature < 5.0
 

@@ -1,0 +1,73 @@
+"""Natural logarithms of the probabilities that the model itself gives: log_softmax of its logits, in float32.
+
+Computed on the device for the tokens asked for alone; the host reads a few numbers a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MAX_ROWS_AT_A_TIME = 64  # of log_softmax, which takes as much memory as the logits
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of the token at one place of a sequence, and of the likeliest ones there, most likely first."""
+
+    logprob: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedTokens:
+    """Log-probabilities of a token a row, and of its row's likeliest ones, on the device or on the host."""
+
+    logprobs: torch.Tensor  # float32 [r]
+    top_token_ids: torch.Tensor  # int64 [r, num_top]; in any order where tokens tie
+    top_logprobs: torch.Tensor  # float32 [r, num_top]
+
+    def to_host(self) -> RankedTokens:
+        """In pinned memory, once the device has run all work enqueued so far; itself where that is the host."""
+        tensors = (self.logprobs, self.top_token_ids, self.top_logprobs)
+        return RankedTokens(*(_to_host(tensor) for tensor in tensors))
+
+    def read(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """One entry a row, with the `num_top` likeliest tokens of that row or as many as there are."""
+        columns = (self.logprobs.tolist(), self.top_token_ids.tolist(), self.top_logprobs.tolist(), num_top)
+        return [
+            TokenLogprobs(logprob, token_ids[:num], logprobs[:num])
+            for logprob, token_ids, logprobs, num in zip(*columns, strict=True)
+        ]
+
+
+def rank_tokens(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> RankedTokens:
+    """Log-probabilities of `token_ids` and the `num_top` likeliest tokens.
+
+    logits: torch.float32 [r, vocab_size], left as they are
+    token_ids: torch.int64 [r]
+    """
+    num_top = min(num_top, logits.shape[1])
+    parts = []
+    batches = zip(logits.split(MAX_ROWS_AT_A_TIME), token_ids.split(MAX_ROWS_AT_A_TIME), strict=True)
+    for some_logits, some_token_ids in batches:
+        logprobs = some_logits.log_softmax(-1)
+        top_logprobs, top_token_ids = logprobs.topk(num_top)
+        parts.append(RankedTokens(logprobs.gather(1, some_token_ids[:, None]).squeeze(1), top_token_ids, top_logprobs))
+    return concatenate(parts)
+
+
+def concatenate(parts: Iterable[RankedTokens]) -> RankedTokens:
+    """All rows in order."""
+    columns = zip(*((part.logprobs, part.top_token_ids, part.top_logprobs) for part in parts), strict=True)
+    return RankedTokens(*(torch.cat(column) for column in columns))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

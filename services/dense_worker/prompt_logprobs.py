@@ -1,0 +1,82 @@
+"""Log-probabilities of a prompt's own tokens: each is told of by the row of the token before it.
+
+A step computes a stretch of a prompt. Sampling needs the logits of one row a sequence; here they are computed
+for all rows of the stretch, some at a time, so that memory stays bounded however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.logprobs import RankedTokens, TokenLogprobs, concatenate, rank_tokens
+from services.dense_worker.scheduler import PlanEntry
+from services.dense_worker.sequence import Sequence
+from services.dense_worker.upload import upload
+
+MAX_ROWS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStretch:
+    """Prompt tokens that a step tells of."""
+
+    sequence: Sequence
+    start: int  # index in the prompt of the first one, at least 1
+    num_tokens: int
+    first_row: int  # of the step; tells of the first one, the next row of the next
+    num_logprobs: int  # likeliest tokens to report beside each
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens from index `start` on."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[TokenLogprobs]
+
+
+def find_stretch(entry: PlanEntry, first_row: int) -> PromptStretch | None:
+    """What an entry, whose tokens begin at `first_row` of the step, tells of a prompt that wants it; or nothing."""
+    sequence, start = entry.sequence, entry.num_computed_tokens + 1
+    assert sequence.num_prompt_logprobs is not None
+    end = min(start + entry.num_tokens, sequence.num_prompt_tokens)
+    if start >= end:
+        return None
+    return PromptStretch(sequence, start, end - start, first_row, sequence.num_prompt_logprobs)
+
+
+def rank_prompt_tokens(
+    backend: DenseBackend, attn_out: torch.Tensor, stretches: SequenceOf[PromptStretch], max_num_rows: int
+) -> RankedTokens:
+    """One row for each token of the stretches, in order; called in place of `DenseBackend.last` or after it.
+
+    attn_out: [num_tokens, attn_size] of the last layer; max_num_rows: most that `last` may be asked for
+    """
+    rows, token_ids = [], []
+    for stretch in stretches:
+        rows.append(np.arange(stretch.first_row, stretch.first_row + stretch.num_tokens))
+        token_ids += stretch.sequence.prompt_token_ids[stretch.start : stretch.start + stretch.num_tokens]
+    packed = np.stack([np.concatenate(rows), np.array(token_ids, dtype=np.int64)])
+    device_rows, device_token_ids = upload(packed, attn_out.device)
+    num_top = max(stretch.num_logprobs for stretch in stretches)
+    size = min(MAX_ROWS_AT_A_TIME, max_num_rows)
+    return concatenate(
+        rank_tokens(backend.last(attn_out, some_rows), some_token_ids, num_top)
+        for some_rows, some_token_ids in zip(device_rows.split(size), device_token_ids.split(size), strict=True)
+    )
+
+
+def read_prompt_logprobs(stretches: SequenceOf[PromptStretch], ranked: RankedTokens) -> list[PromptLogprobs]:
+    """What `rank_prompt_tokens` found, once it is on the host."""
+    num_top = [stretch.num_logprobs for stretch in stretches for _ in range(stretch.num_tokens)]
+    tokens = iter(ranked.read(num_top))
+    return [
+        PromptLogprobs(stretch.sequence, stretch.start, [next(tokens) for _ in range(stretch.num_tokens)])
+        for stretch in stretches
+    ]

@@ -1,0 +1,80 @@
+"""A plain client of the dense worker's stream, in place of a gateway: tests see what a gateway would."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+
+TIMEOUT_S = 60.0
+EOS = 2  # of the embedded model
+
+
+@dataclass
+class SequenceNews:
+    """All that the dense worker has told of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, sampling_pb2.TokenLogprobs] = field(default_factory=dict)  # by index in the prompt
+    start: dense_pb2.SequenceStart | None = None
+    end: dense_pb2.SequenceEnd | None = None
+
+
+def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -> dense_pb2.Submit:
+    """Greedy to the end or EOS, unless `options`, those of `SamplingParams` and `Submit` alike, say otherwise."""
+    names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    sampling = {"temperature": 0.0, "seed": 1} | {name: options.pop(name) for name in names & options.keys()}
+    return dense_pb2.Submit(
+        seq_id=seq_id,
+        request_id=f"test-{seq_id}",
+        prompt_token_ids=prompt,
+        sampling=sampling_pb2.SamplingParams(**sampling),
+        max_tokens=max_tokens,
+        **{"stop_token_ids": [EOS]} | options,
+    )
+
+
+def stream_steps(
+    stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit], news: dict[int, SequenceNews]
+) -> Iterator[None]:
+    """Collects all `news` by seq_id, step by step, until every sequence has ended or the stream breaks."""
+    outbox: queue.SimpleQueue[dense_pb2.GatewayMessage | None] = queue.SimpleQueue()
+    for each in submits:
+        news[each.seq_id] = SequenceNews()
+        outbox.put(dense_pb2.GatewayMessage(submit=each))
+    call = stub.Connect(iter(outbox.get, None), timeout=TIMEOUT_S)
+    try:
+        for step in call:
+            _take(news, step)
+            yield
+            if all(each.end is not None for each in news.values()):
+                return
+    finally:
+        outbox.put(None)
+        call.cancel()
+
+
+def run_all(stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit]) -> dict[int, SequenceNews]:
+    """All news, by seq_id, once every sequence has ended."""
+    news: dict[int, SequenceNews] = {}
+    for _ in stream_steps(stub, submits, news):
+        pass
+    return news
+
+
+def _take(news: dict[int, SequenceNews], step: dense_pb2.StepOutput) -> None:
+    for start in step.started:
+        news[start.seq_id].start = start
+    for stretch in step.prompt_logprobs:
+        news[stretch.seq_id].prompt_logprobs.update(enumerate(stretch.tokens, stretch.start))
+    for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
+        news[seq_id].token_ids.append(token_id)
+    for logprobs in step.logprobs:
+        each = news[logprobs.seq_id]
+        each.logprobs.append(logprobs.token)
+        assert len(each.logprobs) == len(each.token_ids), "a token's log-probabilities come with it"
+    for end in step.ended:
+        news[end.seq_id].end = end
