@@ -6,6 +6,7 @@ wrong types and impossible combinations are a `ConfigError` before anything star
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from services.common.errors import ConfigError
 
+API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"
 MAX_PORT = 65535
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
@@ -65,6 +67,10 @@ class GatewaySection(Section):
     max_message_bytes: Count = 16 * 2**20  # of one gRPC message
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     max_n: Count = 16  # answers to one prompt
+    max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
+    max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
+    queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step
+    api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
     max_body_bytes: Count = 4 * 2**20  # of one HTTP request; reading it holds up all streams, 4 MiB by 0.1 s at worst
     max_header_bytes: Count = 32 * 2**10  # of one HTTP request
@@ -187,6 +193,11 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(document)
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(map(_describe, error.errors()))) from error
+
+
+def api_keys_of_environment() -> str:
+    """`NAME=KEY,NAME=KEY`, for keys that should not lie in a file; may be empty. See gateway/api_keys.py."""
+    return os.environ.get(API_KEYS_VARIABLE, "")
 
 
 def dump_config(config: Config) -> str:

@@ -267,8 +267,17 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             num_logprobs=_num_logprobs(request),
             num_prompt_logprobs=entry.wanted_prompt_logprobs,
             priority=request.priority,
+            queue_timeout_ms=_queue_timeout_ms(entry),
         )
     )
+
+
+def _queue_timeout_ms(entry: JournalEntry) -> int:
+    """What is left of the time it may wait; 0, for ever, once it has run."""
+    limit_s = entry.request.queue_timeout_s
+    if limit_s is None or entry.queue_s is not None:
+        return 0
+    return max(1, round(1e3 * (entry.arrival + limit_s - time.monotonic())))
 
 
 def _num_logprobs(request: GenerationRequest) -> int | None:

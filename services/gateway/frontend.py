@@ -6,8 +6,11 @@ Requests of all of them are `GenerateRequest` messages, checked in one place, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.common.errors import TwostrokeError
+from services.gateway.access import Access, Caller
+from services.gateway.admission import Admission
 from services.gateway.dense_client import DenseClient, ServedModel
 from services.gateway.generation import Generation
 from services.gateway.journal import FinishReason, Journal
@@ -29,14 +32,20 @@ class Frontend:
         journal: Journal,
         dense: DenseClient,
         metrics: GatewayMetrics,
+        access: Access,
+        admission: Admission,
+        queue_timeout_s: float,
     ) -> None:
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.journal = journal
+        self.access = access
         self._max_n = max_n
         self._dense = dense
         self._metrics = metrics
+        self._admission = admission
+        self._queue_timeout_s = queue_timeout_s
         metrics.watch(self._counts)
 
     @property
@@ -52,20 +61,33 @@ class Frontend:
 
     def unready_reason(self) -> str | None:
         """Why no request could run now; None: they can."""
+        if self._admission.is_draining:
+            return "the gateway is about to stop"
         return self._dense.unready_reason()
 
-    async def start(self, message: gateway_pb2.GenerateRequest) -> Generation:
-        """Checks and submits a request. The caller closes the generation. Raises a `TwostrokeError`."""
+    async def start(self, message: gateway_pb2.GenerateRequest, caller: Caller) -> Generation:
+        """Checks and submits a request. Whoever calls closes the generation. Raises a `TwostrokeError`."""
+        ticket = None
         try:
-            request = await read_request(message, self.tokenizer, self.limits)
-            return Generation(request, self.tokenizer, self.journal, self._dense, self._metrics)
-        except TwostrokeError as error:
-            self._metrics.on_rejected(error)
+            ticket = self._admission.open(caller)
+            request = caller.adapt(await read_request(message, self.tokenizer, self.limits))
+            ticket.admit(request)
+            request = replace(request, queue_timeout_s=self._queue_timeout_s)
+            return Generation(request, self.tokenizer, self.journal, self._dense, self._metrics, ticket)
+        except BaseException as error:
+            if ticket is not None:
+                ticket.close()
+            if isinstance(error, TwostrokeError):
+                self._metrics.on_rejected(error)
             raise
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request's answers, with what they have so far; whether there were any."""
-        entries = [entry for entry in self.journal.of_request(request_id) if not entry.is_ended]
+    def abort(self, request_id: str, caller: Caller) -> bool:
+        """Ends a request's answers, with what they have so far; whether there were any of this caller's."""
+        entries = [
+            entry
+            for entry in self.journal.of_request(request_id)
+            if not entry.is_ended and entry.request.caller == caller.name
+        ]
         for entry in entries:
             self._dense.cancel(entry)
             entry.finish(FinishReason.ABORT)

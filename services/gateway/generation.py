@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.admission import Ticket
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.journal import FinishReason, Journal, JournalEntry, News
 from services.gateway.metrics import GatewayMetrics
@@ -99,8 +100,10 @@ class Generation:
         journal: Journal,
         dense: Submitter,
         metrics: GatewayMetrics,
+        ticket: Ticket | None = None,
     ) -> None:
         self.request = request
+        self._ticket = ticket
         self._news = News()
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
@@ -130,6 +133,8 @@ class Generation:
             chunk = answer.next_chunk()
             if chunk.finish is not None:
                 self._num_running -= 1
+                if self.is_finished:
+                    self._end()
             return chunk
 
     async def completions(self) -> tuple[list[Completion], Prompt | None]:
@@ -153,6 +158,13 @@ class Generation:
         """Forgets the request, and stops what still runs of it. Closing twice does nothing."""
         for answer in self._answers:
             answer.close()
+        self._end()
+        if self._ticket is not None:
+            self._ticket.close()
+
+    def _end(self) -> None:
+        if self._ticket is not None:  # before the client can know, so that its next request finds the place free
+            self._ticket.end(sum(len(answer.entry.output_token_ids) for answer in self._answers))
 
 
 class _Answer:
@@ -268,6 +280,7 @@ class _Answer:
             ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
             duration_ms=round(1e3 * timings.total_s, 1),
             **({"user": entry.request.user} if entry.request.user else {}),
+            **({"caller": entry.request.caller} if entry.request.caller else {}),
             **({} if entry.error is None else {"error": str(entry.error)}),
         )
 

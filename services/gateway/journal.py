@@ -169,6 +169,7 @@ class Journal:
         self._shut_error: TwostrokeError | None = None
         self.num_waiting = 0  # sequences that have not started yet
         self.num_waiting_tokens = 0  # of their prompts
+        self.left_at: deque[float] = deque(maxlen=256)  # when the last ones ceased to wait, on the monotonic clock
 
     def open(self, request: GenerationRequest, news: News) -> list[JournalEntry]:
         """`request.best_of` new entries with seq_ids of their own, which announce themselves at `news`.
@@ -215,6 +216,7 @@ class Journal:
         """An entry does not wait any more."""
         self.num_waiting -= 1
         self.num_waiting_tokens -= len(entry.request.prompt_token_ids)
+        self.left_at.append(time.monotonic())
 
     def shut(self, error: TwostrokeError) -> None:
         """Fails every sequence, and from now on every new one, with `error`."""

@@ -54,6 +54,8 @@ class GenerationRequest:
     echo: bool
     priority: int
     user: str
+    caller: str = ""  # name of the API key that was used
+    queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
 
 
 async def read_request(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.common.config import Config
+from services.common.config import Config, api_keys_of_environment
 from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_together
+from services.gateway.access import Access
+from services.gateway.admission import Admission
 from services.gateway.dense_client import DenseClient
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
@@ -37,6 +39,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
     path = config.model.path
     eos_token_ids = load_model_config(path).eos_token_ids
     tokenizer = load_tokenizer(path, is_optional=config.model.load_format == "dummy")
+    section = config.gateway
+    access = Access(section.api_keys_file, api_keys_of_environment())
     server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
     journal = Journal()
     dense = DenseClient(config.dense.address, config.peers, journal, server.set_serving)
@@ -48,6 +52,9 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
         journal,
         dense,
         GatewayMetrics(registry),
+        access,
+        Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens),
+        section.queue_timeout_s,
     )
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
     http_server = HttpServer(build_app(frontend, config.gateway, registry), config.gateway)
@@ -61,7 +68,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
 
     try:
         http_address = await http_server.start()
-        await run_together(dense.run(), announce())
+        await run_together(dense.run(), access.run(), announce())
     finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
         journal.shut(PeerError("the gateway is shutting down"))
         await http_server.stop(STOP_GRACE_S)

@@ -9,6 +9,7 @@ import grpc
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway import __version__
+from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt
 from services.gateway.journal import FinishReason
@@ -23,7 +24,10 @@ FINISH_REASONS = {
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Answers clients. Errors leave as `TwostrokeError` and become statuses in `services.common.server`."""
+    """Answers clients that `Access` lets in.
+
+    Errors leave as `TwostrokeError` and become statuses in `services.common.server`.
+    """
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -32,13 +36,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
         """Sends a chunk whenever there are new tokens; while one is being sent, the next one grows."""
+        caller = self._frontend.access.identify_call(context)
         if request.best_of > max(1, request.n):
             raise InvalidRequest(
                 f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
                 "end, so this cannot be streamed",
                 "best_of",
             )
-        generation = await self._start(request, context)
+        generation = await self._start(request, caller, context)
         while not generation.is_finished:
             yield _encode_chunk(generation.request_id, await generation.next_chunk())
 
@@ -46,7 +51,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.GenerateResponse:
         """All answers at once."""
-        generation = await self._start(request, context)
+        caller = self._frontend.access.identify_call(context)
+        generation = await self._start(request, caller, context)
         completions, prompt = await generation.completions()
         return gateway_pb2.GenerateResponse(
             request_id=generation.request_id,
@@ -58,6 +64,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Needs no dense worker."""
+        self._frontend.access.identify_call(context)
         token_ids = await self._frontend.tokenize(request)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._frontend.tokenizer.tokens(token_ids))
 
@@ -65,6 +72,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """The text of token ids."""
+        self._frontend.access.identify_call(context)
         return gateway_pb2.DetokenizeResponse(
             text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens)
         )
@@ -72,13 +80,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.AbortResponse:
-        """Ends a running request."""
-        return gateway_pb2.AbortResponse(was_running=self._frontend.abort(request.request_id))
+        """Ends a running request of the same caller."""
+        caller = self._frontend.access.identify_call(context)
+        return gateway_pb2.AbortResponse(was_running=self._frontend.abort(request.request_id, caller))
 
     async def ModelInfo(
         self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ModelInfoResponse:
         """As the dense worker last said."""
+        self._frontend.access.identify_call(context)
         model = self._frontend.model
         return gateway_pb2.ModelInfoResponse(
             model=self._frontend.model_name,
@@ -93,9 +103,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
 
     async def _start(
-        self, message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, message: gateway_pb2.GenerateRequest, caller: Caller, context: grpc.aio.ServicerContext
     ) -> Generation:
-        generation = await self._frontend.start(message)
+        generation = await self._frontend.start(message, caller)
         # Not left to the handler: one that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation

@@ -1,0 +1,119 @@
+"""What one caller may have at once and in a minute. Plain counting on the event loop, no tasks, no timers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from services.common.errors import RateLimited
+
+MINUTE_S = 60.0
+CONCURRENCY_RETRY_S = 1.0  # when one of a caller's own requests ends, nobody knows
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """None: without a limit."""
+
+    max_concurrent_answers: int | None = None  # a request counts once for each of its answers
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None  # of prompts and answers together
+
+
+class TokenBucket:
+    """Holds up to a minute's worth and is refilled evenly: https://en.wikipedia.org/wiki/Token_bucket.
+
+    May go into debt, for what is known only afterwards: the mean over a long time keeps to the rate all the same.
+    """
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self._per_minute = per_minute
+        self._level = per_minute
+        self._updated_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """How long until `amount` is there, or the bucket full; 0: it is now."""
+        self._refill(now_s)
+        missing = min(amount, self._per_minute) - self._level
+        return max(0.0, missing) * MINUTE_S / self._per_minute
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Takes that much, whether it is there or not."""
+        self._refill(now_s)
+        self._level -= amount
+
+    def set_rate(self, per_minute: float, now_s: float) -> None:
+        """Changes the rate, not what is owed."""
+        self._refill(now_s)
+        self._per_minute = per_minute
+        self._level = min(self._level, per_minute)
+
+    def _refill(self, now_s: float) -> None:
+        elapsed_s = max(0.0, now_s - self._updated_s)
+        self._level = min(self._per_minute, self._level + elapsed_s * self._per_minute / MINUTE_S)
+        self._updated_s = now_s
+
+
+class Usage:
+    """What one caller has now and had lately; outlives changes of its limits."""
+
+    def __init__(self, name: str, limits: RateLimits) -> None:
+        self.num_open_answers = 0
+        self._name = name
+        self._limits = limits
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.set_limits(limits)
+
+    def set_limits(self, limits: RateLimits) -> None:
+        """From now on."""
+        now_s = time.monotonic()
+        self._limits = limits
+        self._requests = _with_rate(self._requests, limits.requests_per_minute, now_s)
+        self._tokens = _with_rate(self._tokens, limits.tokens_per_minute, now_s)
+
+    def open_request(self) -> None:
+        """A request comes, of one answer as far as is known. Raises `RateLimited`, and counts nothing then."""
+        now_s, limits = time.monotonic(), self._limits
+        self._check_answers(1)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now_s)):
+            raise self._limited(f"has used up its {limits.tokens_per_minute:g} tokens a minute", wait_s)
+        if self._requests is not None:
+            if wait_s := self._requests.wait_s(1, now_s):
+                raise self._limited(f"has used up its {limits.requests_per_minute:g} requests a minute", wait_s)
+            self._requests.take(1, now_s)
+        self.num_open_answers += 1
+
+    def add_answers(self, count: int) -> None:
+        """A request that is open has so many more. Raises `RateLimited`, and counts nothing then."""
+        self._check_answers(count)
+        self.num_open_answers += count
+
+    def close_answers(self, count: int) -> None:
+        """They have ended."""
+        self.num_open_answers -= count
+
+    def add_tokens(self, count: int) -> None:
+        """They were sent or generated; too many of them delay later requests."""
+        if self._tokens is not None:
+            self._tokens.take(count, time.monotonic())
+
+    def _check_answers(self, count: int) -> None:
+        limit = self._limits.max_concurrent_answers
+        if limit is not None and self.num_open_answers + count > limit:
+            raise self._limited(
+                f"would have {self.num_open_answers + count} answers under way at once, its limit is {limit}",
+                CONCURRENCY_RETRY_S,
+            )
+
+    def _limited(self, what: str, retry_after_s: float) -> RateLimited:
+        return RateLimited(f"the API key {self._name!r} {what}", retry_after_s=retry_after_s)
+
+
+def _with_rate(bucket: TokenBucket | None, per_minute: float | None, now_s: float) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, now_s)
+    bucket.set_rate(per_minute, now_s)
+    return bucket
