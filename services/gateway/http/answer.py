@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Prompt
 from services.gateway.http.connection import ClientGone, while_connected
@@ -72,7 +73,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` as long as there is no status line; later ones are sent as an event."""
-        work = self._stream(send) if self._is_stream else self._whole(scope, receive, send)
+        work = self._stream(scope, send) if self._is_stream else self._whole(scope, receive, send)
         try:
             await while_connected(receive, work)
         except ClientGone:
@@ -81,16 +82,16 @@ class Answer(Response):
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generations = Generations()
         try:
-            await self._start(generations)
+            await self._start(generations, scope["state"]["caller"])
             answers = await generations.completions()
         finally:
             await generations.close()
         await Response(to_json(self._format.whole(answers)), media_type="application/json")(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         generations = Generations()
         try:
-            await self._start(generations)
+            await self._start(generations, scope["state"]["caller"])
             first = asyncio.ensure_future(generations.next_chunk())
             try:
                 await asyncio.wait({first}, timeout=self._first_news_timeout_s)
@@ -103,12 +104,12 @@ class Answer(Response):
         finally:
             await generations.close()
 
-    async def _start(self, generations: Generations) -> None:
+    async def _start(self, generations: Generations, caller: Caller) -> None:
         if self._is_stream:
             for message in self._messages:
                 _check_can_stream(message)
         try:
-            await generations.start(self._frontend, self._messages)
+            await generations.start(self._frontend, self._messages, caller)
         except TwostrokeError as error:
             if error.param is not None:
                 error.param = self._format.param_names.get(error.param, error.param)

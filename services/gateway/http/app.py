@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from services.common.config import GatewaySection
 from services.gateway import __version__
 from services.gateway.frontend import Frontend
+from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import add_error_handlers
 from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.metrics import metrics_routes
@@ -18,6 +19,7 @@ from services.gateway.http.routes.tokens import token_routes
 def build_app(frontend: Frontend, section: GatewaySection, registry: CollectorRegistry) -> FastAPI:
     """Of one gateway. Its pages of documentation are left out: they would load scripts from elsewhere."""
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(Authorize, access=frontend.access)
     add_error_handlers(app)
     app.include_router(completion_routes(frontend, section))
     app.include_router(token_routes(frontend))

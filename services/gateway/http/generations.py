@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Generation, Prompt
 from services.pb import gateway_pb2
@@ -21,10 +22,12 @@ class Generations:
         self._readers: dict[asyncio.Task[Chunk], int] = {}  # of several prompts, the place of each
         self._ready: list[asyncio.Task[Chunk]] = []
 
-    async def start(self, frontend: Frontend, messages: Sequence[gateway_pb2.GenerateRequest]) -> None:
+    async def start(
+        self, frontend: Frontend, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
+    ) -> None:
         """Raises a `TwostrokeError` for the first that is refused."""
         for message in messages:
-            self.running.append(await frontend.start(message))
+            self.running.append(await frontend.start(message, caller))
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:
         """Place of a prompt and what is new of its answers; None: all have ended. Raises what a generation raises."""

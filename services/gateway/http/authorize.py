@@ -1,0 +1,30 @@
+"""Who sends a request: found out before its body is read, and refused there."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.common.errors import Unauthenticated
+from services.gateway.access import Access
+from services.gateway.http.errors import error_response
+
+# What probes, scrapers and browsers ask without a key; none of it tells of anybody's requests.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/favicon.ico"})
+
+
+class Authorize:
+    """An ASGI application around another one; handlers find the `Caller` as `request.state.caller`."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in OPEN_PATHS:
+            values = [value for name, value in scope["headers"] if name == b"authorization"]
+            try:
+                scope["state"]["caller"] = self._access.identify(values[0].decode("latin-1") if values else None)
+            except Unauthenticated as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
