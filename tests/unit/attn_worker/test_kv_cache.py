@@ -282,3 +282,22 @@ def test_more_sequences_than_first_provided_for() -> None:
     assert cache.num_used_blocks == 400 and cache.held_blocks[199] == 2 and cache.held_blocks[200] == 0
     run(cache, close_seq_ids=range(300))
     assert cache.num_free_blocks == 500 and cache.num_sequences == 0
+
+
+def test_sequence_that_ignores_the_prefix_cache_computes_every_token() -> None:
+    cache = make_cache()
+    prompt = list(range(10))
+    prefill(cache, 1, prompt)
+    assert cache.open_sequence(2, prompt, 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 0)
+    run(cache, (2, 10, 0))
+    assert cache.num_used_blocks == 6  # nothing is shared
+    assert cache.open_sequence(3, prompt, 10).num_cached_tokens == 8  # others find it as ever
+
+
+def test_known_sequence_that_ignores_the_prefix_cache_starts_anew() -> None:
+    cache = make_cache()
+    prompt = list(range(10))
+    prefill(cache, 1, prompt)
+    assert cache.open_sequence(1, [*prompt, 77], 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 3)
+    run(cache, (1, 11, 0))
+    assert cache.num_used_blocks == 3

@@ -11,9 +11,11 @@ import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.attention_client import Attachment
-from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.engine import Engine, StepReport, take_prompt_logprobs
+from services.dense_worker.logprobs import TokenLogprobs
+from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SchedulerLimits, StepPlan
-from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.step_tokens import StepTokens
 from services.pb import attn_pb2
 
@@ -96,3 +98,16 @@ def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(
     assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
     assert num_tokens[GOOD] == 6
     assert num_tokens[BAD] <= bad_step - 1
+
+
+def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:
+    def told(status: SequenceStatus, start: int, count: int) -> PromptLogprobs:
+        sequence = Sequence(1, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
+        sequence.status = status
+        return PromptLogprobs(sequence, start, [TokenLogprobs(-1.0, [3], [-0.5])] * count)
+
+    partly, wholly = told(SequenceStatus.RUNNING, 1, 2), told(SequenceStatus.WAITING, 3, 1)
+    cancelled = told(SequenceStatus.FINISHED, 1, 3)
+    assert take_prompt_logprobs(StepTokens([], {}, [partly, cancelled, wholly])) == [partly, wholly]
+    assert partly.sequence.num_prompt_logprobs == 1
+    assert wholly.sequence.num_prompt_logprobs is None
