@@ -41,7 +41,7 @@ class Admission:
         """Lets a request come in. Raises `Draining`, `CapacityError` or `RateLimited`; its client closes the ticket."""
         if self._is_draining:
             raise Draining("the gateway is about to stop and takes no new requests")
-        self.check_queue(1, 0)
+        self.check_queue(1, 1)  # at least
         caller.usage.open_request()
         self._num_preparing += 1
         self._num_open += 1

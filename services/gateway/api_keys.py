@@ -98,13 +98,12 @@ def read_api_keys(file: Path | None, pairs: str) -> list[ApiKey]:
     """
     keys = [] if file is None else _read_file(file)
     keys += _read_pairs(pairs)
-    for what in ("name", "digest"):
-        seen: dict[object, str] = {}
+    for what, field in (("name", "name"), ("key", "key_sha256")):
+        seen: dict[str, ApiKey] = {}
         for key in keys:
-            other = seen.setdefault(getattr(key, what), key.name)
-            if other is not key.name:
-                same = "name" if what == "name" else "key"
-                raise ConfigError(f"API keys {other!r} and {key.name!r} have the same {same}")
+            other = seen.setdefault(getattr(key, field), key)
+            if other is not key:
+                raise ConfigError(f"API keys {other.name!r} and {key.name!r} have the same {what}")
     return keys
 
 
