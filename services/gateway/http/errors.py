@@ -124,13 +124,13 @@ def _describe_validation(error: RequestValidationError) -> tuple[str, str | None
 
 
 def _param(loc: Sequence[str | int], body: Any) -> str | None:
-    """`messages[0].content`; steps that are not of the body, such as the tried type of a union, are left out."""
+    """`messages[0].content`; steps that are not of the body are left out, such as `<texts>`, one type of a union."""
     path = ""
     for step in loc[1:] if loc and loc[0] == "body" else loc:
         if isinstance(step, int) and isinstance(body, list):
             path += f"[{step}]"
             body = body[step] if 0 <= step < len(body) else None
-        elif isinstance(step, str) and isinstance(body, Mapping):
+        elif isinstance(step, str) and not step.startswith("<") and isinstance(body, Mapping):
             path += f".{step}" if path else step
             body = body.get(step)
     return path or None

@@ -23,8 +23,8 @@ class TextPart(RequestModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
-    Discriminator(lambda value: "parts" if isinstance(value, list) else "text"),
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 
 

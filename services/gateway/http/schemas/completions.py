@@ -17,18 +17,18 @@ from services.gateway.http.schemas.sampling import GenerationFields
 def _kind_of_prompt(value: Any) -> str:
     """By the first element, so that a long list is not tried as one kind after the other."""
     if not isinstance(value, list):
-        return "text"
+        return "<text>"
     first = value[0] if value else None
-    return {str: "texts", list: "token_id_lists"}.get(type(first), "token_ids")
+    return {str: "<texts>", list: "<token_id_lists>"}.get(type(first), "<token_ids>")
 
 
 # One wrong element is enough: a list of a million errors helps nobody.
 _TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
-    | Annotated[_TokenIds, Tag("token_ids")]
-    | Annotated[list[_TokenIds], Field(fail_fast=True), Tag("token_id_lists")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
+    | Annotated[_TokenIds, Tag("<token_ids>")]
+    | Annotated[list[_TokenIds], Field(fail_fast=True), Tag("<token_id_lists>")],
     Discriminator(_kind_of_prompt),
 ]
 

@@ -1,0 +1,341 @@
+"""Refusals: the right status, OpenAI's error object, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from services.gateway import __version__
+from tests.fake_dense import FakeDense
+from tests.http_clients import async_client, events
+from tests.running_gateway import RunningGateway, run, running_gateway, until
+
+MODEL = EMBEDDED_MODEL.name
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+Test = Callable[[httpx2.AsyncClient, RunningGateway], Awaitable[None]]
+
+
+def with_client(tmp_path: Path, dense: FakeDense | None, test: Test, **options: Any) -> None:
+    """Runs `test` against a gateway."""
+
+    async def body() -> None:
+        async with running_gateway(tmp_path, dense, **options) as gateway, async_client(gateway.http_address) as client:
+            await test(client, gateway)
+
+    run(body())
+
+
+def check_error(response: httpx2.Response, status: int, param: str | None, *words: str) -> None:
+    """A whole error object, with the request's id."""
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"]
+    assert response.headers["content-type"] == "application/json"
+    assert response.json().keys() == {"error"}
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert error["param"] == param, error
+    assert error["code"]
+    for word in words:
+        assert word in error["message"]
+    assert len(error["message"]) < 500
+
+
+PROMPT = {"prompt": "a"}
+CHAT = {"messages": USER}
+WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
+    (COMPLETIONS, {}, "prompt", ("required",)),
+    (COMPLETIONS, [], None, ("[]",)),
+    (COMPLETIONS, {"prompt": ""}, "prompt", ("empty",)),
+    (COMPLETIONS, {"prompt": []}, "prompt", ("0 prompts", "64")),
+    (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt", ("65 prompts", "64")),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", ()),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", ("empty",)),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", ()),
+    (COMPLETIONS, {"prompt": [1, "b"]}, "prompt[1]", ("'b'",)),
+    (COMPLETIONS, {"prompt": ["b", 1]}, "prompt[1]", ("1",)),
+    (COMPLETIONS, {"prompt": [True]}, "prompt[0]", ("True",)),
+    (COMPLETIONS, {"prompt": [[1], 2]}, "prompt[1]", ("2",)),
+    (COMPLETIONS, {"prompt": [10**9]}, "prompt", ("1000000000", "32000")),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt", ("-1",)),
+    (COMPLETIONS, {"prompt": [2**63]}, "prompt[0]", (str(2**63),)),
+    (COMPLETIONS, {"prompt": [5] * 2048}, "prompt", ("2048",)),
+    (COMPLETIONS, {"prompt": "word " * 500_000}, "prompt", ("2500000", "2048")),
+    (COMPLETIONS, PROMPT | {"max_tokens": True}, "max_tokens", ("True",)),
+    (COMPLETIONS, PROMPT | {"max_tokens": 0}, "max_tokens", ("0",)),
+    (COMPLETIONS, PROMPT | {"max_tokens": 10**30}, "max_tokens", ()),
+    (COMPLETIONS, PROMPT | {"max_tokens": 3000}, "max_tokens", ("3000", "2048")),
+    (COMPLETIONS, PROMPT | {"max_tokens": "5"}, "max_tokens", ("'5'",)),
+    (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", ("-1",)),
+    (COMPLETIONS, PROMPT | {"temperature": True}, "temperature", ("True",)),
+    (COMPLETIONS, PROMPT | {"temperature": 10**400}, "temperature", ()),
+    (COMPLETIONS, PROMPT | {"top_p": 0}, "top_p", ("0",)),
+    (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", ("-2",)),
+    (COMPLETIONS, PROMPT | {"n": 0}, "n", ("0", "16")),
+    (COMPLETIONS, PROMPT | {"n": 17}, "n", ("17", "16")),
+    (COMPLETIONS, PROMPT | {"n": 2, "best_of": 1}, "best_of", ("1", "2")),
+    (COMPLETIONS, PROMPT | {"best_of": 2, "stream": True}, "best_of", ("streamed",)),
+    (COMPLETIONS, PROMPT | {"logprobs": 21}, "logprobs", ("21", "20")),
+    (COMPLETIONS, PROMPT | {"logprobs": True}, "logprobs", ("True",)),
+    (COMPLETIONS, PROMPT | {"stop": ["a"] * 17}, "stop", ("17", "16")),
+    (COMPLETIONS, PROMPT | {"stop": [""]}, "stop", ()),
+    (COMPLETIONS, PROMPT | {"stop": 5}, "stop", ("5",)),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"x": 1}}, "logit_bias", ("'x'",)),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"99999": 1}}, "logit_bias", ("99999",)),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"1": 1e300}}, "logit_bias", ()),
+    (COMPLETIONS, PROMPT | {"priority": 101}, "priority", ("101", "100")),
+    (COMPLETIONS, PROMPT | {"user": "a\nb"}, "user", ()),
+    (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", ("stream",)),
+    (COMPLETIONS, PROMPT | {"suffix": "x"}, "suffix", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"guided_json": {}}, "guided_json", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"response_format": {"type": "json_object"}}, "response_format", ("not supported",)),
+    (CHATS, {}, "messages", ("required",)),
+    (CHATS, {"messages": []}, "messages", ("at least 1",)),
+    (CHATS, {"messages": "Hi"}, "messages", ("'Hi'",)),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages[0].content", ("required",)),
+    (CHATS, {"messages": [{"role": "user", "content": ""}]}, "messages", ("content",)),
+    (CHATS, {"messages": [{"role": "user", "content": None}]}, "messages[0].content", ("None",)),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", ()),
+    (CHATS, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ("'tool'",)),
+    (CHATS, {"messages": [*USER, {"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[1].tool_calls", ()),
+    (CHATS, {"messages": [{"role": "user", "content": "word " * 500_000}]}, "messages", ("2500000",)),
+    (CHATS, CHAT | {"top_logprobs": 2}, "top_logprobs", ("logprobs is true",)),
+    (CHATS, CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ("21", "20")),
+    (CHATS, CHAT | {"logprobs": 1}, "logprobs", ()),
+    (CHATS, CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", ("1", "2")),
+    (CHATS, CHAT | {"tools": [{"type": "function"}]}, "tools", ("not supported",)),
+    (CHATS, CHAT | {"tool_choice": "auto"}, "tool_choice", ("not supported",)),
+    (CHATS, CHAT | {"functions": [{}]}, "functions", ("not supported",)),
+    (CHATS, CHAT | {"audio": {}}, "audio", ("not supported",)),
+    (CHATS, CHAT | {"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
+    (CHATS, CHAT | {"stream": True, "stream_options": {"include_obfuscation": True}},
+     "stream_options.include_obfuscation", ("not supported",)),
+    ("/tokenize", {}, "prompt", ("exactly one",)),
+    ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
+    ("/detokenize", {"tokens": [32_000]}, "tokens", ("32000",)),
+    ("/detokenize", {"tokens": [True]}, "tokens[0]", ("True",)),
+]  # fmt: skip
+
+
+def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "beside"}) as stream:
+            for path, wrong, param, words in WRONG_BODIES:
+                try:
+                    check_error(await client.post(path, json=wrong), 400, param, *words)
+                except AssertionError as error:
+                    raise AssertionError(f"{path} {json.dumps(wrong)[:200]}") from error
+            assert [submit.request_id for submit in dense.submits] == ["beside"]
+            assert len(dense.running) == 1
+            assert stream.status_code == 200
+        await until(lambda: not dense.running)
+
+    dense = FakeDense(lambda submit: [5] * 2000, step_s=0.02)
+    with_client(tmp_path, dense, test)
+
+
+BROKEN_BODIES = {
+    "nothing": b"",
+    "cut": b'{"prompt": "a"',
+    "more after the end": b'{"prompt": "a"}}',
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "a lone low surrogate": b'{"prompt": "a\\udc00b"}',
+    "a surrogate in a name": b'{"prompt": "a", "\\ud800": 1}',
+    "not UTF-8": b'{"prompt": "\xff"}',
+    "UTF-8 of a surrogate": b'{"prompt": "\xed\xa0\x80"}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "an endless number": b'{"prompt": "a", "temperature": ' + b"9" * 5000 + b"}",
+    "infinity": b'{"prompt": "a", "temperature": 1e999}',
+    "depth": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "depth in an unknown field": b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+    "another encoding": '{"prompt": "a"}'.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
+def test_broken_json_is_a_400(path: str, tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for name, data in BROKEN_BODIES.items():
+            if name == "infinity" and "token" in path:
+                continue  # well-formed JSON, of an unknown field there
+            response = await client.post(path, content=data, headers={"content-type": "application/json"})
+            assert response.status_code == 400, name
+            assert response.json()["error"]["message"]
+        for content_type in ("text/plain", "application/x-www-form-urlencoded"):
+            response = await client.post(path, content=b'{"prompt": "a"}', headers={"content-type": content_type})
+            check_error(response, 415, None, content_type)
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test)
+
+
+def test_an_unknown_model_is_a_404(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        bodies = {COMPLETIONS: PROMPT, CHATS: CHAT, "/tokenize": PROMPT, "/detokenize": {"tokens": [5]}}
+        for path, body in bodies.items():
+            check_error(await client.post(path, json=body | {"model": "gpt-5"}), 404, "model", "gpt-5", MODEL)
+            for name in (MODEL, None):
+                assert (await client.post(path, json=body | {"model": name})).status_code == 200
+        check_error(await client.get("/v1/models/a/b"), 404, "model", "a/b")
+        assert (await client.get(f"/v1/models/{MODEL}")).json()["id"] == MODEL
+
+    with_client(tmp_path, FakeDense(lambda submit: [5] * 3000), test)
+
+
+def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        check_error(await client.get("/v1/nothing"), 404, None)
+        check_error(await client.get(COMPLETIONS), 405, None)
+        check_error(await client.request("BREW", "/health"), 400, None)  # the parser knows no such method
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test)
+
+
+def test_a_request_id_is_checked_and_may_not_be_in_use(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for wrong in ("a b", "x" * 101, "é".encode(), ""):
+            response = await client.get("/health", headers={"x-request-id": wrong})
+            check_error(response, 400, "x-request-id")
+            assert response.headers["x-request-id"] != wrong
+        headers = {"x-request-id": "twice"}
+        async with client.stream("POST", COMPLETIONS, json=PROMPT | {"stream": True}, headers=headers):
+            check_error(await client.post(COMPLETIONS, json=PROMPT, headers=headers), 400, "request_id", "twice")
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_error_of_the_dense_worker_becomes_a_status(is_stream: bool, tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        full = grpc.StatusCode.RESOURCE_EXHAUSTED
+        dense.errors = {"full": (full, "no room"), "two-1": (full, "no room")}
+        for name, prompt in (("full", "a"), ("two", ["a", "b"])):
+            body = {"prompt": prompt, "stream": is_stream}
+            response = await client.post(COMPLETIONS, json=body, headers={"x-request-id": name})
+            assert response.status_code == 429
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            assert "no room" in response.json()["error"]["message"]
+            assert int(response.headers["retry-after"]) >= 1
+        await until(lambda: not dense.running)
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test)
+
+
+def test_an_error_within_a_stream_is_its_last_event(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async with client.stream("POST", COMPLETIONS, json=PROMPT | {"stream": True}) as response:
+            assert response.status_code == 200
+            lines = response.aiter_lines()
+            assert (await anext(lines)).startswith("data: ")
+            await dense.kill()  # for longer than the gateway waits
+            text = "\n".join([line async for line in lines])
+        *_, last = text.strip().split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("server_error", "unavailable")
+        assert "[DONE]" not in text  # nobody must take this for a whole answer
+
+    dense = FakeDense(lambda submit: [70] * 3)
+    with_client(tmp_path, dense, test, connect_timeout_s=0.5)
+
+
+def test_a_stream_that_waits_gets_its_status_in_bounded_time(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async with client.stream("POST", CHATS, json=CHAT | {"stream": True}) as response:
+            assert response.status_code == 200
+            first = await anext(response.aiter_lines())
+            assert '"role":"assistant"' in first
+        await until(lambda: not dense.running)  # and the client that left is noticed before any token
+
+    dense = FakeDense(lambda submit: [])  # never a token
+    with_client(tmp_path, dense, test, first_news_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
+def test_a_client_that_leaves_frees_its_requests(prompt: str | list[str], is_stream: bool, tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": prompt, "max_tokens": 1000, "n": 2, "stream": is_stream}
+        answer = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        expected = 2 * len(prompt)
+        await until(lambda: len(dense.running) == expected)
+        answer.cancel()
+        await until(lambda: not dense.running)
+        assert len(dense.cancelled_seq_ids) == expected
+
+    dense = FakeDense(lambda submit: [5] * 10)  # then it hangs
+    with_client(tmp_path, dense, test)
+
+
+def test_a_second_prompt_that_is_refused_stops_the_first(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        check_error(await client.post(COMPLETIONS, json={"prompt": [[5], [10**6]]}), 400, "prompt", "1000000")
+        await until(lambda: not dense.running)
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test)
+
+
+def test_readiness_has_a_reason(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.get("/version")).json() == {"version": __version__}
+        response = await client.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["status"] == "unavailable"
+        assert "dense" in response.json()["reason"]
+        check_error(await client.get("/v1/models"), 503, None, "dense")
+        check_error(await client.post(COMPLETIONS, json=PROMPT), 503, None, "dense")
+        dense = FakeDense(lambda submit: [5])
+        await dense.start(gateway.dense_address)
+        await gateway.wait_serving()
+        assert (await client.get("/ready")).json() == {"status": "ok"}
+        [model] = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == (MODEL, 2048)
+        await dense.kill()
+
+    async def body() -> None:
+        async with running_gateway(tmp_path, None) as gateway, async_client(gateway.http_address) as client:
+            for _ in range(200):  # until it listens
+                if Path(gateway.http_address.removeprefix("unix:")).exists():
+                    break
+                await asyncio.sleep(0.05)
+            await test(client, gateway)
+
+    run(body())
+
+
+def test_tokens_of_texts_and_chats_and_back(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        answer = (await client.post("/tokenize", json={"prompt": "Łódź 🙂", "return_token_strs": True})).json()
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 2048
+        body = {"tokens": answer["tokens"], "skip_special_tokens": True}
+        assert (await client.post("/detokenize", json=body)).json() == {"prompt": "Łódź 🙂"}
+        chat = (await client.post("/tokenize", json={"messages": USER})).json()
+        completion = await client.post(CHATS, json=CHAT | {"max_tokens": 1})
+        assert completion.json()["usage"]["prompt_tokens"] == chat["count"]
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test)
+
+
+def test_the_document_names_every_field(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        document = (await client.get("/openapi.json")).json()
+        fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+        assert {"messages", "max_completion_tokens", "logit_bias", "stream_options"} <= fields.keys()
+        content = document["paths"][COMPLETIONS]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", "text/event-stream"}
+        stream = events((await client.post(COMPLETIONS, json=PROMPT | {"stream": True, "max_tokens": 1})).text)
+        assert len(stream) == 2
+
+    with_client(tmp_path, FakeDense(lambda submit: [50]), test)
