@@ -57,7 +57,7 @@ class SamplingParams:
         """Raise `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
         _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if self.top_k is not None and self.top_k < 1:
-            raise InvalidRequest(f"top_k is {self.top_k}, must be at least 1 (omit it to keep all tokens)")
+            raise InvalidRequest(f"top_k is {self.top_k}, must be at least 1 (omit it to keep all tokens)", "top_k")
         _check_range("top_p", self.top_p, 0.0, 1.0, is_low_excluded=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range(
@@ -66,9 +66,9 @@ class SamplingParams:
         _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         if self.min_tokens < 0:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}, must be at least 0")
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, must be at least 0", "min_tokens")
         if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidRequest(f"seed is {self.seed}, must be from 0 to {MAX_SEED} (2**64 - 1)")
+            raise InvalidRequest(f"seed is {self.seed}, must be from 0 to {MAX_SEED} (2**64 - 1)", "seed")
         _check_count("logit_bias", "tokens", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias:
             _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -79,7 +79,7 @@ class SamplingParams:
     def validate_token_ids(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` for the first option that names more tokens than there are, or one beyond them."""
         if self.top_k is not None and self.top_k > vocab_size:
-            raise InvalidRequest(f"top_k is {self.top_k}, vocab_size is {vocab_size}")
+            raise InvalidRequest(f"top_k is {self.top_k}, vocab_size is {vocab_size}", "top_k")
         _check_token_ids("logit_bias", (token_id for token_id, _ in self.logit_bias), vocab_size)
         for i, word in enumerate(self.bad_words):
             _check_token_ids(f"bad_words[{i}]", word, vocab_size)
@@ -87,18 +87,25 @@ class SamplingParams:
 
 def _check_count(name: str, what: str, count: int, low: int, high: int) -> None:
     if not low <= count <= high:
-        raise InvalidRequest(f"{name} has {count} {what}, must have {low} to {high}")
+        raise InvalidRequest(f"{name} has {count} {what}, must have {low} to {high}", _field(name))
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name} has token {token_id}, must be in [0, {vocab_size}), the vocab_size")
+            raise InvalidRequest(
+                f"{name} has token {token_id}, must be in [0, {vocab_size}), the vocab_size", _field(name)
+            )
 
 
 def _check_range(name: str, value: float, low: float, high: float, is_low_excluded: bool = False) -> None:
     if not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value}, must be a finite number")
+        raise InvalidRequest(f"{name} is {value}, must be a finite number", _field(name))
     if value < low or value > high or (is_low_excluded and value == low):
         bound = f"above {low:g} and at most {high:g}" if is_low_excluded else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} is {value}, must be {bound}")
+        raise InvalidRequest(f"{name} is {value}, must be {bound}", _field(name))
+
+
+def _field(name: str) -> str:
+    """`logit_bias[5]` is of the field `logit_bias`."""
+    return name.partition("[")[0]

@@ -11,6 +11,7 @@ from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import StrictJsonRoute
 from services.gateway.http.schemas.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from services.gateway.http.to_message import chat_of
+from services.gateway.request import check_token_ids
 from services.pb import gateway_pb2
 
 
@@ -43,6 +44,7 @@ def token_routes(frontend: Frontend) -> APIRouter:
         """The text of token ids."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
+        check_token_ids("tokens", body.tokens, frontend.limits.vocab_size)
         return JSONResponse({"prompt": frontend.detokenize(body.tokens, bool(body.skip_special_tokens))})
 
     return router
