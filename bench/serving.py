@@ -22,14 +22,15 @@ import grpc
 
 from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, LoadResult, TimedRequest, run_load
 from bench.options import json_value, non_negative, positive, ratio, run_facts, whole_number
+from bench.reference import nearest_run
 from bench.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
 from bench.workload import (
-    Encode,
     LengthDistribution,
     Prompt,
     WorkloadError,
     arrival_times,
     dataset_prompts,
+    load_encode,
     random_prompts,
 )
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
@@ -74,10 +75,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if client["max_load"] > MAX_CLIENT_LOAD:
         print("serving: the client may be the bottleneck: give it more --client-processes", file=sys.stderr)
     if arguments.plot:
-        from bench.serving_plot import save_plot  # it needs matplotlib
+        from bench.plots import save_run_plot  # it needs matplotlib
 
         title = f"{model.model}, {len(load.requests)} requests, {arguments.request_rate:g} requests/s"
-        save_plot(result.records, title, arguments.plot)
+        reference = nearest_run(arguments.request_rate) if arguments.reference else None
+        save_run_plot(result.records, title, arguments.plot, reference)
     return 1 if figures.num_failed else 0
 
 
@@ -175,24 +177,13 @@ def _prompts(
     arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse, count: int, seed: int
 ) -> list[Prompt]:
     if arguments.dataset is not None:
-        encode = _load_encode(arguments.tokenizer)
+        encode = load_encode(arguments.tokenizer)
         return dataset_prompts(arguments.dataset, count, encode, seed, arguments.output_len)
     prompt_lengths, output_lengths = (
         LengthDistribution(arguments.len_distribution, mean, arguments.len_range_ratio)
         for mean in (arguments.input_len or DEFAULT_INPUT_LEN, arguments.output_len or DEFAULT_OUTPUT_LEN)
     )
     return random_prompts(count, prompt_lengths, output_lengths, model.vocab_size, seed)
-
-
-def _load_encode(directory: Path) -> Encode:
-    from tokenizers import Tokenizer  # only datasets need it
-
-    file = directory / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust code raises nothing narrower
-        raise WorkloadError(f"tokenizer {file} cannot be read: {error}") from error
-    return lambda text: tokenizer.encode(text).ids
 
 
 def _requests(
@@ -285,7 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--request-timeout", type=positive, default=600.0, metavar="S", help="seconds per request (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="saves figures, config, versions and the times of every chunk")
-    add("--plot", type=Path, metavar="FILE.png", help="saves distributions and throughput; needs matplotlib")
+    add("--plot", type=Path, metavar="FILE.png", help="saves latencies and throughput; needs matplotlib")
+    add("--reference", action="store_true", help="draw vLLM's figures of the nearest load into the plot")
     return parser
 
 

@@ -71,6 +71,29 @@ class ServingFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreFigures:
+    """Of one run straight into the dense worker; counts and rates are those of successful requests."""
+
+    num_requests: int
+    total_latency_ms: float  # from sending the first request to the end of the last
+    request_throughput: float  # requests/s
+    output_throughput: float  # tokens/s
+    latency_ms: Summary | None  # from sending a request to its end
+    input_tokens_per_request: float
+    output_tokens_per_request: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A straight line through samples (least squares)."""
+
+    start: float  # its value at the first sample
+    slope_per_hour: float
+    change: float  # of the line, from the first sample to the last
+    noise: float  # standard deviation of the samples around it
+
+
+@dataclass(frozen=True, slots=True)
 class WireRun:
     """What was seen of one gateway between a stub and its clients. Times in ns of the monotonic clock."""
 
@@ -135,6 +158,40 @@ def itls_ms(record: RequestRecord) -> list[float]:
     """Inter-token latencies, one for each chunk with tokens but the first."""
     times = token_times_ns(record)
     return [(later - earlier) / NS_PER_MS for earlier, later in itertools.pairwise(times)]
+
+
+def latency_ms(record: RequestRecord) -> float:
+    """From sending a request to its end."""
+    return (record.end_ns - record.send_ns) / NS_PER_MS
+
+
+def core_figures(records: Iterable[RequestRecord]) -> CoreFigures:
+    """The statistics of all requests of one run of `bench/core.py`."""
+    successful = [record for record in records if record.error is None]
+    count = len(successful)
+    span_ns = max((each.end_ns for each in successful), default=0) - min(
+        (each.send_ns for each in successful), default=0
+    )
+    total_input_tokens = sum(record.num_prompt_tokens for record in successful)
+    total_output_tokens = sum(map(num_output_tokens, successful))
+    return CoreFigures(
+        num_requests=count,
+        total_latency_ms=span_ns / NS_PER_MS,
+        request_throughput=count * NS_PER_S / span_ns if span_ns else 0.0,
+        output_throughput=total_output_tokens * NS_PER_S / span_ns if span_ns else 0.0,
+        latency_ms=summarize([latency_ms(record) for record in successful]),
+        input_tokens_per_request=total_input_tokens / count if count else 0.0,
+        output_tokens_per_request=total_output_tokens / count if count else 0.0,
+    )
+
+
+def trend(times_s: Sequence[float], values: Sequence[float]) -> Trend:
+    """The line through at least two samples at different times."""
+    times, samples = np.asarray(times_s, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    centred = times - times.mean()
+    slope = float(centred @ samples / (centred @ centred))
+    line = samples.mean() + slope * centred
+    return Trend(float(line[0]), 3600 * slope, slope * float(times[-1] - times[0]), float((samples - line).std()))
 
 
 def serving_figures(records: Iterable[RequestRecord]) -> ServingFigures:

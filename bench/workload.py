@@ -79,10 +79,11 @@ def dataset_prompts(file: Path, count: int, encode: Encode, seed: int, output_le
     """Prompts of a JSON file in ShareGPT's schema, in an order decided by the seed.
 
     The file is a list of `{"conversations": [{"from": ..., "value": TEXT}, ...]}`. The first message is the
-    prompt; the second one's length is the number of tokens to generate, unless `output_len` is given.
+    prompt; the second one's length is the number of tokens to generate, unless `output_len` is given. An item may
+    also be `{"input": PROMPT, "output": ANSWER}`, without an answer if `output_len` is given.
     Conversations that are too short or too long are skipped. Raises `WorkloadError`.
     """
-    pairs = _read_sharegpt(file)
+    pairs = _read_pairs(file, needs_answers=output_len is None)
     prompts = []
     for index in _generators(seed)[0].permutation(len(pairs)):
         if len(prompts) == count:
@@ -98,6 +99,18 @@ def dataset_prompts(file: Path, count: int, encode: Encode, seed: int, output_le
     if len(prompts) < count:
         raise WorkloadError(f"{file} has {len(prompts)} usable conversations, {count} were asked for")
     return prompts
+
+
+def load_encode(directory: Path) -> Encode:
+    """The tokenizer of a Hugging Face directory, as a function. Raises `WorkloadError`."""
+    from tokenizers import Tokenizer  # only datasets need it
+
+    file = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust code raises nothing narrower
+        raise WorkloadError(f"tokenizer {file} cannot be read: {error}") from error
+    return lambda text: tokenizer.encode(text).ids
 
 
 def arrival_times(count: int, rate: float, process: Literal["poisson", "constant"], seed: int) -> list[float]:
@@ -120,8 +133,8 @@ def _generators(seed: int) -> list[np.random.Generator]:
     return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3)]
 
 
-def _read_sharegpt(file: Path) -> list[tuple[str, str]]:
-    """First and second message of each conversation that has both."""
+def _read_pairs(file: Path, needs_answers: bool) -> list[tuple[str, str]]:
+    """Prompt and answer of each conversation that has both; empty answers where none are needed."""
     try:
         conversations = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,12 +142,17 @@ def _read_sharegpt(file: Path) -> list[tuple[str, str]]:
     except ValueError as error:
         raise WorkloadError(f"dataset {file} is not JSON: {error}") from error
     try:
-        pairs = [_first_messages(conversation) for conversation in conversations]
+        pairs = [_pair(conversation, needs_answers) for conversation in conversations]
     except (TypeError, KeyError) as error:
         raise WorkloadError(f"dataset {file} is not in ShareGPT's schema: {error!r}") from error
     return [pair for pair in pairs if pair is not None]
 
 
-def _first_messages(conversation: dict[str, Any]) -> tuple[str, str] | None:
-    texts = [message["value"] for message in conversation["conversations"][:2]]
+def _pair(conversation: dict[str, Any], needs_answers: bool) -> tuple[str, str] | None:
+    if "input" in conversation:
+        texts = [conversation[name] for name in ("input", "output") if name in conversation]
+    else:
+        texts = [message["value"] for message in conversation["conversations"][:2]]
+    if len(texts) == 1 and not needs_answers:
+        return texts[0], ""
     return (texts[0], texts[1]) if len(texts) == 2 else None
