@@ -221,7 +221,7 @@ class _Answer:
             self.close()
         prompt = None
         if is_first and (request.echo or request.num_prompt_logprobs is not None):
-            has_logprobs = request.num_prompt_logprobs is not None and entry.index == 0
+            has_logprobs = request.num_prompt_logprobs is not None
             prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)
         return Chunk(
             entry.index, text, token_ids, None if request.num_logprobs is None else logprobs, self.finish, prompt

@@ -104,7 +104,7 @@ class JournalEntry:
     @property
     def wanted_prompt_logprobs(self) -> int | None:
         """How many likeliest prompt tokens to report still; None: nothing, or all of it is here."""
-        is_complete = self.index > 0 or len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
+        is_complete = len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
         return None if is_complete else self.request.num_prompt_logprobs
 
     def start(self, queue_s: float, num_cached_tokens: int) -> None:
