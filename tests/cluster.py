@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,13 @@ class Answer:
 class Cluster:
     """Stubs of all three services of a running cluster, and its processes."""
 
-    def __init__(self, process: subprocess.Popen[str], directory: Path, log_file: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], directory: Path, log_file: Path, settings: Mapping[str, str]
+    ) -> None:
         self.process = process
         self.log_file = log_file
-        self.address = f"unix:{directory}/gateway.sock"
+        self.address = settings["gateway.address"]
+        self.http_address = settings["gateway.http_address"]
         self._channels = [
             grpc.insecure_channel(f"unix:{directory}/{name}.sock") for name in ("gateway", "dense", "attention")
         ]
@@ -120,12 +124,13 @@ def running_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "services.launch"]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
-    for override in (*sockets, *overrides):
-        command += ["--set", override]
+    settings = dict(override.split("=", 1) for override in (*sockets, *overrides))
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
     log_file = directory / "log"
     with log_file.open("w") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
-    cluster = Cluster(process, directory, log_file)
+    cluster = Cluster(process, directory, log_file, settings)
     try:
         wait_for_log(process, log_file, "Serving ")
         children = children_of(process.pid)
@@ -149,6 +154,13 @@ def wait_for_log(process: subprocess.Popen[str], log_file: Path, text: str) -> N
         assert process.poll() is None, f"ended with {process.returncode}:\n{log_file.read_text()}"
         assert time.monotonic() < deadline, f"no {text!r} after {START_TIMEOUT_S} s:\n{log_file.read_text()}"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """One of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def children_of(pid: int) -> list[int]:

@@ -20,6 +20,7 @@ from services.gateway.journal import Journal
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.tokenizer import load_tokenizer
+from services.gateway.worker_load import WorkerLoad
 from services.pb import gateway_pb2_grpc
 
 log = structlog.get_logger()
@@ -57,7 +58,9 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
         section.queue_timeout_s,
     )
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
-    http_server = HttpServer(build_app(frontend, config.gateway, registry), config.gateway)
+    worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
+    app = build_app(frontend, config.gateway, registry, worker_load)
+    http_server = HttpServer(app, config.gateway)
     address = await server.start()
     http_address = ""
 
@@ -72,5 +75,6 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
     finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
         journal.shut(PeerError("the gateway is shutting down"))
         await http_server.stop(STOP_GRACE_S)
+        await worker_load.close()
         await server.stop(STOP_GRACE_S)
         tokenizer.close()

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import Cluster, running_cluster
+from tests.cluster import Cluster, free_port, running_cluster
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("shared-cluster"), "log.level=debug") as cluster:
+    http_address = f"gateway.http_address=127.0.0.1:{free_port()}"  # browsers know no Unix sockets
+    with running_cluster(tmp_path_factory.mktemp("shared-cluster"), "log.level=debug", http_address) as cluster:
         yield cluster

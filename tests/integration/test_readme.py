@@ -16,7 +16,13 @@ COMMANDS = {"python": (sys.executable, "-c"), "sh": ("bash", "-euo", "pipefail",
 
 @pytest.mark.parametrize("block", BLOCKS, ids=map(str, BLOCKS))
 def test_a_block_runs_and_prints_an_answer(cluster: Cluster, block: Block) -> None:
-    code = block.code.replace("127.0.0.1:50051", cluster.address).replace(".venv/bin/python", sys.executable)
+    code = block.code
+    for written, real in {
+        "127.0.0.1:50051": cluster.address,
+        "127.0.0.1:8080": cluster.http_address,
+        ".venv/bin/python": sys.executable,
+    }.items():
+        code = code.replace(written, real)
     result = subprocess.run(
         [*COMMANDS[block.language], code], cwd=REPOSITORY, capture_output=True, text=True, timeout=REQUEST_TIMEOUT_S
     )

@@ -12,11 +12,15 @@ from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import add_error_handlers
 from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.metrics import metrics_routes
+from services.gateway.http.routes.page import page_routes
 from services.gateway.http.routes.server import server_routes
 from services.gateway.http.routes.tokens import token_routes
+from services.gateway.worker_load import WorkerLoad
 
 
-def build_app(frontend: Frontend, section: GatewaySection, registry: CollectorRegistry) -> FastAPI:
+def build_app(
+    frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad
+) -> FastAPI:
     """Of one gateway. Its pages of documentation are left out: they would load scripts from elsewhere."""
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Authorize, access=frontend.access)
@@ -25,4 +29,5 @@ def build_app(frontend: Frontend, section: GatewaySection, registry: CollectorRe
     app.include_router(token_routes(frontend))
     app.include_router(server_routes(frontend))
     app.include_router(metrics_routes(registry))
+    app.include_router(page_routes(frontend, worker_load))
     return app

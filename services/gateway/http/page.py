@@ -1,0 +1,56 @@
+"""The page to try the server, and the policy a browser holds it to.
+
+Only the page's own style and script may run, named by their hashes, and only this server may be asked.
+Scripts may not write markup at all (Trusted Types), so no answer of a model can become part of the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_FILE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What `GET /` answers."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
+def load_page() -> Page:
+    """Reads the file; once, at start."""
+    body = PAGE_FILE.read_bytes()
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash_of(body, "script"),
+        "style-src": _hash_of(body, "style"),
+        "img-src": "data:",  # the icon
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return Page(
+        body,
+        {
+            "content-type": "text/html; charset=utf-8",
+            "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+            "cache-control": "no-cache",
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        },
+    )
+
+
+def _hash_of(body: bytes, tag: str) -> str:
+    """The source expression that allows the page's one element of this kind (CSP Level 3, section 2.3.1)."""
+    (content,) = re.findall(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), body, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,0 +1,34 @@
+"""The page to try the server at /, and what its live view asks for: /stats."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from services.gateway.frontend import Frontend
+from services.gateway.http.page import load_page
+from services.gateway.http.schemas.stats import Stats
+from services.gateway.worker_load import WorkerLoad
+
+
+def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
+    """Of one gateway."""
+    router = APIRouter(tags=["Page"])
+    page = load_page()
+
+    @router.get("/", include_in_schema=False)
+    async def get_page() -> Response:
+        return Response(page.body, headers=page.headers)
+
+    @router.get("/stats")
+    async def stats() -> Stats:
+        """How busy the server is; what a worker that is away would have said is null."""
+        load = await worker_load.read()
+        return {
+            "model": frontend.model_name,
+            "unready_reason": frontend.unready_reason(),
+            "requests": load.requests,
+            "kv_cache": load.kv_cache,
+        }
+
+    return router

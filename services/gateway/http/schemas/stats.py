@@ -1,0 +1,16 @@
+"""What GET /stats answers."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict
+
+from services.gateway.worker_load import CacheLoad, RequestLoad
+
+
+class Stats(TypedDict):
+    """One moment, at most a second old."""
+
+    model: str
+    unready_reason: str | None
+    requests: RequestLoad | None
+    kv_cache: CacheLoad | None
