@@ -17,6 +17,7 @@ from services.common.logs import configure_logs
 from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import resolve_model, use_device
 from services.common.server import GrpcServer, run_service
+from services.common.tracing import Tracer, tracing
 from services.pb import attn_pb2_grpc
 
 log = structlog.get_logger()
@@ -28,11 +29,14 @@ STOP_GRACE_S = 1.0
 async def serve(config: Config) -> None:
     """Opens everything, serves until cancelled, closes everything."""
     registry = new_registry("attention")
-    with serving_metrics(config.attention.metrics_address, registry):
-        await serve_watched(config, registry)
+    with (
+        serving_metrics(config.attention.metrics_address, registry),
+        tracing(config.tracing, "attention") as tracer,
+    ):
+        await serve_watched(config, registry, tracer)
 
 
-async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
+async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer) -> None:
     """See `serve`."""
     section = config.attention
     server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes)
@@ -40,7 +44,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
     use_device(model.device, section.num_threads)
     if removed := remove_stale_regions():
         log.info("removed shared memory of dead processes", names=",".join(removed))
-    servicer = AttentionServicer(section, model, secrets.randbits(64), config.channel.wait_timeout_s, registry)
+    servicer = AttentionServicer(section, model, secrets.randbits(64), config.channel.wait_timeout_s, registry, tracer)
     attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
     try:
         address = await server.start()

@@ -19,9 +19,10 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import create_channel
 from services.common.config import AttentionSection
-from services.common.errors import ConfigError, InvalidRequest, PeerError, StaleEpoch
+from services.common.errors import ConfigError, InvalidRequest, PeerError, StaleEpoch, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
+from services.common.tracing import Tracer
 from services.pb import attn_pb2, attn_pb2_grpc
 
 log = structlog.get_logger()
@@ -40,10 +41,12 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         epoch: int,
         wait_timeout_s: float,
         registry: CollectorRegistry,
+        tracer: Tracer,
     ) -> None:
         self._section = section
         self._model = model
         self._engine: AttentionEngine | None = None
+        self._tracer = tracer
         self._metrics = AttentionMetrics(registry, lambda: self._engine)
         self._epoch = epoch
         self._wait_timeout_s = wait_timeout_s
@@ -87,17 +90,23 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self, request: attn_pb2.OpenSequenceRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.OpenSequenceReply:
         engine = self._require_engine()
-        result = await asyncio.wrap_future(
-            engine.submit(
-                engine.open_sequence,
-                request.attachment_id,
-                request.seq_id,
-                list(request.token_ids),
-                request.num_prompt_tokens,
-                request.cache_salt.encode(),
-                request.ignores_prefix_cache,
+        span = self._tracer.start("open_sequence", request.traceparent, request_id=request.request_id)
+        try:
+            result = await asyncio.wrap_future(
+                engine.submit(
+                    engine.open_sequence,
+                    request.attachment_id,
+                    request.seq_id,
+                    list(request.token_ids),
+                    request.num_prompt_tokens,
+                    request.cache_salt.encode(),
+                    request.ignores_prefix_cache,
+                )
             )
-        )
+        except TwostrokeError as error:
+            span.end(str(error))
+            raise
+        span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
         log.debug(
             "opened",
             request_id=request.request_id,

@@ -144,6 +144,13 @@ class LogSection(Section):
     format: Literal["logfmt", "json"] = "logfmt"
 
 
+class TracingSection(Section):
+    """OpenTelemetry spans of requests, sent in batches by OTLP over gRPC."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+:\d+$")] | None = None  # of a collector; None: no traces
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose client has not decided itself
+
+
 class Config(Section):
     """Everything, by section."""
 
@@ -156,6 +163,7 @@ class Config(Section):
     peers: PeerSection = PeerSection()
     launch: LaunchSection = LaunchSection()
     log: LogSection = LogSection()
+    tracing: TracingSection = TracingSection()
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Config:

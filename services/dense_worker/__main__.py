@@ -15,6 +15,7 @@ from services.common.logs import configure_logs
 from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.server import GrpcServer, run_service, run_together
+from services.common.tracing import Tracer, tracing
 from services.dense_worker.attention_client import Attachment, AttachOptions, AttentionClient
 from services.dense_worker.backends.select import select_backend
 from services.dense_worker.engine import Engine, StepReport
@@ -26,6 +27,7 @@ from services.dense_worker.sampler import Sampler
 from services.dense_worker.scheduler import SchedulerLimits
 from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.step_log import writing_step_log
+from services.dense_worker.tracing import SequenceTracer
 from services.dense_worker.weights import ModelWeights, load_weights, random_weights, weights_hash
 from services.pb import dense_pb2, dense_pb2_grpc
 
@@ -39,16 +41,22 @@ async def serve(config: Config) -> None:
     """Opens everything, serves until cancelled, closes everything."""
     registry = new_registry("dense")
     metrics = DenseMetrics(registry)
-    with serving_metrics(config.dense.metrics_address, registry), writing_step_log(config.dense.step_log) as step_logs:
-        await serve_watched(config, metrics, [metrics, *step_logs])
+    with (
+        serving_metrics(config.dense.metrics_address, registry),
+        writing_step_log(config.dense.step_log) as step_logs,
+        tracing(config.tracing, "dense") as tracer,
+    ):
+        await serve_watched(config, metrics, [metrics, *step_logs], tracer)
 
 
-async def serve_watched(config: Config, metrics: DenseMetrics, observers: Sequence[EngineObserver]) -> None:
+async def serve_watched(
+    config: Config, metrics: DenseMetrics, observers: Sequence[EngineObserver], tracer: Tracer
+) -> None:
     """See `serve`."""
     model = resolve_model(config.model, config.dense.device)
     use_device(model.device, config.dense.num_threads)
     server = GrpcServer(config.dense.address, [SERVICE_NAME], config.peers.max_message_bytes)
-    servicer = DenseServicer(metrics)
+    servicer = DenseServicer(metrics, SequenceTracer(tracer))
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
     address = await server.start()
     try:

@@ -225,6 +225,7 @@ class AttentionClient:
             cache_salt=sequence.cache_salt,
             request_id=sequence.request_id,
             ignores_prefix_cache=sequence.num_prompt_logprobs is not None,
+            traceparent=sequence.traceparent,
         )
         # The attention worker answers between two steps, and a step lasts no longer than its waits may.
         timeout_s = self._rpc_timeout_s + self._options.wait_timeout_s

@@ -51,7 +51,7 @@ class InFlight:
     attachment: Attachment
     plan: StepPlan
     step: RunningStep
-    launch_start_s: float  # by time.perf_counter
+    launch_start_s: float  # on the monotonic clock
     launch_s: float  # host time to publish and launch it
 
 
@@ -101,7 +101,7 @@ class Engine:
         self._on_failure = on_failure
         self._result_timeout_s = result_timeout_s
         self._observers = observers
-        self._last_end_s = 0.0  # of the step before, by time.perf_counter
+        self._last_end_s = 0.0  # of the step before, on the monotonic clock
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
@@ -175,11 +175,11 @@ class Engine:
             self._attention.open(attachment, sequence)
         published = None
         if plan := self._scheduler.schedule():
-            start = time.perf_counter()
+            start = time.monotonic()
             self._published[plan.step_id] = plan
             self._attention.publish(attachment, plan)
             step = self._runner.launch(plan)
-            published = InFlight(attachment, plan, step, start, time.perf_counter() - start)
+            published = InFlight(attachment, plan, step, start, time.monotonic() - start)
         if in_flight is not None and in_flight.attachment is attachment:
             try:
                 self._complete(in_flight)
@@ -194,7 +194,7 @@ class Engine:
         plan, channel = in_flight.plan, in_flight.attachment.channel
         waited_s = channel.waited_s
         tokens = in_flight.step.collect()
-        begin_s, end_s = max(self._last_end_s, in_flight.launch_start_s), time.perf_counter()
+        begin_s, end_s = max(self._last_end_s, in_flight.launch_start_s), time.monotonic()
         self._last_end_s = end_s
         if channel.num_errors != self._num_errors:
             self._await_errors(in_flight)  # they say whose rows have no meaning

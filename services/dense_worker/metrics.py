@@ -79,13 +79,13 @@ class DenseMetrics:
         self._generated_tokens.inc(stats.num_sampled)
         self._step_seqs.inc(stats.num_seqs)
         for sequence in started:
-            self._queue.observe(sequence.started_s - sequence.arrived_s)
+            self._queue.observe(sequence.started_s - sequence.arrival_s)
         for output in outputs:
             sequence = output.sequence
             if len(sequence.output_token_ids) == 1 and sequence.started_s is not None:
                 self._prefill.observe(sequence.first_token_s - sequence.started_s)
             if output.finish_reason not in (None, FinishReason.ERROR):
-                self._decode.observe(time.perf_counter() - sequence.first_token_s)
+                self._decode.observe(time.monotonic() - sequence.first_token_s)
 
     def on_handoff_abort(self) -> None:
         """See `EngineObserver`."""

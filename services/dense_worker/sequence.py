@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from dataclasses import dataclass, field
 
 from services.common.sampling_params import SamplingParams
@@ -47,6 +46,7 @@ class Sequence:
     priority: int = 0  # lower goes earlier
     arrival_s: float = 0.0  # when it came to this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest wait from then to its first step
+    traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
 
     status: SequenceStatus = SequenceStatus.WAITING
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first, kept through preemption
@@ -55,11 +55,9 @@ class Sequence:
     num_pending_tokens: int = 0
     num_blocks: int = 0  # held in the attention worker once all published plans have run
     num_reserved_blocks: int = 0  # promised to it, not allocated yet
-
-    # By `time.perf_counter`. A sequence that was submitted again with tokens never has its first step here.
-    arrived_s: float = field(default_factory=time.perf_counter)
+    # On the monotonic clock. A sequence that was submitted again with tokens never has its first step here.
     started_s: float | None = None  # when its first step began
-    first_token_s: float | None = None  # of this life: when its first token was here
+    first_token_s: float | None = None  # when the first token was here that this worker computed
 
     @property
     def num_prompt_tokens(self) -> int:

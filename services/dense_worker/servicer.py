@@ -19,6 +19,7 @@ from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.tracing import SequenceTracer
 from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
 
 log = structlog.get_logger()
@@ -35,8 +36,9 @@ _Outbox = asyncio.Queue[dense_pb2.StepOutput]
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Knows which gateway owns which sequence; the engine does not."""
 
-    def __init__(self, metrics: DenseMetrics) -> None:
+    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
         self._metrics = metrics
+        self._tracer = tracer
         self._ready: tuple[Engine, dense_pb2.DenseInfo] | None = None
         self._outboxes: dict[int, _Outbox] = {}  # by seq_id
 
@@ -79,6 +81,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             orphans = [seq_id for seq_id, owner in self._outboxes.items() if owner is outbox]
             for seq_id in orphans:
                 del self._outboxes[seq_id]
+                self._tracer.end(seq_id, "gateway_gone")
                 engine.cancel(seq_id)
             log.info("gateway gone", peer=peer, cancelled=len(orphans))
 
@@ -92,7 +95,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 messages[outbox].started.add(
                     seq_id=sequence.seq_id,
                     num_cached_tokens=sequence.num_cached_tokens or 0,
-                    queue_us=round(1e6 * (sequence.started_s - sequence.arrived_s)),
+                    queue_us=round(1e6 * (sequence.started_s - sequence.arrival_s)),
                 )
         for stretch in report.prompt_logprobs:
             if outbox := self._outboxes.get(stretch.sequence.seq_id):
@@ -102,6 +105,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id))
                 if output.finish_reason is not None:
                     del self._outboxes[output.sequence.seq_id]
+                    error = None if output.error is None else str(output.error)
+                    self._tracer.end(output.sequence.seq_id, output.finish_reason.name.lower(), error)
         for outbox, message in messages.items():
             outbox.put_nowait(message)
 
@@ -119,9 +124,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     engine.cancel(sequence.seq_id)  # submitted again before its old stream was seen to break
                 self._outboxes[sequence.seq_id] = outbox
                 self._metrics.on_submitted(sequence)
+                self._tracer.begin(sequence, request.submit.traceparent)
                 engine.submit(sequence)
             else:
                 self._outboxes.pop(request.cancel.seq_id, None)
+                self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
 
 

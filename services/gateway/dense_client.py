@@ -268,6 +268,7 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             num_prompt_logprobs=entry.wanted_prompt_logprobs,
             priority=request.priority,
             queue_timeout_ms=_queue_timeout_ms(entry),
+            traceparent=request.traceparent,
         )
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.errors import TwostrokeError
+from services.common.tracing import Tracer
 from services.gateway.access import Access, Caller
 from services.gateway.admission import Admission
 from services.gateway.dense_client import DenseClient, ServedModel
@@ -35,6 +36,7 @@ class Frontend:
         access: Access,
         admission: Admission,
         queue_timeout_s: float,
+        tracer: Tracer,
     ) -> None:
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
@@ -46,6 +48,7 @@ class Frontend:
         self._metrics = metrics
         self._admission = admission
         self._queue_timeout_s = queue_timeout_s
+        self._tracer = tracer
         metrics.watch(self._counts)
 
     @property
@@ -68,17 +71,20 @@ class Frontend:
     async def start(self, message: gateway_pb2.GenerateRequest, caller: Caller) -> Generation:
         """Checks and submits a request. Whoever calls closes the generation. Raises a `TwostrokeError`."""
         ticket = None
+        span = self._tracer.start("request", message.traceparent)
+        message.traceparent = span.traceparent  # for the workers
         try:
             ticket = self._admission.open(caller)
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits))
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
-            return Generation(request, self.tokenizer, self.journal, self._dense, self._metrics, ticket)
+            return Generation(request, self.tokenizer, self.journal, self._dense, self._metrics, ticket, span)
         except BaseException as error:
             if ticket is not None:
                 ticket.close()
             if isinstance(error, TwostrokeError):
                 self._metrics.on_rejected(error)
+            span.end(str(error) or type(error).__name__)
             raise
 
     def abort(self, request_id: str, caller: Caller) -> bool:

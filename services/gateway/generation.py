@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 
 from services.common.token_logprobs import TokenLogprobs
+from services.common.tracing import NoSpan, Span
 from services.gateway.admission import Ticket
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.journal import FinishReason, Journal, JournalEntry, News
@@ -101,9 +102,12 @@ class Generation:
         dense: Submitter,
         metrics: GatewayMetrics,
         ticket: Ticket | None = None,
+        span: Span | None = None,
     ) -> None:
+        """`span` is ended with the generation."""
         self.request = request
         self._ticket = ticket
+        self._span = span or NoSpan()
         self._news = News()
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
@@ -165,6 +169,13 @@ class Generation:
     def _end(self) -> None:
         if self._ticket is not None:  # before the client can know, so that its next request finds the place free
             self._ticket.end(sum(len(answer.entry.output_token_ids) for answer in self._answers))
+        self._span.end(
+            next((str(answer.entry.error) for answer in self._answers if answer.entry.error is not None), None),
+            request_id=self.request_id,
+            num_answers=len(self._answers),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_output_tokens=sum(answer.num_output_tokens for answer in self._answers),
+        )
 
 
 class _Answer:
@@ -187,13 +198,13 @@ class _Answer:
         self._last_chunk_at: float | None = None  # that had tokens
         self._text = text
         self._lead = prompt_text  # goes before the first text
-        self._num_output_tokens = 0  # handed out so far
+        self.num_output_tokens = 0  # handed out so far
         self._is_closed = False
 
     def next_chunk(self) -> Chunk:
         """What the entry has to tell. Raises the error that ended it."""
         entry, request = self.entry, self.entry.request
-        is_first = self._num_output_tokens == 0
+        is_first = self.num_output_tokens == 0
         token_ids, logprobs = entry.take()
         reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
@@ -202,7 +213,7 @@ class _Answer:
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
-        self._num_output_tokens += len(token_ids)
+        self.num_output_tokens += len(token_ids)
         if token_ids:
             self._measure(len(token_ids))
         if self._lead:
@@ -214,7 +225,7 @@ class _Answer:
                 stop_token_id=stop_token_id,
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_cached_tokens=entry.num_cached_tokens,
-                num_output_tokens=self._num_output_tokens,
+                num_output_tokens=self.num_output_tokens,
                 seed=entry.sampling.seed,
                 timings=self._timings(),
             )
@@ -248,11 +259,11 @@ class _Answer:
     @property
     def mean_logprob(self) -> float:
         """Of the tokens handed out; minus infinity if there are none."""
-        values = [each.logprob for each in self.entry.logprobs[: self._num_output_tokens]]
+        values = [each.logprob for each in self.entry.logprobs[: self.num_output_tokens]]
         return math.fsum(values) / len(values) if values else -math.inf
 
     def _timings(self) -> Timings:
-        entry, num_gaps = self.entry, self._num_output_tokens - 1
+        entry, num_gaps = self.entry, self.num_output_tokens - 1
         first_token_s = per_token_s = None
         if entry.first_token_at is not None and entry.last_token_at is not None:
             first_token_s = entry.first_token_at - entry.arrival
@@ -275,7 +286,7 @@ class _Answer:
             seq_id=f"{entry.seq_id:x}",
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=entry.num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self.num_output_tokens,
             reason=end,
             ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
             duration_ms=round(1e3 * timings.total_s, 1),

@@ -56,6 +56,7 @@ class GenerationRequest:
     user: str
     caller: str = ""  # name of the API key that was used
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
+    traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
 
 
 async def read_request(
@@ -106,6 +107,7 @@ async def read_request(
         echo=message.echo,
         priority=message.priority,
         user=message.user,
+        traceparent=message.traceparent,
     )
 
 

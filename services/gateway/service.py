@@ -10,6 +10,7 @@ from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_together
+from services.common.tracing import Tracer, tracing
 from services.gateway.access import Access
 from services.gateway.admission import Admission
 from services.gateway.dense_client import DenseClient
@@ -31,11 +32,14 @@ STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 async def serve(config: Config) -> None:
     """Serves until cancelled. Raises `ConfigError`, `ModelError`, or `PeerError` if no dense worker comes."""
     registry = new_registry("gateway")
-    with serving_metrics(config.gateway.metrics_address, registry):
-        await serve_watched(config, registry)
+    with (
+        serving_metrics(config.gateway.metrics_address, registry),
+        tracing(config.tracing, "gateway") as tracer,
+    ):
+        await serve_watched(config, registry, tracer)
 
 
-async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
+async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer) -> None:
     """See `serve`."""
     path = config.model.path
     eos_token_ids = load_model_config(path).eos_token_ids
@@ -56,6 +60,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry) -> None:
         access,
         Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens),
         section.queue_timeout_s,
+        tracer,
     )
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
     worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)

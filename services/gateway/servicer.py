@@ -105,6 +105,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def _start(
         self, message: gateway_pb2.GenerateRequest, caller: Caller, context: grpc.aio.ServicerContext
     ) -> Generation:
+        if not message.traceparent:
+            message.traceparent = _traceparent(context)
         generation = await self._frontend.start(message, caller)
         # Not left to the handler: one that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
@@ -165,3 +167,8 @@ def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
             total_ms=1e3 * timings.total_s,
         ),
     )
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    """W3C trace context of the caller, if it sent one."""
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"), "")

@@ -54,7 +54,7 @@ class AttachReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSequenceRequest(_message.Message):
-    __slots__ = ("attachment_id", "seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id", "ignores_prefix_cache")
+    __slots__ = ("attachment_id", "seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id", "ignores_prefix_cache", "traceparent")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class OpenSequenceRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IGNORES_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     seq_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -69,7 +70,8 @@ class OpenSequenceRequest(_message.Message):
     cache_salt: str
     request_id: str
     ignores_prefix_cache: bool
-    def __init__(self, attachment_id: _Optional[int] = ..., seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., ignores_prefix_cache: _Optional[bool] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, attachment_id: _Optional[int] = ..., seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class OpenSequenceReply(_message.Message):
     __slots__ = ("num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks")

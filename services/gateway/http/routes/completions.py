@@ -16,6 +16,7 @@ from services.gateway.http.json_route import StrictJsonRoute
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionObject, CompletionRequest
 from services.gateway.http.to_message import chat_message, completion_messages
+from services.pb import gateway_pb2
 
 STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "If stream was set"}}}
 
@@ -36,7 +37,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         _check_prompts(body, section.max_prompts)
         return Answer(
             frontend,
-            completion_messages(body, request_id),
+            _traced(completion_messages(body, request_id), request),
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_news_timeout_s=section.first_news_timeout_s,
@@ -53,7 +54,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request_id)
         return Answer(
             frontend,
-            [chat_message(body, request_id)],
+            _traced([chat_message(body, request_id)], request),
             ChatFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_news_timeout_s=section.first_news_timeout_s,
@@ -67,3 +68,10 @@ def _check_prompts(body: CompletionRequest, max_prompts: int) -> None:
         raise InvalidRequest(f"there are {len(body.prompts)} prompts, must be 1 to {max_prompts}", "prompt")
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")
+
+
+def _traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
+    """The same, as part of the caller's trace, if it sent one."""
+    for message in messages:
+        message.traceparent = request.headers.get("traceparent", "")
+    return messages
