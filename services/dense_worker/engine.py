@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
+from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.attention_client import Attachment
 from services.dense_worker.block_ledger import BlockLedger
-from services.dense_worker.logprobs import TokenLogprobs
 from services.dense_worker.model_runner import ModelRunner, RunningStep
 from services.dense_worker.observer import EngineObserver, StepStats
 from services.dense_worker.prompt_logprobs import PromptLogprobs

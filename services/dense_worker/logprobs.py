@@ -10,16 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from services.common.token_logprobs import TokenLogprobs
+
 MAX_ROWS_AT_A_TIME = 64  # of log_softmax, which takes as much memory as the logits
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of the token at one place of a sequence, and of the likeliest ones there, most likely first."""
-
-    logprob: float
-    top_token_ids: list[int]
-    top_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,7 @@ class RankedTokens:
         """One entry a row, with the `num_top` likeliest tokens of that row or as many as there are."""
         columns = (self.logprobs.tolist(), self.top_token_ids.tolist(), self.top_logprobs.tolist(), num_top)
         return [
-            TokenLogprobs(logprob, token_ids[:num], logprobs[:num])
+            TokenLogprobs(logprob, tuple(zip(token_ids[:num], logprobs[:num], strict=True)))
             for logprob, token_ids, logprobs, num in zip(*columns, strict=True)
         ]
 

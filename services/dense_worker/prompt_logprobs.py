@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.logprobs import RankedTokens, TokenLogprobs, concatenate, rank_tokens
+from services.dense_worker.logprobs import RankedTokens, concatenate, rank_tokens
 from services.dense_worker.scheduler import PlanEntry
 from services.dense_worker.sequence import Sequence
 from services.dense_worker.upload import upload

@@ -13,14 +13,14 @@ import structlog
 from services.common.errors import PeerError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
+from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.engine import Engine, StepReport
-from services.dense_worker.logprobs import TokenLogprobs
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
 from services.dense_worker.tracing import SequenceTracer
-from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
+from services.pb import dense_pb2, dense_pb2_grpc
 
 log = structlog.get_logger()
 
@@ -156,13 +156,7 @@ def encode_prompt_logprobs(stretch: PromptLogprobs) -> dense_pb2.PromptLogprobs:
     return dense_pb2.PromptLogprobs(
         seq_id=stretch.sequence.seq_id,
         start=stretch.start,
-        tokens=[_encode_logprobs(token) for token in stretch.tokens],
-    )
-
-
-def _encode_logprobs(token: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
-    return sampling_pb2.TokenLogprobs(
-        logprob=token.logprob, top_token_ids=token.top_token_ids, top_logprobs=token.top_logprobs
+        tokens=[encode_logprobs(token) for token in stretch.tokens],
     )
 
 
@@ -172,7 +166,7 @@ def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: Tok
         message.seq_ids.append(seq_id)
         message.token_ids.append(output.token_id)
         if logprobs is not None:
-            message.logprobs.add(seq_id=seq_id, token=_encode_logprobs(logprobs))
+            message.logprobs.add(seq_id=seq_id, token=encode_logprobs(logprobs))
     if output.finish_reason is not None:
         end = message.ended.add(seq_id=seq_id, reason=_REASONS[output.finish_reason])
         if output.error is not None:

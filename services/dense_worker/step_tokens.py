@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.dense_worker.logprobs import RankedTokens, TokenLogprobs
+from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.logprobs import RankedTokens
 from services.dense_worker.prompt_logprobs import PromptLogprobs, PromptStretch, read_prompt_logprobs
 
 

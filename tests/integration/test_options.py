@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, sampling_pb2
-from tests.cluster import Cluster, running_cluster
+from tests.cluster import Cluster, request, running_cluster
 from tests.dense_stream import EOS, SequenceNews, run_all, stream_steps, submit
 
 VOCAB_SIZE = 1024
@@ -304,6 +304,27 @@ def test_killed_dense_worker_gives_the_same_tokens_and_logprobs_when_it_is_back(
         assert joined.token_ids == undisturbed[i].token_ids
         check_news(joined, prompt, options[i]["num_logprobs"], options[i].get("num_prompt_logprobs"))
     cluster.wait_idle()
+
+
+def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(cluster: Cluster) -> None:
+    prompt = random_prompt(90, seed=40)
+    options = {"logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True, "bad_words": [], "repetition_penalty": 1.1}
+    options["bad_words"] = [sampling_pb2.TokenSequence(token_ids=word) for word in ([7], [8, 9])]
+    pid, chunks = cluster.pid_of("dense_worker"), []
+    for chunk in cluster.gateway.GenerateStream(request(prompt, 60, **options), timeout=RESTART_TIMEOUT_S):
+        chunks.append(chunk)
+        if len(chunks) == 8:
+            os.kill(pid, signal.SIGKILL)
+    news = SequenceNews()
+    for chunk in chunks:
+        news.token_ids += chunk.token_ids
+        news.logprobs += chunk.logprobs
+        news.prompt_logprobs.update(enumerate(chunk.prompt.logprobs, 1))
+    assert cluster.pid_of("dense_worker") != pid
+    assert news.token_ids == reference_tokens(
+        prompt, 60, repetition_penalty=1.1, bad_words_ids=[[7], [8, 9]], eos_token_id=None
+    )
+    check_news(news, prompt, num_top=3, num_prompt_top=2)
 
 
 def kill_dense_worker_after(

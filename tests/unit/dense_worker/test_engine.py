@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.sampling_params import SamplingParams
+from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.attention_client import Attachment
 from services.dense_worker.engine import Engine, StepReport, take_prompt_logprobs
-from services.dense_worker.logprobs import TokenLogprobs
 from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SchedulerLimits, StepPlan
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
@@ -104,7 +104,7 @@ def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_
     def told(status: SequenceStatus, start: int, count: int) -> PromptLogprobs:
         sequence = Sequence(1, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
         sequence.status = status
-        return PromptLogprobs(sequence, start, [TokenLogprobs(-1.0, [3], [-0.5])] * count)
+        return PromptLogprobs(sequence, start, [TokenLogprobs(-1.0, ((3, -0.5),))] * count)
 
     partly, wholly = told(SequenceStatus.RUNNING, 1, 2), told(SequenceStatus.WAITING, 3, 1)
     cancelled = told(SequenceStatus.FINISHED, 1, 3)

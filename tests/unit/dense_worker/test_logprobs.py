@@ -39,8 +39,8 @@ def test_ranked_tokens_equal_log_softmax_in_float64(num_rows: int, num_top: int)
     for row, token in enumerate(tokens):
         assert token.logprob == pytest.approx(expected[row, token_ids[row]], abs=TOLERANCE)
         order = np.argsort(-expected[row])[:num_top]
-        assert token.top_token_ids == order.tolist()
-        np.testing.assert_allclose(token.top_logprobs, expected[row, order], rtol=0, atol=TOLERANCE)
+        assert [token_id for token_id, _ in token.top] == order.tolist()
+        np.testing.assert_allclose([value for _, value in token.top], expected[row, order], rtol=0, atol=TOLERANCE)
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,7 +76,7 @@ def test_rows_that_ask_get_the_models_own_logprobs_whatever_their_options(wanted
     expected = exact_logprobs(logits)
     for row, token in zip(asking, sampled.ranked.to_host().read(list(asking.values())), strict=True):
         assert token.logprob == pytest.approx(expected[row, sampled.token_ids[row]], abs=TOLERANCE)
-        assert token.top_token_ids == np.argsort(-expected[row])[: asking[row]].tolist()
+        assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[: asking[row]].tolist()
 
 
 def test_tokens_are_the_same_whether_logprobs_are_wanted_or_not() -> None:
@@ -135,7 +135,7 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
             for index, token in enumerate(found.tokens, found.start):
                 row = first_row + index - 1 - start
                 assert token.logprob == pytest.approx(expected[row, sequence.prompt_token_ids[index]], abs=TOLERANCE)
-                assert token.top_token_ids == np.argsort(-expected[row])[:2].tolist()
+                assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[:2].tolist()
                 told.append(index)
         start += num_tokens
     assert told == list(range(1, sequence.num_prompt_tokens))
@@ -150,6 +150,6 @@ def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None
     backend = RowBackend(9)
     found = read_prompt_logprobs(stretches, rank_prompt_tokens(backend, torch.empty(0), stretches, 256))
     assert [(each.sequence, each.start, len(each.tokens)) for each in found] == [(first, 1, 3), (second, 3, 3)]
-    assert [len(token.top_token_ids) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
+    assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
     expected = exact_logprobs(backend.logits)
     assert found[1].tokens[2].logprob == pytest.approx(expected[8, second.prompt_token_ids[5]], abs=TOLERANCE)
