@@ -111,7 +111,7 @@ def save_trend_plot(
             for (label, values), color in zip(lines, (BLUE, ORANGE, GREEN, GREY), strict=False):
                 axis.plot(times_min, values, color=color, label=label, linewidth=1.2)
             axis.set(title=name, ylim=(0, None))
-            axis.legend(loc="lower right", ncols=len(lines))
+            axis.legend(loc="best", ncols=2)
         for axis in list(grid.flat)[len(panels) :]:
             axis.set_visible(False)
         for axis in grid[-1]:
