@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import (
     attn_pb2,
     attn_pb2_grpc,
@@ -30,7 +32,6 @@ REPOSITORY = Path(__file__).parents[1]
 START_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> 
 @contextlib.contextmanager
 def running_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing."""
-    regions_before = set(SHM.glob("twostroke-*"))
+    regions_before = stale_regions()
     command = [sys.executable, "-m", "services.launch"]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
@@ -140,7 +141,7 @@ def running_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
             process.send_signal(signal.SIGINT)
         assert process.wait(STOP_TIMEOUT_S) == 0, log_file.read_text()
         assert not [pid for pid in children if is_alive(pid)], "a service outlived the launcher"
-        assert set(SHM.glob("twostroke-*")) <= regions_before, "shared memory was left behind"
+        assert stale_regions() <= regions_before, "shared memory was left behind"
     finally:
         cluster.close()
         if process.poll() is None:
@@ -161,6 +162,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def stale_regions() -> set[Path]:
+    """Shared memory whose creator is dead; that of other clusters, which may run beside this one, is locked."""
+    stale = set()
+    for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            stale.add(path)
+    return stale
 
 
 def children_of(pid: int) -> list[int]:
