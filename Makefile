@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 setup: $(VENV)/.installed
 
 # Again whenever a pin changes. pip decides what is already there.
-$(VENV)/.installed: requirements.txt requirements-dev.txt requirements-export.txt
+$(VENV)/.installed: requirements.txt requirements-dev.txt requirements-export.txt requirements-bench.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --requirement requirements-dev.txt

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import httpx
+import httpx2
 
 from bench.options import non_negative, positive, ratio, run_facts, whole_number
 from bench.process_load import cpu_s, num_files, resident_bytes
@@ -194,8 +194,8 @@ def _sample(cluster: Cluster, directory: Path, arguments: argparse.Namespace) ->
     start_s = time.monotonic()
     samples: list[Sample] = []
     pids = {role: cluster.pid_of(role) for role in ROLES}
-    transport = httpx.HTTPTransport(uds=f"{directory}/http.sock")
-    with httpx.Client(transport=transport, base_url="http://gateway", timeout=PROBE_TIMEOUT_S) as http:
+    transport = httpx2.HTTPTransport(uds=f"{directory}/http.sock")
+    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=PROBE_TIMEOUT_S) as http:
         probes: dict[str, Callable[[], Any]] = {
             "gateway, gRPC": lambda: cluster.gateway.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=PROBE_TIMEOUT_S),
             "gateway, HTTP": lambda: http.get("/health").raise_for_status(),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import grpc
-import httpx
+import httpx2
 import uvloop
 
 from bench.load import CHANNEL_OPTIONS
@@ -67,11 +67,11 @@ async def _run(
     stopping = asyncio.Event()
     requests: list[SoakRequest] = []
     expected: dict[tuple[str, int], str] = {}
-    limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
-    transport = httpx.AsyncHTTPTransport(uds=http_address.removeprefix("unix:"), limits=limits)
+    limits = httpx2.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
+    transport = httpx2.AsyncHTTPTransport(uds=http_address.removeprefix("unix:"), limits=limits)
     async with (
         grpc.aio.insecure_channel(grpc_address, options=CHANNEL_OPTIONS) as channel,
-        httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=REQUEST_TIMEOUT_S) as http,
+        httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=REQUEST_TIMEOUT_S) as http,
     ):
         senders = {"grpc": _Grpc(channel), "http": _Http(http)}
 
@@ -101,7 +101,7 @@ async def _attempt(
 ) -> tuple[float | None, str | None]:
     try:
         return await send(rng, expected), None
-    except (_Unexpected, grpc.aio.AioRpcError, httpx.HTTPError, TimeoutError) as error:
+    except (_Unexpected, grpc.aio.AioRpcError, httpx2.HTTPError, TimeoutError) as error:
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -150,7 +150,7 @@ class _Grpc:
 
 
 class _Http:
-    def __init__(self, client: httpx.AsyncClient) -> None:
+    def __init__(self, client: httpx2.AsyncClient) -> None:
         self._client = client
 
     async def stream(self, rng: random.Random, expected: dict[tuple[str, int], str]) -> float | None:
@@ -206,7 +206,7 @@ def _check(expected: dict[tuple[str, int], str], prompt: str, max_tokens: int, t
         raise _Unexpected(f"{prompt!r} was answered with {text!r}, before with {first!r}")
 
 
-def _check_status(response: httpx.Response, status: int) -> None:
+def _check_status(response: httpx2.Response, status: int) -> None:
     if response.status_code != status:
         raise _Unexpected(f"status {response.status_code}, expected {status}")
 
