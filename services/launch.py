@@ -177,9 +177,11 @@ async def use(
             raise PeerError("the prompt was not answered")
     if arguments.prompt is not None:
         return
+    http_address = config.gateway.http_address
+    page = "" if http_address.startswith("unix:") else f"  in a browser: http://{http_address}/\n"
     print(
         f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
-        f"{config.gateway.http_address}. Stop with Ctrl-C.\n"
+        f"{http_address}. Stop with Ctrl-C.\n{page}"
         f"  one answer: {sys.executable} -m services.gateway.chat_client --address {address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"
         f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {address}",
@@ -238,7 +240,11 @@ def check_free(address: str) -> None:
     if address.startswith("unix:"):
         return  # the service itself can tell
     host, _, port = address.rpartition(":")
-    family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+    family, kind, protocol, _, target = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,0 +1,22 @@
+"""What the launcher says of addresses it cannot serve at."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.launch import check_free
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: port in use"):
+            check_free(f"127.0.0.1:{port}")
+
+
+def test_a_host_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no-such-host\.invalid:8080"):
+        check_free("no-such-host.invalid:8080")
