@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster import Cluster, free_port, running_cluster
+from tests.observed import Observed, running_observed
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     http_address = f"gateway.http_address=127.0.0.1:{free_port()}"  # browsers know no Unix sockets
     with running_cluster(tmp_path_factory.mktemp("shared-cluster"), "log.level=debug", http_address) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    with running_observed(tmp_path_factory.mktemp("observed-cluster")) as observed:
+        yield observed

@@ -6,69 +6,23 @@ import json
 import os
 import secrets
 import signal
-import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.cluster import Cluster, request, running_cluster
-from tests.otlp_collector import Collector, ReceivedSpan, running_collector
+from tests.cluster import Cluster, request
+from tests.observed import Observed, until
+from tests.otlp_collector import ReceivedSpan
 from tests.scrape import Scrape, read_table, read_units
 
-SERVICES = ("gateway", "dense", "attention", "launch")
 TIMEOUT_S = 30.0
 SPAN_NAMES = ["decode", "open_sequence", "prefill", "queue", "request", "sequence"]
-
-
-@dataclass
-class Observed:
-    """A cluster that tells all it can."""
-
-    cluster: Cluster
-    addresses: dict[str, str]  # of the metrics, by service
-    http_address: str
-    step_log: Path
-    collector: Collector
-
-    def scrape(self) -> dict[str, Scrape]:
-        """All services at about the same time."""
-        return {service: Scrape(address) for service, address in self.addresses.items()}
-
-
-def free_address() -> str:
-    with socket.socket() as finder:
-        finder.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{finder.getsockname()[1]}"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s"
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    directory = tmp_path_factory.mktemp("observed")
-    addresses = {service: free_address() for service in SERVICES}
-    http_address, step_log = free_address(), directory / "steps.jsonl"
-    settings = [f"{service}.metrics_address={address}" for service, address in addresses.items()]
-    settings += [f"gateway.http_address={http_address}", f"dense.step_log={step_log}"]
-    with (
-        running_collector() as collector,
-        running_cluster(directory, *settings, f"tracing.endpoint={collector.endpoint}") as cluster,
-    ):
-        with pytest.raises(grpc.RpcError):
-            cluster.generate("a", 10**6)  # so that the counter of refusals has a label
-        yield Observed(cluster, addresses, http_address, step_log, collector)
 
 
 def test_the_table_lists_exactly_what_is_served(observed: Observed) -> None:
