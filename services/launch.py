@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -84,11 +85,13 @@ class Child:
         """Process id, if it has been started."""
         return self._process.pid if self._process else None
 
-    def terminate(self) -> None:
-        """Asks the service to stop; it will not be restarted."""
+    def stop(self, *, drains: bool = False) -> None:
+        """Asks the service to stop, with `drains` a gateway once it has no requests; it will not be restarted."""
         self._is_stopping = True
         if self._process is not None:
-            self._process.terminate()
+            # SIGINT is for those that have served alone: before, Python would show where it interrupts.
+            is_soft = drains or self.role != "gateway" or not self.may_restart
+            self._process.send_signal(signal.SIGTERM if is_soft else signal.SIGINT)
 
     async def wait(self, grace_s: float) -> None:
         """Until the service has ended, which is forced after `grace_s` seconds."""
@@ -114,16 +117,18 @@ class Child:
         return self._section.restart_delay_s * 2 ** (len(self._exits) - 1)
 
 
-async def launch(config: Config, arguments: argparse.Namespace) -> None:
-    """Starts all, answers the prompt if there is one, and serves until cancelled."""
+async def launch(config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
+    """Starts all, answers the prompt if there is one, and serves until cancelled, or until `drain` is set: then
+    gateways get `gateway.drain_timeout_s` to finish what runs, before the workers are stopped.
+    """
     run_dir = Path(tempfile.mkdtemp(prefix="twostroke-"))
     try:
-        await launch_in(run_dir, config, arguments)
+        await launch_in(run_dir, config, arguments, drain)
     finally:
         shutil.rmtree(run_dir)
 
 
-async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace) -> None:
+async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
     """See `launch`; `run_dir` is there for sockets and files."""
     config = place_sockets(config, run_dir, is_private=arguments.prompt is not None)
     for address in (
@@ -138,22 +143,33 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     LaunchMetrics(registry, lambda: children)
     watchers = [asyncio.create_task(child.watch()) for child in children]
     main = asyncio.create_task(use(config, arguments, children, mps))
+    drained = asyncio.create_task(drain_gateways(drain, config, children))
     try:
         with serving_metrics(config.launch.metrics_address, registry):
-            done, _ = await asyncio.wait([main, *watchers], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([main, drained, *watchers], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # raises what ended it
     finally:
         main.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await main
+        drained.cancel()
+        await asyncio.gather(main, drained, return_exceptions=True)
         for child in reversed(children):
-            child.terminate()
+            child.stop()
         await asyncio.gather(*(child.wait(config.launch.stop_grace_s) for child in children))
         await asyncio.gather(*watchers, return_exceptions=True)
         if mps is not None:
             mps.stop()
         remove_stale_regions()  # of killed children; others have removed theirs
+
+
+async def drain_gateways(drain: asyncio.Event, config: Config, children: Sequence[Child]) -> None:
+    """Once `drain` is set: lets every gateway end its requests, for which it needs the workers."""
+    await drain.wait()
+    gateways = [child for child in children if child.role == "gateway"]
+    for gateway in gateways:
+        gateway.stop(drains=True)
+    grace_s = config.gateway.drain_timeout_s + config.launch.stop_grace_s
+    await asyncio.gather(*(gateway.wait(grace_s) for gateway in gateways))
 
 
 async def use(
@@ -279,7 +295,8 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
 def main() -> None:
     config, arguments = parse_args(sys.argv[1:])
     configure_logs(config.log, "launch")
-    run_service(launch(config, arguments))
+    drain = asyncio.Event()
+    run_service(launch(config, arguments, drain), drain)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class GatewaySection(Section):
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
     queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0  # from SIGTERM, for requests under way to end; SIGINT: none
     api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
     max_body_bytes: Count = 4 * 2**20  # of one HTTP request; reading it holds up all streams, 4 MiB by 0.1 s at worst

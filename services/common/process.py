@@ -11,11 +11,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Lets the kernel send SIGTERM to this process when its parent ends, however that happens."""
+    """Lets the kernel send SIGINT (end at once) to this process when its parent ends, however that happens."""
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     if os.getppid() != parent:  # it ended in between
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def resident_bytes() -> int:

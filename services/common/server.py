@@ -155,11 +155,14 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
 
-def run_service(main: Coroutine[Any, Any, None]) -> NoReturn:
-    """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with 1."""
+def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:
+    """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with 1.
+
+    With `drain`, the first SIGTERM sets that instead: the service ends itself when what runs has ended.
+    """
     status = 0
     try:
-        uvloop.run(_cancel_on_signal(main))
+        uvloop.run(_cancel_on_signal(main, drain))
     except TwostrokeError as error:
         log.error("stopped by an error", kind=type(error).__name__, error=str(error))
         status = 1
@@ -184,11 +187,35 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _cancel_on_signal(main: Coroutine[Any, Any, None]) -> None:
+async def run_until(end: Coroutine[Any, Any, None], *coroutines: Coroutine[Any, Any, None]) -> None:
+    """Runs all until `end` returns, or until one fails: then its error is raised. The others are cancelled."""
+    others = asyncio.ensure_future(run_together(*coroutines))
+    until = asyncio.ensure_future(end)
+    try:
+        done, _ = await asyncio.wait([others, until], return_when=asyncio.FIRST_COMPLETED)
+        if until not in done:
+            others.result()  # raises what ended them; what returned early leaves the end to decide
+            await until
+        else:
+            until.result()
+    finally:
+        for task in (others, until):
+            task.cancel()
+        await asyncio.gather(others, until, return_exceptions=True)
+
+
+async def _cancel_on_signal(main: Coroutine[Any, Any, None], drain: asyncio.Event | None) -> None:
     task = asyncio.ensure_future(main)
     loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, task.cancel)
+
+    def terminate() -> None:
+        if drain is None or drain.is_set():
+            task.cancel()
+        else:
+            drain.set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
         await task
     except asyncio.CancelledError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -18,7 +19,8 @@ def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would advise to install torch
     from services.gateway.service import serve
 
-    run_service(serve(config))
+    drain = asyncio.Event()
+    run_service(serve(config, drain), drain)
 
 
 if __name__ == "__main__":

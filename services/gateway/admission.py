@@ -27,7 +27,7 @@ class Admission:
         self._max_num_waiting = max_num_waiting  # answers
         self._max_num_waiting_tokens = max_num_waiting_tokens  # of their prompts
         self._num_preparing = 0  # requests that are being read and tokenized
-        self._num_open = 0
+        self.num_open = 0  # requests whose clients have not been answered yet
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._is_draining = False
@@ -44,7 +44,7 @@ class Admission:
         self.check_queue(1, 1)  # at least
         caller.usage.open_request()
         self._num_preparing += 1
-        self._num_open += 1
+        self.num_open += 1
         self._all_closed.clear()
         return Ticket(self, caller)
 
@@ -65,15 +65,18 @@ class Admission:
                 retry_after_s=self._retry_after_s(),
             )
 
-    async def drain(self, timeout_s: float) -> int:
-        """Refuses all new requests and waits for those under way; returns how many are left after `timeout_s`."""
+    def refuse_all(self) -> None:
+        """From now on no request comes in."""
         self._is_draining = True
+
+    async def wait_closed(self, timeout_s: float) -> int:
+        """Waits for the requests that are in; returns how many are left after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_closed.wait()
         except TimeoutError:
             pass
-        return self._num_open
+        return self.num_open
 
     def note_prepared(self) -> None:
         """A ticket's request is in the journal, or will never be."""
@@ -81,8 +84,8 @@ class Admission:
 
     def note_closed(self) -> None:
         """A ticket's request is done with."""
-        self._num_open -= 1
-        if not self._num_open:
+        self.num_open -= 1
+        if not self.num_open:
             self._all_closed.set()
 
     def _retry_after_s(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import structlog
 from prometheus_client import CollectorRegistry
 
@@ -9,7 +11,7 @@ from services.common.config import Config, api_keys_of_environment
 from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
-from services.common.server import GrpcServer, run_together
+from services.common.server import GrpcServer, run_until
 from services.common.tracing import Tracer, tracing
 from services.gateway.access import Access
 from services.gateway.admission import Admission
@@ -29,17 +31,20 @@ log = structlog.get_logger()
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
 
-async def serve(config: Config) -> None:
-    """Serves until cancelled. Raises `ConfigError`, `ModelError`, or `PeerError` if no dense worker comes."""
+async def serve(config: Config, drain: asyncio.Event | None = None) -> None:
+    """Serves until cancelled, or until `drain` is set and requests under way have ended or had their time.
+
+    Raises `ConfigError`, `ModelError`, or `PeerError` if no dense worker comes.
+    """
     registry = new_registry("gateway")
     with (
         serving_metrics(config.gateway.metrics_address, registry),
         tracing(config.tracing, "gateway") as tracer,
     ):
-        await serve_watched(config, registry, tracer)
+        await serve_watched(config, registry, tracer, drain or asyncio.Event())
 
 
-async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer) -> None:
+async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer, drain: asyncio.Event) -> None:
     """See `serve`."""
     path = config.model.path
     eos_token_ids = load_model_config(path).eos_token_ids
@@ -48,7 +53,12 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     access = Access(section.api_keys_file, api_keys_of_environment())
     server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
     journal = Journal()
-    dense = DenseClient(config.dense.address, config.peers, journal, server.set_serving)
+    admission = Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens)
+
+    async def set_serving(is_connected: bool) -> None:
+        await server.set_serving(is_connected and not admission.is_draining)
+
+    dense = DenseClient(config.dense.address, config.peers, journal, set_serving)
     frontend = Frontend(
         config.model.name or path.resolve().name,
         eos_token_ids,
@@ -58,7 +68,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         dense,
         GatewayMetrics(registry),
         access,
-        Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens),
+        admission,
         section.queue_timeout_s,
         tracer,
     )
@@ -74,9 +84,17 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         await dense.wait_connected()
         log.info("serving", address=address, http_address=http_address, model=str(path))
 
+    async def drained() -> None:
+        await drain.wait()
+        log.info("draining", num_open=admission.num_open, drain_timeout_s=section.drain_timeout_s)
+        admission.refuse_all()
+        await server.set_serving(False)
+        num_left = await admission.wait_closed(section.drain_timeout_s)
+        log.info("drained", num_left=num_left)
+
     try:
         http_address = await http_server.start()
-        await run_together(dense.run(), access.run(), announce())
+        await run_until(drained(), dense.run(), access.run(), announce())
     finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
         journal.shut(PeerError("the gateway is shutting down"))
         await http_server.stop(STOP_GRACE_S)

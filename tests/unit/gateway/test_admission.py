@@ -133,8 +133,8 @@ def test_draining_refuses_newcomers_and_waits_for_the_others() -> None:
     async def test() -> None:
         queue = Queue()
         ticket, _ = queue.enter()
-        drain = asyncio.create_task(queue.admission.drain(30.0))
-        await asyncio.sleep(0)
+        queue.admission.refuse_all()
+        drain = asyncio.create_task(queue.admission.wait_closed(30.0))
         with pytest.raises(Draining):
             queue.enter()
         ticket.end(3)
@@ -142,7 +142,7 @@ def test_draining_refuses_newcomers_and_waits_for_the_others() -> None:
         assert not drain.done(), "the end of the answer may be on its way"
         ticket.close()
         assert await drain == 0
-        assert await queue.admission.drain(30.0) == 0
+        assert await queue.admission.wait_closed(30.0) == 0
 
     asyncio.run(test())
 
@@ -151,6 +151,6 @@ def test_draining_takes_no_longer_than_it_may() -> None:
     async def test() -> None:
         queue = Queue()
         queue.enter()
-        assert await queue.admission.drain(0.01) == 1
+        assert await queue.admission.wait_closed(0.01) == 1
 
     asyncio.run(test())

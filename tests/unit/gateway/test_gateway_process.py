@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.fake_dense import FakeDense
@@ -22,7 +24,10 @@ def test_a_signal_ends_requests_and_process(signal_number: int, tmp_path: Path) 
         config = tmp_path / "config.toml"
         config.write_text(f'[gateway]\naddress = "{address}"\nhttp_address = "unix:{tmp_path}/http.sock"\n')
         process = ServiceProcess(
-            "services.gateway", "--config", str(config), f"--set=dense.address={dense_address}"
+            "services.gateway",
+            *("--config", str(config)),
+            *("--set", f"dense.address={dense_address}"),
+            *("--set", "gateway.drain_timeout_s=0.3"),
         )
         await process.read_until(f"event=serving address={address}", "stderr")
         async with grpc.aio.insecure_channel(address) as channel:
@@ -54,5 +59,75 @@ def test_a_missing_dense_worker_ends_the_process_with_its_address(tmp_path: Path
         assert status == 1
         assert f"no dense worker at {dense_address} within 0.1 s: " in stderr
         assert "Traceback" not in stderr
+
+    run(test())
+
+
+def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * 40, step_s=0.05, max_model_len=100)
+        address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
+        await dense.start(dense_address)
+        process = ServiceProcess(
+            "services.gateway",
+            *("--set", f"gateway.address={address}"),
+            *("--set", f"gateway.http_address=unix:{tmp_path}/http.sock"),
+            *("--set", f"dense.address={dense_address}"),
+        )
+        await process.read_until(f"event=serving address={address}", "stderr")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = gateway_pb2_grpc.GatewayStub(channel)
+            call = stub.GenerateStream(gateway_pb2.GenerateRequest(prompt="hi", max_tokens=40))
+            token_ids = list((await call.read()).token_ids)
+            process.send_signal(signal.SIGTERM)
+            await process.read_until("event=draining num_open=1", "stderr")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(gateway_pb2.GenerateRequest(prompt="hi"))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "about to stop" in caught.value.details()
+            request = health_pb2.HealthCheckRequest()
+            health = await health_pb2_grpc.HealthStub(channel).Check(request)
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/http.sock")
+            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            ready = await reader.read()
+            assert ready.startswith(b"HTTP/1.1 503") and b"about to stop" in ready
+            writer.close()
+            while (chunk := await call.read()) is not grpc.aio.EOF:
+                token_ids += chunk.token_ids
+        assert len(token_ids) == 40
+        status, _, stderr = await process.outcome()
+        assert status == 0 and "event=drained num_left=0" in stderr
+        await dense.kill()
+
+    run(test())
+
+
+def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5], max_model_len=100)  # hangs after a token
+        address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
+        await dense.start(dense_address)
+        process = ServiceProcess(
+            "services.gateway",
+            *("--set", f"gateway.address={address}"),
+            *("--set", f"gateway.http_address=unix:{tmp_path}/http.sock"),
+            *("--set", f"dense.address={dense_address}"),
+            *("--set", "gateway.drain_timeout_s=3600"),
+        )
+        await process.read_until(f"event=serving address={address}", "stderr")
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = gateway_pb2_grpc.GatewayStub(channel).GenerateStream(
+                gateway_pb2.GenerateRequest(prompt="hi", max_tokens=40)
+            )
+            await call.read()
+            process.send_signal(signal.SIGTERM)
+            await process.read_until("event=draining", "stderr")
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+        status, _, _ = await process.outcome()
+        assert status == 0
+        await dense.kill()
 
     run(test())
