@@ -41,16 +41,10 @@ class Answer:
     finish: gateway_pb2.Finish
 
 
-class Cluster:
-    """Stubs of all three services of a running cluster, and its processes."""
+class Stubs:
+    """A plain client of all three services, whose sockets lie in `directory`."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], directory: Path, log_file: Path, settings: Mapping[str, str]
-    ) -> None:
-        self.process = process
-        self.log_file = log_file
-        self.address = settings["gateway.address"]
-        self.http_address = settings["gateway.http_address"]
+    def __init__(self, directory: Path) -> None:
         self._channels = [
             grpc.insecure_channel(f"unix:{directory}/{name}.sock") for name in ("gateway", "dense", "attention")
         ]
@@ -77,10 +71,12 @@ class Cluster:
             return list(threads.map(self.generate, prompts, max_tokens))
 
     def attention_status(self) -> attn_pb2.AttentionStatus:
-        return self.attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=REQUEST_TIMEOUT_S)
+        request = attn_pb2.GetStatusRequest()
+        return self.attention.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
     def dense_status(self) -> dense_pb2.DenseStatus:
-        return self.dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=REQUEST_TIMEOUT_S)
+        request = dense_pb2.GetStatusRequest()
+        return self.dense.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
     def wait_idle(self, timeout_s: float = 10.0) -> attn_pb2.AttentionStatus:
         """Until no sequence is open and all blocks are free; fails after `timeout_s` seconds."""
@@ -92,16 +88,29 @@ class Cluster:
             assert time.monotonic() < deadline, f"blocks are still in use: {status}"
             time.sleep(0.02)
 
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+class Cluster(Stubs):
+    """A launcher's services and processes."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], directory: Path, log_file: Path, settings: Mapping[str, str]
+    ) -> None:
+        super().__init__(directory)
+        self.process = process
+        self.log_file = log_file
+        self.address = settings["gateway.address"]
+        self.http_address = settings["gateway.http_address"]
+
     def pid_of(self, role: str) -> int:
         """Process id of a child of the launcher."""
         for pid in children_of(self.process.pid):
             if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
         raise AssertionError(f"no {role} among the children of the launcher")
-
-    def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
 
 
 def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> gateway_pb2.GenerateRequest:

@@ -86,11 +86,12 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
 
     async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage]) -> None:
         async for message in requests:
-            if message.WhichOneof("message") == "submit":
+            kind = message.WhichOneof("message")
+            if kind == "submit":
                 submit = message.submit
                 self.submits.append(submit)
                 self.running[submit.seq_id] = _Sequence(submit, self.script(submit))
-            else:
+            elif kind == "cancel":
                 self.cancelled_seq_ids.append(message.cancel.seq_id)
                 self.running.pop(message.cancel.seq_id, None)
             self._news.set()

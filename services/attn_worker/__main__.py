@@ -52,6 +52,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype))
         await asyncio.Event().wait()
     finally:
+        await servicer.leave(STOP_GRACE_S)
         servicer.abort()
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(servicer.stop)

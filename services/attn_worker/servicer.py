@@ -22,10 +22,15 @@ from services.common.config import AttentionSection
 from services.common.errors import ConfigError, InvalidRequest, PeerError, StaleEpoch, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
+from services.common.server import until_over
 from services.common.tracing import Tracer
 from services.pb import attn_pb2, attn_pb2_grpc
 
 log = structlog.get_logger()
+
+_POLL_S = 0.005
+
+_Results = asyncio.Queue[attn_pb2.StepResult | Exception]
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
@@ -52,11 +57,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._wait_timeout_s = wait_timeout_s
         self._attachment_id = 0
         self._channel: Channel | None = None
+        self._readers: set[asyncio.Task[None]] = set()
+        self._results: _Results | None = None  # of the stream of plans, while there is one
 
     async def Attach(
         self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttachReply:
         self._check_model(request)
+        if self._results is not None:  # told before the abort, which would look like a crash
+            self._results.put_nowait(StaleEpoch(f"attachment {self._attachment_id} is replaced by another one"))
         self.abort()
         self._attachment_id += 1
         attachment_id, config = self._attachment_id, self._model.config
@@ -125,26 +134,31 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
     ) -> AsyncIterator[attn_pb2.StepResult]:
         metadata = dict(context.invocation_metadata())
         epoch, attachment_id = int(metadata.get("epoch", 0)), int(metadata.get("attachment-id", 0))
-        if (epoch, attachment_id) != (self._epoch, self._attachment_id):
-            raise StaleEpoch(
-                f"plans are of epoch {epoch:016x}, attachment {attachment_id}; "
-                f"this is epoch {self._epoch:016x}, attachment {self._attachment_id}"
-            )
+        if epoch != self._epoch:
+            raise PeerError(f"plans are of epoch {epoch:016x}, this is epoch {self._epoch:016x}")
+        if attachment_id != self._attachment_id:
+            raise StaleEpoch(f"attachment {attachment_id} was replaced by attachment {self._attachment_id}")
         channel, engine = self._channel, self._require_engine()
         assert channel is not None
-        results: asyncio.Queue[attn_pb2.StepResult | Exception] = asyncio.Queue()
+        results = self._results = _Results()
         reader = asyncio.create_task(self._read(requests, engine, attachment_id, results))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
         try:
-            while True:
+            is_last = False
+            while not is_last:
                 result = await results.get()
                 if isinstance(result, Exception):
                     raise result
+                is_last = result.is_leaving
                 yield result
         finally:
+            # The reader ends with the call. Not cancelled: gRPC would write a message that it is just receiving
+            # into memory that is no longer there.
             channel.abort()
             self._metrics.on_handoff_abort()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            if self._results is results:
+                self._results = None
             log.info("detached", attachment_id=attachment_id)
 
     async def GetStatus(
@@ -163,6 +177,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_cached_tokens=engine.num_cached_tokens,
             resident_bytes=resident_bytes(),
         )
+
+    async def leave(self, timeout_s: float) -> None:
+        """Tells the dense worker that this is no crash, and waits until it lets go; `timeout_s` seconds at most."""
+        if self._results is not None:
+            self._results.put_nowait(attn_pb2.StepResult(is_leaving=True))
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._results is not None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     def abort(self) -> None:
         """Releases the engine thread if it waits for the dense worker."""
@@ -184,7 +206,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         requests: AsyncIterator[attn_pb2.StepPlan],
         engine: AttentionEngine,
         attachment_id: int,
-        results: asyncio.Queue[attn_pb2.StepResult | Exception],
+        results: _Results,
     ) -> None:
         """Hands every plan to the engine; results worth telling, or what ends the stream, go to `results`."""
         loop = asyncio.get_running_loop()
@@ -200,7 +222,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if plan.close_seq_ids or accepted.step.errors:
                 put(encode_result(plan.step_id, accepted))
 
-        async for message in requests:
+        async for message in until_over(requests):
             plan = decode_plan(message)
             on_accepted = functools.partial(accept, plan)
             step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)

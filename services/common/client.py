@@ -19,5 +19,6 @@ def open_channel(address: str, max_message_bytes: int) -> grpc.aio.Channel:
             ("grpc.min_reconnect_backoff_ms", RECONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
             ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
         ],
     )

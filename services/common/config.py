@@ -91,6 +91,7 @@ class DenseSection(Section):
     num_threads: Count | None = None  # CPU threads of one step; None: all cores but one
     build: Literal["auto", "never"] = "auto"  # whether the start builds missing TensorRT plans, or refuses
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # may be shared by models, GPUs and workers
+    standby: bool = False  # load, and wait for the supervisor's word before attaching: for a planned take-over
     profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for; see profiles.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9101
     step_log: Path | None = None  # a JSON line for every step is appended there; grows by about 300 bytes a step

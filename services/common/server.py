@@ -6,13 +6,14 @@ Errors of the tree in `services.common.errors` become gRPC statuses here, and no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
@@ -28,6 +29,7 @@ log = structlog.get_logger()
 MAX_SOCKET_PATH_BYTES = 107  # of Linux
 LIVENESS = "liveness"  # health name for who restarts us: it serves even while there is nothing to serve with
 
+Request = TypeVar("Request")
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
@@ -79,6 +81,13 @@ class GrpcServer:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+async def until_over(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
+    """A call's requests; ends when the call does, whichever side ended it."""
+    with contextlib.suppress(grpc.aio.UsageError):  # what gRPC says to a reader that outlives its call
+        async for request in requests:
+            yield request
 
 
 def check_socket_free(path: str) -> None:

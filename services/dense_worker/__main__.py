@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.model_runner import ModelRunner
 from services.dense_worker.observer import EngineObserver
 from services.dense_worker.profiles import Limits
+from services.dense_worker.readiness import Readiness
 from services.dense_worker.sampler import Sampler
 from services.dense_worker.scheduler import SchedulerLimits
 from services.dense_worker.servicer import DenseServicer
@@ -100,7 +102,7 @@ async def run_engine(
         device=model.device,
         wait_timeout_s=config.channel.wait_timeout_s,
     )
-    client = AttentionClient(config.attention.address, options, config.peers)
+    client = AttentionClient(config.attention.address, options, config.peers, servicer.may_attach)
     backend, runner = await asyncio.to_thread(build_runner, config, model, weights)
     failure: asyncio.Future[None] = loop.create_future()
 
@@ -129,16 +131,28 @@ async def run_engine(
     )
     metrics.watch(lambda: engine.counts)
 
-    async def become_ready() -> None:
-        attachment = await client.wait_attached()
-        servicer.set_ready(engine, describe(model, digest, backend, attachment))
-        await server.set_serving(True)
-        log.info("serving", address=address, backend=backend, device=str(model.device), dtype=str(model.dtype))
+    async def watch_engine() -> None:
         await failure
 
+    epoch = secrets.randbits(64)
+    readiness = Readiness(
+        servicer, server, lambda attachment: describe(model, digest, backend, attachment, epoch)
+    )
     engine.start()
+    servicer.set_engine(engine)
+    servicer.status.weights_hash = digest
+    servicer.status.state = dense_pb2.DenseStatus.STANDBY
+    if not config.dense.standby:
+        servicer.may_attach.set()
+        servicer.status.state = dense_pb2.DenseStatus.ATTACHING
+    log.info("loaded", address=address, state=dense_pb2.DenseStatus.State.Name(servicer.status.state))
     try:
-        await run_together(client.run(engine), become_ready())
+        await run_together(client.run(engine, readiness), watch_engine())
+    except asyncio.CancelledError:  # asked to stop: no crash
+        servicer.set_info(None)
+        servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
+        await servicer.wait_ended(STOP_GRACE_S)
+        raise
     finally:
         client.abort()
         await asyncio.to_thread(engine.stop, STOP_GRACE_S)
@@ -166,7 +180,7 @@ def build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) ->
 
 
 def describe(
-    model: ResolvedModel, digest: str, backend: str, attachment: Attachment
+    model: ResolvedModel, digest: str, backend: str, attachment: Attachment, epoch: int
 ) -> dense_pb2.DenseInfo:
     """What a gateway may ask for: the model's limits, and the KV cache's where they are lower."""
     config = model.config
@@ -179,6 +193,7 @@ def describe(
         weights_hash=digest,
         backend=backend,
         device=str(model.device),
+        epoch=epoch,
     )
 
 

@@ -45,14 +45,30 @@ class Attachment:
     held_blocks: dict[int, int]  # by sequences that an earlier dense worker left open
 
 
+@dataclass(frozen=True, slots=True)
+class AttachmentEnd:
+    """Why an attachment ended."""
+
+    reason: str
+    is_crash: bool  # the attention worker died, or broke off a step; else somebody wanted it so
+    is_replaced: bool = False  # another dense worker has attached
+
+
 class AttentionListener(Protocol):
     """What the engine wants to know; called on the event loop."""
 
     def on_attached(self, attachment: Attachment) -> None: ...
-    def on_detached(self, attachment: Attachment, error: str) -> None: ...
+    def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
     def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None: ...
     def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None: ...
     def on_accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None: ...
+
+
+class AttachmentWatcher(Protocol):
+    """Who tells gateways whether there is an attention worker; see `Readiness`."""
+
+    async def attached(self, attachment: Attachment) -> None: ...
+    async def detached(self, end: AttachmentEnd) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +84,15 @@ class AttachOptions:
 
 
 class AttentionClient:
-    """One attachment at a time, renewed whenever it breaks, for `peers.connect_timeout_s` seconds at most."""
+    """One attachment at a time, renewed whenever it breaks, for `peers.connect_timeout_s` seconds at most.
 
-    def __init__(self, address: str, options: AttachOptions, peers: PeerSection) -> None:
+    `may_attach` is waited for before each one; it is cleared when another dense worker has attached.
+    """
+
+    def __init__(
+        self, address: str, options: AttachOptions, peers: PeerSection, may_attach: asyncio.Event
+    ) -> None:
+        self._may_attach = may_attach
         self._address = address
         self._options = options
         self._connect_timeout_s = peers.connect_timeout_s
@@ -79,28 +101,24 @@ class AttentionClient:
         self._grpc = open_channel(address, peers.max_message_bytes)
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
         self._attachment: Attachment | None = None
-        self._is_attached = asyncio.Event()
-        self._to_send: asyncio.Queue[tuple[Attachment, StepPlan | Sequence | str]] = asyncio.Queue()
+        self._to_send: asyncio.Queue[tuple[Attachment, StepPlan | Sequence | AttachmentEnd]] = asyncio.Queue()
 
-    async def run(self, listener: AttentionListener) -> None:
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         """Attaches, serves until the attachment breaks, and again. Raises `PeerError` when nobody is there."""
         try:
             while True:
+                await self._may_attach.wait()
                 attachment = self._attachment = await self._attach()
-                self._is_attached.set()
                 listener.on_attached(attachment)
-                error = await self._serve(attachment, listener)
+                await watcher.attached(attachment)
+                end = await self._serve(attachment, listener)
                 attachment.channel.abort()
-                log.warning("attention worker lost", error=error)
-                listener.on_detached(attachment, error)
+                if end.is_replaced:
+                    self._may_attach.clear()  # to attach again would throw the other one out
+                listener.on_detached(attachment, end)
+                await watcher.detached(end)
         finally:
             await self._grpc.close()
-
-    async def wait_attached(self) -> Attachment:
-        """The first attachment, once there is one; `run` raises when there will be none."""
-        await self._is_attached.wait()
-        assert self._attachment is not None
-        return self._attachment
 
     def abort(self) -> None:
         """Releases an engine thread that waits for the attention worker. Called when all ends."""
@@ -115,9 +133,9 @@ class AttentionClient:
         """Asks for a sequence to be opened. Called on the engine thread; never blocks."""
         self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, sequence))
 
-    def drop(self, attachment: Attachment, error: str) -> None:
+    def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives the attachment up and makes a new one. Called on the engine thread; never blocks."""
-        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, error))
+        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, end))
 
     async def _attach(self) -> Attachment:
         options = self._options
@@ -163,8 +181,8 @@ class AttentionClient:
             held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
         )
 
-    async def _serve(self, attachment: Attachment, listener: AttentionListener) -> str:
-        """Until the attachment breaks; returns why it did."""
+    async def _serve(self, attachment: Attachment, listener: AttentionListener) -> AttachmentEnd:
+        """Until the attachment ends; returns why it did."""
         call = self._stub.Execute(
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
@@ -177,8 +195,8 @@ class AttentionClient:
                 tasks -= done
                 for task in done:
                     task.result()  # of an opening; the other two end with an error only
-        except PeerError as error:
-            return str(error)
+        except _Ended as error:
+            return error.end
         finally:
             call.cancel()
             for task in tasks:
@@ -190,10 +208,12 @@ class AttentionClient:
     ) -> None:
         try:
             async for result in call:
+                if result.is_leaving:
+                    raise _Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
                 listener.on_accepted(attachment, result)
         except grpc.aio.AioRpcError as error:
-            raise PeerError(f"{error.code().name}: {error.details()}") from error
-        raise PeerError("the attention worker ended the stream of plans")
+            raise _ended("running a step", error) from error
+        raise _Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
 
     async def _send(
         self,
@@ -210,11 +230,12 @@ class AttentionClient:
                 try:
                     await call.write(encode_plan(message))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                    raise PeerError(f"a plan could not be sent: {error}") from error
+                    log.debug("a plan could not be sent", reason=repr(error))
+                    return  # the stream is over, and `_receive` knows why
             elif isinstance(message, Sequence):
                 tasks.add(asyncio.create_task(self._open(attachment, message, listener)))
             else:
-                raise PeerError(message)
+                raise _Ended(message)
 
     async def _open(self, attachment: Attachment, sequence: Sequence, listener: AttentionListener) -> None:
         request = attn_pb2.OpenSequenceRequest(
@@ -233,10 +254,24 @@ class AttentionClient:
             reply = await self._stub.OpenSequence(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
-                raise PeerError(f"opening a sequence: {error.code().name}: {error.details()}") from error
+                raise _ended("opening a sequence", error) from error
             listener.on_open_failed(attachment, sequence, str(error.details()))
         else:
             listener.on_opened(attachment, sequence, reply)
+
+
+class _Ended(Exception):
+    """Ends `_serve`."""
+
+    def __init__(self, end: AttachmentEnd) -> None:
+        super().__init__(end.reason)
+        self.end = end
+
+
+def _ended(what: str, error: grpc.aio.AioRpcError) -> _Ended:
+    is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
+    reason = f"{what}: {error.code().name}: {error.details()}"
+    return _Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced))
 
 
 def encode_plan(plan: StepPlan) -> attn_pb2.StepPlan:

@@ -20,7 +20,7 @@ import structlog
 
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.attention_client import Attachment
+from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
 from services.dense_worker.observer import EngineObserver, StepStats
@@ -41,7 +41,7 @@ class AttentionPort(Protocol):
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...
     def open(self, attachment: Attachment, sequence: Sequence) -> None: ...
-    def drop(self, attachment: Attachment, error: str) -> None: ...
+    def drop(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class StepReport:
     outputs: list[SequenceOutput]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of tokens of the step, by seq_id
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)  # steps may have them from now on
 
 
 class Engine:
@@ -105,6 +106,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
+        self._is_leaving = False
         self._attachment: Attachment | None = None
         self._claim_deadline: float | None = None
         self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
@@ -139,11 +141,19 @@ class Engine:
         """Forgets a sequence."""
         self._post(self._cancel, seq_id)
 
+    def close_unclaimed(self, gateway: int) -> None:
+        """All sequences of this gateway have been submitted: what else is held of it can go."""
+        self._post(self._close_unclaimed, gateway)
+
+    def leave(self) -> None:
+        """Gives the attachment up after the step under way, whose tokens are delivered."""
+        self._post(self._leave)
+
     def on_attached(self, attachment: Attachment) -> None:
         self._post(self._attach, attachment)
 
-    def on_detached(self, attachment: Attachment, error: str) -> None:
-        self._post(self._detach, attachment, error)
+    def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None:
+        self._post(self._detach, attachment, end)
 
     def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
         self._post(self._opened, attachment, sequence, reply)
@@ -171,10 +181,16 @@ class Engine:
         attachment = self._attachment
         if attachment is None:
             return None
-        for sequence in self._scheduler.next_to_open():
-            self._attention.open(attachment, sequence)
+        plan = None
+        if not self._is_leaving:
+            if admitted := self._scheduler.next_to_open():
+                # The gateways know of it by the time that the attention worker has answered: before any step.
+                self._deliver(StepReport(0, [], [], admitted=admitted))
+            for sequence in admitted:
+                self._attention.open(attachment, sequence)
+            plan = self._scheduler.schedule()
         published = None
-        if plan := self._scheduler.schedule():
+        if plan is not None:
             start = time.monotonic()
             self._published[plan.step_id] = plan
             self._attention.publish(attachment, plan)
@@ -185,10 +201,15 @@ class Engine:
                 self._complete(in_flight)
             except PeerError as error:
                 attachment.channel.abort()
-                self._attention.drop(attachment, str(error))
-                self._detach(attachment, str(error))
+                self._give_up(attachment, AttachmentEnd(str(error), is_crash=True))
                 return None
+        if self._is_leaving:
+            self._give_up(attachment, AttachmentEnd("another dense worker takes over", is_crash=False))
         return published
+
+    def _give_up(self, attachment: Attachment, end: AttachmentEnd) -> None:
+        self._attention.drop(attachment, end)
+        self._detach(attachment, end)
 
     def _complete(self, in_flight: InFlight) -> None:
         plan, channel = in_flight.plan, in_flight.attachment.channel
@@ -274,8 +295,15 @@ class Engine:
     def _cancel(self, seq_id: int) -> None:
         self._scheduler.cancel(seq_id)
 
+    def _close_unclaimed(self, gateway: int) -> None:
+        self._scheduler.close_unclaimed(gateway)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+
     def _attach(self, attachment: Attachment) -> None:
         self._attachment = attachment
+        self._is_leaving = False
         self._published.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)
@@ -284,12 +312,12 @@ class Engine:
         self._claim_deadline = time.monotonic() + CLAIM_S if attachment.held_blocks else None
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
 
-    def _detach(self, attachment: Attachment, error: str) -> None:
+    def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
         if self._attachment is attachment:
             self._attachment = None
             for observer in self._observers:
                 observer.on_handoff_abort()
-            log.warning("detached", error=error)
+            log.warning("detached", reason=end.reason, is_crash=end.is_crash)
 
     def _opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
         if attachment is self._attachment:

@@ -16,7 +16,10 @@ from typing import Literal
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.suspects import Suspects
 from services.dense_worker.waiting_queue import WaitingQueue, insert, remove
+
+GATEWAY_SHIFT = 32  # of the gateway's number within a seq_id
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
@@ -89,6 +92,7 @@ class Scheduler:
             limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
         )
         self._running: list[Sequence] = []  # in the same order
+        self._suspects = Suspects()
         self._num_opening = 0
         self._held_blocks: dict[int, int] = {}  # of sequences an earlier dense worker left open
         self._to_close: list[int] = []
@@ -128,6 +132,7 @@ class Scheduler:
             )
         self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
+        self._suspects.add(sequence)
         self._waiting.push(sequence)
 
     def cancel(self, seq_id: int) -> None:
@@ -148,13 +153,13 @@ class Scheduler:
         """Sequences, in order, that fit now: their blocks are reserved and they become OPENING.
 
         Those that hold blocks already, from before the attachment, come before all others: only they can make
-        good use of these blocks, and the others may need them.
+        good use of these blocks, and the others may need them. Suspects come first of all, one at a time.
         """
         chosen: list[Sequence] = []
-        if self._is_short_of_blocks:
+        if self._is_short_of_blocks or self._suspects.open() is not None:
             return chosen
         while self._waiting and self._num_opening + len(self._running) < self.limits.max_num_seqs:
-            sequence = self._waiting.first(self._held_blocks)
+            sequence = self._suspects.first() or self._waiting.first(self._held_blocks)
             if sequence.num_pending_tokens or sequence.seq_id in self._closing:
                 break  # preempted a moment ago: its last token or its close is still on the way
             num_blocks = self._blocks_to_reserve(sequence, self._held_blocks.get(sequence.seq_id, 0))
@@ -168,6 +173,8 @@ class Scheduler:
             sequence.status = SequenceStatus.OPENING
             self._num_opening += 1
             chosen.append(sequence)
+            if sequence.is_suspect:
+                break
         return chosen
 
     def opened(
@@ -211,6 +218,7 @@ class Scheduler:
             return None
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
+        self._suspects.clear(sequence)
         return SequenceOutput(sequence, None, FinishReason.ERROR, error)
 
     def schedule(self) -> StepPlan | None:
@@ -220,7 +228,10 @@ class Scheduler:
         entries: list[PlanEntry] = []
         scheduled: set[int] = set()
         prefills = []
+        suspect = self._suspects.open()
         for sequence in list(self._running):
+            if suspect is not None and sequence is not suspect:
+                continue
             if sequence.num_remaining_tokens > 1:
                 prefills.append(sequence)
             elif sequence.num_remaining_tokens == 1 and self._allocate(sequence, 1, scheduled):
@@ -268,6 +279,7 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # ended by an earlier step, or cancelled: the one wasted token
             sequence.output_token_ids.append(token_id)
+            self._suspects.clear(sequence)
             finish_reason = None
             if token_id in sequence.stop_token_ids:
                 finish_reason = FinishReason.STOP
@@ -299,9 +311,10 @@ class Scheduler:
             sequence.num_blocks = sequence.num_reserved_blocks = 0
             self._waiting.push(sequence)
 
-    def close_unclaimed(self) -> None:
-        """Closes the sequences of an earlier dense worker that nobody has submitted again."""
-        self._close_held([seq_id for seq_id in self._held_blocks if seq_id not in self._sequences])
+    def close_unclaimed(self, gateway: int | None = None) -> None:
+        """Closes the sequences of an earlier dense worker that nobody, or not this gateway, submitted again."""
+        unclaimed = [seq_id for seq_id in self._held_blocks if seq_id not in self._sequences]
+        self._close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
 
     def _drop_held_blocks(self) -> None:
         """Gives up what the last waiting sequence in order kept from before; it will be computed anew."""
@@ -362,6 +375,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
+        self._suspects.clear(sequence)
         if status is SequenceStatus.RUNNING:
             remove(self._running, sequence)
             self._close(sequence)

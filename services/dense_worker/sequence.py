@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from services.common.sampling_params import SamplingParams
 
+SUSPECT_CRASHES = 2  # once may be anybody's fault
+
 
 class SequenceStatus(enum.Enum):
     """Where a sequence stands; only RUNNING ones are known to hold blocks in the KV cache."""
@@ -47,6 +49,7 @@ class Sequence:
     arrival_s: float = 0.0  # when it came to this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest wait from then to its first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
+    num_crashes: int = 0  # of a worker, in a row, that found it admitted; 0 again with its first token here
 
     status: SequenceStatus = SequenceStatus.WAITING
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first, kept through preemption
@@ -58,6 +61,11 @@ class Sequence:
     # On the monotonic clock. A sequence that was submitted again with tokens never has its first step here.
     started_s: float | None = None  # when its first step began
     first_token_s: float | None = None  # when the first token was here that this worker computed
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills the workers: then it runs alone until it has a token."""
+        return self.num_crashes >= SUSPECT_CRASHES
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -13,6 +13,7 @@ import structlog
 from services.common.errors import PeerError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
+from services.common.server import until_over
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.engine import Engine, StepReport
 from services.dense_worker.metrics import DenseMetrics
@@ -30,6 +31,9 @@ _REASONS = {
     FinishReason.ERROR: dense_pb2.SequenceEnd.ERROR,
 }
 
+_POLL_S = 0.005
+_LEAVE_TIMEOUT_S = 10.0  # for the step under way
+
 _Outbox = asyncio.Queue[dense_pb2.StepOutput]
 
 
@@ -39,30 +43,74 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
         self._metrics = metrics
         self._tracer = tracer
-        self._ready: tuple[Engine, dense_pb2.DenseInfo] | None = None
+        self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` keeps it
+        self.may_attach = asyncio.Event()  # whether it is this worker's turn
+        self._engine: Engine | None = None
+        self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._outboxes: dict[int, _Outbox] = {}  # by seq_id
+        self._streams: set[_Outbox] = set()
+        self._readers: set[asyncio.Task[None]] = set()
 
-    def set_ready(self, engine: Engine, info: dense_pb2.DenseInfo) -> None:
-        """From now on calls are answered; before, they are refused as UNAVAILABLE."""
-        self._ready = engine, info
+    def set_engine(self, engine: Engine) -> None:
+        """All is loaded."""
+        self._engine = engine
+
+    def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
+        """From now on gateways are served, or with None refused as UNAVAILABLE."""
+        self._info = info
+
+    def end_streams(self, farewell: dense_pb2.Farewell) -> None:
+        """Ends every gateway's stream with this message; what has been delivered before goes first."""
+        for outbox in self._streams:
+            outbox.put_nowait(dense_pb2.StepOutput(farewell=farewell))
+
+    async def wait_ended(self, timeout_s: float) -> None:
+        """Until the streams have ended, but no longer than `timeout_s` seconds."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._streams and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     async def GetInfo(
         self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseInfo:
         return self._require_ready()[1]
 
+    async def Leave(
+        self, request: dense_pb2.LeaveRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.LeaveReply:
+        engine, _ = self._require_ready()
+        self.may_attach.clear()
+        engine.leave()
+        deadline = asyncio.get_running_loop().time() + _LEAVE_TIMEOUT_S
+        while self.status.state != dense_pb2.DenseStatus.STANDBY or self._streams:
+            if asyncio.get_running_loop().time() > deadline:
+                self.may_attach.set()
+                raise PeerError(f"the step under way has not ended within {_LEAVE_TIMEOUT_S} s")
+            await asyncio.sleep(_POLL_S)
+        return dense_pb2.LeaveReply()
+
+    async def TakeOver(
+        self, request: dense_pb2.TakeOverRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.TakeOverReply:
+        if self._engine is None:
+            raise PeerError("the dense worker is starting: it has not loaded its weights yet")
+        self.may_attach.set()
+        while self.status.state != dense_pb2.DenseStatus.SERVING:  # noqa: ASYNC110  the caller's deadline bounds it
+            await asyncio.sleep(_POLL_S)
+        return dense_pb2.TakeOverReply()
+
     async def GetStatus(
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseStatus:
-        engine, _ = self._require_ready()
-        counts = engine.counts
-        return dense_pb2.DenseStatus(
-            num_waiting=counts.num_waiting,
-            num_running=counts.num_running,
-            num_steps=counts.num_steps,
-            num_preemptions=counts.num_preemptions,
-            resident_bytes=resident_bytes(),
-        )
+        status = dense_pb2.DenseStatus(resident_bytes=resident_bytes())
+        status.MergeFrom(self.status)
+        if self._engine is not None:
+            counts = self._engine.counts
+            status.num_waiting = counts.num_waiting
+            status.num_running = counts.num_running
+            status.num_steps = counts.num_steps
+            status.num_preemptions = counts.num_preemptions
+        return status
 
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
@@ -70,14 +118,21 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         engine, _ = self._require_ready()
         outbox: _Outbox = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, engine, outbox))
-        peer = context.peer()  # when the call has ended, to ask gRPC for it ends the process
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        self._streams.add(outbox)
+        peer = context.peer()  # to ask when the call is over would crash
         log.info("gateway connected", peer=peer)
         try:
-            while True:
-                yield await outbox.get()
+            is_last = False
+            while not is_last:
+                output = await outbox.get()
+                is_last = output.HasField("farewell")
+                yield output
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            # The reader ends with the call. Not cancelled: gRPC would write a message that it is just receiving
+            # into memory that is no longer there.
+            self._streams.remove(outbox)
             orphans = [seq_id for seq_id, owner in self._outboxes.items() if owner is outbox]
             for seq_id in orphans:
                 del self._outboxes[seq_id]
@@ -107,17 +162,24 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     del self._outboxes[output.sequence.seq_id]
                     error = None if output.error is None else str(output.error)
                     self._tracer.end(output.sequence.seq_id, output.finish_reason.name.lower(), error)
+        for sequence in report.admitted:
+            if outbox := self._outboxes.get(sequence.seq_id):
+                messages[outbox].admitted.append(sequence.seq_id)
         for outbox, message in messages.items():
             outbox.put_nowait(message)
 
     def _require_ready(self) -> tuple[Engine, dense_pb2.DenseInfo]:
-        if self._ready is None:
-            raise PeerError("the dense worker is starting: no weights or no attention worker yet")
-        return self._ready
+        if self._engine is None or self._info is None:
+            state = dense_pb2.DenseStatus.State.Name(self.status.state).lower()
+            raise PeerError(f"the dense worker does not serve now: it is {state}")
+        return self._engine, self._info
 
     async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox) -> None:
-        async for request in requests:
-            if request.WhichOneof("message") == "submit":
+        async for request in until_over(requests):
+            if outbox not in self._streams:
+                return
+            kind = request.WhichOneof("message")
+            if kind == "submit":
                 sequence = decode_sequence(request.submit)
                 log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
                 if sequence.seq_id in self._outboxes:
@@ -126,6 +188,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._metrics.on_submitted(sequence)
                 self._tracer.begin(sequence, request.submit.traceparent)
                 engine.submit(sequence)
+            elif kind == "resumed":
+                engine.close_unclaimed(request.resumed.gateway)
             else:
                 self._outboxes.pop(request.cancel.seq_id, None)
                 self._tracer.end(request.cancel.seq_id, "cancelled")
@@ -148,6 +212,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         priority=submit.priority,
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
+        num_crashes=submit.num_crashes,
     )
 
 

@@ -27,6 +27,7 @@ from services.common.errors import (
 )
 from services.common.sampling_messages import encode_sampling
 from services.common.token_logprobs import decode_logprobs
+from services.gateway.crash_record import CrashRecord
 from services.gateway.journal import FinishReason, Journal, JournalEntry
 from services.gateway.request import GenerationRequest
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -76,6 +77,7 @@ class DenseClient:
         self._peers = peers
         self._journal = journal
         self._on_connection = on_connection
+        self._crashes = CrashRecord(journal)
         self._model: ServedModel | None = None
         self.num_resubmitted = 0  # sequences that were under way when a stream broke, in all
         self._is_connected = asyncio.Event()
@@ -120,18 +122,19 @@ class DenseClient:
         """Connects, and connects again after each break, until cancelled."""
         loop = asyncio.get_running_loop()
         retry_s = FIRST_RETRY_S
-        async with open_channel(self._address, self._peers.max_message_bytes) as channel:
-            stub = dense_pb2_grpc.DenseWorkerStub(channel)
-            while True:
-                start = loop.time()
-                try:
+        while True:
+            start = loop.time()
+            try:
+                # A channel for each stream: after a take-over the old worker's connection would still be up.
+                async with open_channel(self._address, self._peers.max_message_bytes) as channel:
+                    stub = dense_pb2_grpc.DenseWorkerStub(channel)
                     await self._meet(stub)
                     await self._converse(stub)
-                except PeerError as error:
-                    self._note_absence(str(error))
-                is_quick = loop.time() - start < MAX_RETRY_S
-                retry_s = min(2 * retry_s, MAX_RETRY_S) if is_quick else FIRST_RETRY_S
-                await asyncio.sleep(retry_s)
+            except PeerError as error:
+                self._note_absence(str(error))
+            is_quick = loop.time() - start < MAX_RETRY_S
+            retry_s = min(2 * retry_s, MAX_RETRY_S) if is_quick else FIRST_RETRY_S
+            await asyncio.sleep(retry_s)
 
     async def _meet(self, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
         try:
@@ -150,6 +153,7 @@ class DenseClient:
             for entry in self._journal.unfinished():
                 entry.fail(RequestAborted("the dense worker came back with other weights"))
         self._model = model
+        self._crashes.connected(info.epoch)
 
     async def _converse(self, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
         call = stub.Connect()
@@ -171,13 +175,16 @@ class DenseClient:
         for entry in self._journal.unfinished():
             outbox.put_nowait(_submit_message(entry))
             self.num_resubmitted += entry.queue_s is not None
+        num_resubmitted = outbox.qsize()
+        resumed = dense_pb2.Resumed(gateway=self._journal.instance)
+        outbox.put_nowait(dense_pb2.GatewayMessage(resumed=resumed))
         for wait_limit in self._wait_limits:
             wait_limit.cancel()
         self._wait_limits.clear()
         self._outbox = outbox
         self._is_connected.set()
         self._absence_reason = ""
-        log.info("dense worker connected", address=self._address, num_resubmitted=outbox.qsize())
+        log.info("dense worker connected", address=self._address, num_resubmitted=num_resubmitted)
         await self._on_connection(True)
 
     async def _end(self) -> None:
@@ -201,6 +208,9 @@ class DenseClient:
         try:
             async for output in call:
                 self._dispatch(output)
+                if output.HasField("farewell"):
+                    self._crashes.farewell(output.farewell.is_crash)
+                    raise PeerError(output.farewell.reason)
         except grpc.aio.AioRpcError as error:
             raise _peer_error(error) from error
         raise PeerError("the dense worker ended the stream")
@@ -208,6 +218,7 @@ class DenseClient:
     def _dispatch(self, output: dense_pb2.StepOutput) -> None:
         """Hands a step's tokens to their sequences; closed ones are no longer in the journal."""
         find, now = self._journal.get, time.monotonic()
+        self._crashes.admitted(output.admitted)
         for start in output.started:
             entry = find(start.seq_id)
             if entry is not None:
@@ -269,6 +280,7 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             priority=request.priority,
             queue_timeout_ms=_queue_timeout_ms(entry),
             traceparent=request.traceparent,
+            num_crashes=entry.num_crashes,
         )
     )
 

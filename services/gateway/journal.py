@@ -62,10 +62,12 @@ class JournalEntry:
         "finish_reason",
         "first_token_at",
         "index",
+        "is_admitted",
         "last_token_at",
         "logprobs",
         "news",
         "num_cached_tokens",
+        "num_crashes",
         "output_token_ids",
         "prompt_logprobs",
         "queue_s",
@@ -91,6 +93,8 @@ class JournalEntry:
         self.last_token_at: float | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TwostrokeError | None = None
+        self.is_admitted = False  # a step of the dense worker may have it
+        self.num_crashes = 0  # of a worker, in a row, that found it admitted: no token came in between
         self._journal = journal
         self._num_taken = 0  # output tokens that the handler has
         self.news = news
@@ -118,6 +122,7 @@ class JournalEntry:
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
+        self.num_crashes = 0
         self.output_token_ids.append(token_id)
         self._announce()
 
@@ -207,6 +212,11 @@ class Journal:
     def of_request(self, request_id: str) -> list[JournalEntry]:
         """The open sequences of a request."""
         return list(self._by_request_id.get(request_id, ()))
+
+    @property
+    def instance(self) -> int:
+        """Upper half of all seq_ids of this gateway."""
+        return self._instance
 
     def unfinished(self) -> Iterator[JournalEntry]:
         """Entries that a dense worker has to continue, oldest first."""

@@ -320,6 +320,9 @@ def test_a_cancellation_is_heard_even_while_the_stream_breaks(tmp_path: Path) ->
         def Connect(self) -> BreakingStub:
             return self
 
+        async def write(self, message: dense_pb2.GatewayMessage) -> None:
+            pass
+
         async def __aiter__(self) -> AsyncIterator[dense_pb2.StepOutput]:
             await self.is_broken.wait()
             nothing = grpc.aio.Metadata()

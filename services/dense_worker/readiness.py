@@ -1,0 +1,46 @@
+"""`Readiness`: tells gateways, health checks and the supervisor whether this dense worker can serve.
+
+It can while it is attached. When an attachment ends, every gateway's stream ends with a farewell that says
+whether that was a crash; the gateways come back and submit their sequences again. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from services.common.server import GrpcServer
+from services.dense_worker.attention_client import Attachment, AttachmentEnd
+from services.dense_worker.servicer import DenseServicer
+from services.pb import dense_pb2
+
+log = structlog.get_logger()
+
+
+class Readiness:
+    """See `AttachmentWatcher`. `describe` gives what gateways may ask for, by attachment."""
+
+    def __init__(
+        self, servicer: DenseServicer, server: GrpcServer, describe: Callable[[Attachment], dense_pb2.DenseInfo]
+    ) -> None:
+        self._servicer = servicer
+        self._server = server
+        self._describe = describe
+
+    async def attached(self, attachment: Attachment) -> None:
+        """Gateways are welcome."""
+        info = self._describe(attachment)
+        self._servicer.set_info(info)
+        self._servicer.status.state = dense_pb2.DenseStatus.SERVING
+        await self._server.set_serving(True)
+        log.info("serving", backend=info.backend, device=info.device, dtype=info.dtype)
+
+    async def detached(self, end: AttachmentEnd) -> None:
+        """Gateways are sent away, and may come back."""
+        log.warning("attention worker lost", reason=end.reason, is_crash=end.is_crash)
+        servicer, state = self._servicer, dense_pb2.DenseStatus
+        servicer.set_info(None)
+        servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
+        servicer.end_streams(dense_pb2.Farewell(is_crash=end.is_crash, reason=end.reason))
+        await self._server.set_serving(False)

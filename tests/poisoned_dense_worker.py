@@ -1,0 +1,26 @@
+"""A dense worker that dies, as by a fault in a kernel, in every step that computes the tokens POISON."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+
+from services.dense_worker.__main__ import main
+from services.dense_worker.backends.torch_backend import TorchBackend
+
+POISON = [1000, 1000, 1000]  # which no other prompt and no answer has
+
+first = TorchBackend.first
+
+
+def poisoned_first(backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor) -> None:
+    if str(POISON)[1:-1] in str(token_ids.tolist()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    first(backend, token_ids, qkv)
+
+
+if __name__ == "__main__":
+    TorchBackend.first = poisoned_first  # type: ignore[method-assign]
+    main()

@@ -1,0 +1,114 @@
+"""Who is to blame when workers die: nobody after one crash, one request at most after several."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.errors import RequestAborted
+from services.gateway.crash_record import CrashRecord
+from services.gateway.journal import Journal, JournalEntry
+from tests.generation_requests import make_request, open_entry
+
+
+class Story:
+    """A gateway's streams, told in order. Every `crash` is followed by a worker with a new epoch."""
+
+    def __init__(self, num_requests: int) -> None:
+        journal = Journal()
+        self.entries = [open_entry(journal, make_request(f"r{i}")) for i in range(num_requests)]
+        self.record = CrashRecord(journal)
+        self.epoch = 1
+        self.record.connected(self.epoch)
+
+    def admit(self, *entries: JournalEntry) -> None:
+        self.record.admitted([entry.seq_id for entry in entries])
+
+    def crash(self) -> None:
+        self.epoch += 1
+        self.record.connected(self.epoch)
+
+    @property
+    def failed(self) -> list[int]:
+        return [index for index, entry in enumerate(self.entries) if entry.error is not None]
+
+
+def test_one_crash_is_nobodys_fault() -> None:
+    story = Story(3)
+    story.admit(*story.entries)
+    story.crash()
+    assert story.failed == []
+    assert [entry.num_crashes for entry in story.entries] == [1, 1, 1]
+
+
+def test_a_request_alone_in_two_crashes_in_a_row_is_failed() -> None:
+    story = Story(1)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.crash()
+    assert story.failed == [0]
+    error = story.entries[0].error
+    assert isinstance(error, RequestAborted)
+    assert "'r0'" in str(error) and "2 crashes" in str(error)
+
+
+def test_a_token_in_between_clears() -> None:
+    story = Story(1)
+    for _ in range(20):
+        story.admit(*story.entries)
+        story.crash()
+        story.admit(*story.entries)
+        story.entries[0].append(5, 0.0)
+    assert story.failed == []
+
+
+@pytest.mark.parametrize("culprit", range(5))
+def test_of_many_in_two_crashes_only_the_one_alone_in_the_third_is_failed(culprit: int) -> None:
+    story = Story(5)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.crash()
+    assert story.failed == []
+    assert all(entry.num_crashes == 2 for entry in story.entries), "the dense worker takes them one at a time"
+    for entry in story.entries:  # as the dense worker does
+        story.admit(entry)
+        if entry is story.entries[culprit]:
+            story.crash()
+            break
+        entry.append(5, 0.0)
+    assert story.failed == [culprit]
+
+
+def test_requests_in_the_queue_do_not_count() -> None:
+    story = Story(3)
+    for _ in range(5):
+        story.admit(story.entries[0])
+        story.crash()
+    assert story.failed == [0]
+    assert [entry.num_crashes for entry in story.entries[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize("num_breaks", [2, 5])
+def test_a_broken_connection_to_a_living_worker_does_not_count(num_breaks: int) -> None:
+    story = Story(1)
+    for _ in range(num_breaks):
+        story.admit(*story.entries)
+        story.record.connected(story.epoch)
+    assert story.entries[0].num_crashes == 0
+
+
+def test_an_announced_end_does_not_count_even_if_another_worker_comes() -> None:
+    story = Story(1)
+    for _ in range(5):
+        story.admit(*story.entries)
+        story.record.farewell(is_crash=False)
+        story.crash()
+    assert story.failed == []
+
+
+def test_a_crash_of_the_attention_worker_counts_though_the_dense_worker_lives() -> None:
+    story = Story(1)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.record.farewell(is_crash=True)
+        story.record.connected(story.epoch)
+    assert story.failed == [0]
