@@ -19,6 +19,7 @@ from services.common.errors import ConfigError
 
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"
 MAX_PORT = 65535
+MAX_PROMPTS = 1024  # that the schema of HTTP requests admits
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 
@@ -73,9 +74,9 @@ class GatewaySection(Section):
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0  # from SIGTERM, for requests under way to end; SIGINT: none
     api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
-    max_body_bytes: Count = 4 * 2**20  # of one HTTP request; reading it holds up all streams, 4 MiB by 0.1 s at worst
+    max_body_bytes: Count = 2 * 2**20  # of one HTTP request; to parse 2 MiB of JSON may take 0.3 s
     max_header_bytes: Count = 32 * 2**10  # of one HTTP request
-    max_prompts: Count = 64  # of one HTTP request for completions
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # of one HTTP request for completions
     max_connections: Count = 4096  # of HTTP
     header_timeout_s: Seconds = 10.0  # from connecting until a request's headers are complete
     body_timeout_s: Seconds = 60.0  # from there until its body is complete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 
@@ -19,6 +20,7 @@ def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would advise to install torch
     from services.gateway.service import serve
 
+    gc.freeze()  # modules live as long as the process; to look at them again and again would hold up all streams
     drain = asyncio.Event()
     run_service(serve(config, drain), drain)
 

@@ -94,6 +94,11 @@ class DenseClient:
             raise self._absence() from None
 
     @property
+    def has_model(self) -> bool:
+        """Whether the dense worker has answered once."""
+        return self._model is not None
+
+    @property
     def model(self) -> ServedModel:
         """What is served. Raises `PeerError` until the dense worker has answered once."""
         if self._model is None:

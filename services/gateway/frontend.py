@@ -16,7 +16,7 @@ from services.gateway.dense_client import DenseClient, ServedModel
 from services.gateway.generation import Generation
 from services.gateway.journal import FinishReason, Journal
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
-from services.gateway.request import ModelLimits, check_token_ids, read_request, read_text_or_chat
+from services.gateway.request import ModelLimits, check_size, check_token_ids, read_request, read_text_or_chat
 from services.gateway.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 
@@ -100,7 +100,9 @@ class Frontend:
         return bool(entries)
 
     async def tokenize(self, message: gateway_pb2.TokenizeRequest) -> list[int]:
-        """Token ids of a text or a chat; needs no dense worker."""
+        """Token ids of a text or a chat; needs no dense worker, but once there was one its limit holds."""
+        if self._dense.has_model:
+            check_size(message, self.tokenizer, self.limits)
         return await read_text_or_chat(message, self.tokenizer)
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

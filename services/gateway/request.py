@@ -82,7 +82,7 @@ async def read_request(
     if message.WhichOneof("input") == "prompt_token_ids":
         prompt_token_ids = list(message.prompt_token_ids.ids)
     else:
-        _check_size(message, tokenizer, limits)
+        check_size(message, tokenizer, limits)
         prompt_token_ids = await read_text_or_chat(message, tokenizer)
     _check_prompt(prompt_token_ids, limits)
     max_tokens = _read_max_tokens(message, len(prompt_token_ids), limits.max_model_len)
@@ -133,9 +133,12 @@ async def read_text_or_chat(
     return await tokenizer.encode_chat(messages)
 
 
-def _check_size(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+def check_size(
+    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer, limits: ModelLimits
+) -> None:
     """Refuses a text that cannot fit, whatever its tokens are, before it costs memory to find them."""
-    num_characters = len(message.prompt) + sum(len(each.content) for each in message.chat.messages)
+    text = message.prompt if isinstance(message, gateway_pb2.GenerateRequest) else message.text
+    num_characters = len(text) + sum(len(each.content) for each in message.chat.messages)
     most = limits.max_model_len * tokenizer.max_token_characters
     if num_characters > most:
         raise InvalidRequest(

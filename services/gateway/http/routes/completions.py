@@ -34,7 +34,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """Continues one or several prompts."""
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        _check_prompts(body, section.max_prompts)
+        _check_prompts(body, section.max_prompts, frontend.limits.max_model_len)
         return Answer(
             frontend,
             _traced(completion_messages(body, request_id), request),
@@ -63,9 +63,13 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     return router
 
 
-def _check_prompts(body: CompletionRequest, max_prompts: int) -> None:
-    if not 1 <= len(body.prompts) <= max_prompts:
-        raise InvalidRequest(f"there are {len(body.prompts)} prompts, must be 1 to {max_prompts}", "prompt")
+def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int) -> None:
+    prompts = body.prompts
+    if not 1 <= len(prompts) <= max_prompts:
+        raise InvalidRequest(f"there are {len(prompts)} prompts, must be 1 to {max_prompts}", "prompt")
+    longest = max(prompts, key=len)
+    if isinstance(longest, list) and len(longest) >= max_model_len:  # before it costs time to copy them
+        raise InvalidRequest(f"the prompt has {len(longest)} tokens, max_model_len is {max_model_len}", "prompt")
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.errors import NotFound
+from services.common.errors import InvalidRequest, NotFound
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import StrictJsonRoute
@@ -44,6 +44,9 @@ def token_routes(frontend: Frontend) -> APIRouter:
         """The text of token ids."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
+        max_model_len = frontend.limits.max_model_len
+        if len(body.tokens) > max_model_len:
+            raise InvalidRequest(f"there are {len(body.tokens)} tokens, max_model_len is {max_model_len}", "tokens")
         check_token_ids("tokens", body.tokens, frontend.limits.vocab_size)
         return JSONResponse({"prompt": frontend.detokenize(body.tokens, bool(body.skip_special_tokens))})
 

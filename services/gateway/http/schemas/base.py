@@ -13,11 +13,24 @@ from pydantic_core import PydanticCustomError
 log = structlog.get_logger()
 
 MAX_LOGGED_FIELDS = 20
+MAX_FIELDS = 256  # of one object, unknown ones too
 
 # Python's integers have no bounds, those of the messages do. What a value means is checked in `gateway/request.py`.
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+def at_most(most: int) -> pydantic.BeforeValidator:
+    """Refuses a list or object with more elements before it costs time to look at each of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            context = {"count": len(value), "most": most}
+            raise PydanticCustomError("too_many", "there are {count} elements, at most {most} allowed", context)
+        return value
+
+    return pydantic.BeforeValidator(check)
 
 
 class RequestModel(pydantic.BaseModel):
@@ -36,6 +49,12 @@ class RequestModel(pydantic.BaseModel):
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
+            if len(data) > MAX_FIELDS:
+                raise PydanticCustomError(
+                    "too_many_fields",
+                    "there are {count} fields, at most {most} allowed",
+                    {"count": len(data), "most": MAX_FIELDS},
+                )
             for name in cls.unsupported.keys() & data.keys():
                 if data[name] is not None and data[name] not in cls.unsupported[name]:
                     # A model's own error has no place in the path; the handler adds `field` to it.

@@ -11,8 +11,11 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.http.schemas.base import Int64, RequestModel, UInt32
+from services.gateway.http.schemas.base import Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
 
 
 class TextPart(RequestModel):
@@ -23,7 +26,8 @@ class TextPart(RequestModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), Tag("<parts>")],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 
@@ -79,7 +83,7 @@ class ChatRequest(GenerationFields):
         "mm_processor_kwargs": ({},),
     }
 
-    messages: list[ChatMessageObject] = Field(min_length=1, fail_fast=True)
+    messages: Annotated[list[ChatMessageObject], at_most(MAX_MESSAGES)] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Int64 | None = Field(None, description="The newer name of max_tokens")
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
     top_logprobs: UInt32 | None = Field(None, description="Likeliest tokens to give beside it")

@@ -9,8 +9,9 @@ import pydantic
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
+from services.common.config import MAX_PROMPTS
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.http.schemas.base import Int64, UInt32
+from services.gateway.http.schemas.base import Int64, UInt32, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 
 
@@ -26,9 +27,9 @@ def _kind_of_prompt(value: Any) -> str:
 _TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
+    | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")]
     | Annotated[_TokenIds, Tag("<token_ids>")]
-    | Annotated[list[_TokenIds], Field(fail_fast=True), Tag("<token_id_lists>")],
+    | Annotated[list[_TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
     Discriminator(_kind_of_prompt),
 ]
 

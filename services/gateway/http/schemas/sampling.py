@@ -9,7 +9,9 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32
+from services.common.sampling_params import MAX_LOGIT_BIASES
+from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32, at_most
+from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 
 class StreamOptions(RequestModel):
@@ -60,13 +62,19 @@ class GenerationFields(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id, as a string, to what its logit gains")
-    bad_words: list[str] | None = Field(None, description="Words that must not appear")
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = Field(
+        None,  description="Token id, as a string, to what its logit gains"
+    )
+    bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = Field(
+        None, description="Words that must not appear"
+    )
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None, description="Same seed, same tokens; a negative one is taken as its 64-bit two's complement"
     )
-    stop: str | list[str] | None = Field(None, description="The answer ends before these")
-    stop_token_ids: list[Int64] | None = None
+    stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
+        None, description="The answer ends before these"
+    )
+    stop_token_ids: Annotated[list[Int64] | None, at_most(MAX_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

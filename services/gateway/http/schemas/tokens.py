@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from services.gateway.http.schemas.base import Int64, RequestModel
-from services.gateway.http.schemas.chat import ChatMessageObject
+from services.gateway.http.schemas.base import Int64, RequestModel, at_most
+from services.gateway.http.schemas.chat import MAX_MESSAGES, ChatMessageObject
 
 
 class TokenizeBody(RequestModel):
@@ -27,7 +27,9 @@ class TokenizeBody(RequestModel):
     }
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessageObject] | None = Field(None, min_length=1, fail_fast=True)
+    messages: Annotated[list[ChatMessageObject] | None, at_most(MAX_MESSAGES)] = Field(
+        None, min_length=1, fail_fast=True
+    )
     return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
 
     @pydantic.model_validator(mode="after")

@@ -1,0 +1,286 @@
+"""Clients that are broken, slow, silent, greedy or gone: each is bounded while a normal stream keeps its pace."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.cluster import Cluster, running_cluster
+from tests.http_clients import client, connect_socket, request_bytes
+
+LIMIT_S = 1.5  # of everything that waits for a client
+LATE_S = 30.0  # bound of every wait of these tests, for a machine that does other things too
+MAX_GAP_S = 5.0  # of the normal stream; a step takes milliseconds, an attack that stops the gateway for ever does not
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "San Francisco is a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+class SteadyStream:
+    """One normal client that streams one answer after another, and notes when each event came."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._times: list[float] = []
+        self._is_stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def check(self, since: float) -> None:
+        """Events came all the time since then, and one more comes now."""
+        count = len(self._times)
+        wait_until(lambda: len(self._times) > count + 1 or self._error is not None)
+        assert self._error is None, self._error
+        times = [since, *(at for at in self._times if at >= since)]
+        gap = max(later - earlier for earlier, later in itertools.pairwise(times))
+        assert gap < MAX_GAP_S, f"the normal stream stood still for {gap:.1f} s"
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        self._thread.join(LATE_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with client(self._address) as http:
+                while not self._is_stopping.is_set():
+                    with http.stream("POST", COMPLETIONS, json=LONG | {"temperature": 0}) as response:
+                        assert response.status_code == 200
+                        for line in response.iter_lines():
+                            if line:
+                                assert '"error"' not in line, line
+                                self._times.append(time.monotonic())
+                            if self._is_stopping.is_set():
+                                break
+        except BaseException as error:
+            self._error = error
+
+
+def wait_until(condition: object, limit_s: float = LATE_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    names = ("header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_reader_timeout_s")
+    limits = [f"gateway.{name}={LIMIT_S}" for name in names]
+    directory = tmp_path_factory.mktemp("hostile")
+    with running_cluster(directory, *limits, "gateway.max_connections=3000") as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def steady(cluster: Cluster) -> Iterator[SteadyStream]:
+    stream = SteadyStream(cluster.http_address)
+    yield stream
+    stream.stop()
+
+
+@pytest.fixture(autouse=True)
+def keeps_its_pace(cluster: Cluster, steady: SteadyStream) -> Iterator[None]:
+    """After each attack: the stream went on, nothing else runs, and the gateway has not grown."""
+    gateway = cluster.pid_of("gateway")
+    start, resident = time.monotonic(), resident_bytes(gateway)
+    yield
+    steady.check(start)
+    wait_until(lambda: cluster.attention_status().num_sequences <= 1)
+    assert cluster.pid_of("gateway") == gateway, "the gateway died"
+    assert resident_bytes(gateway) - resident < 128 * 2**20
+    assert "Traceback" not in cluster.log_file.read_text()
+
+
+def resident_bytes(pid: int) -> int:
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) * 1024
+
+
+def read_to_end(bare: socket.socket) -> bytes:
+    """Everything until the gateway closes; a reset is an end, too."""
+    bare.settimeout(LATE_S)
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := bare.recv(65536):
+            data += piece
+    return data
+
+
+def test_prompts_of_megabytes(cluster: Cluster) -> None:
+    with client(cluster.http_address) as http:
+        headers = {"content-type": "application/json"}
+        ten = json.dumps({"prompt": "word " * 2_000_000}).encode()
+        assert len(ten) > 10_000_000
+        response = http.post(COMPLETIONS, content=ten, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+        def chunked() -> Iterator[bytes]:
+            for start in range(0, len(ten), 65536):
+                yield ten[start : start + 65536]
+
+        with contextlib.suppress(httpx2.WriteError):  # it may be cut while it still sends
+            assert http.post(COMPLETIONS, content=chunked(), headers=headers).status_code == 413
+        for prompt in ("word " * 400_000, [7] * 600_000, [[7] * 10_000] * 60, ["a"] * 400_000, [[]] * 500_000):
+            response = http.post(COMPLETIONS, json={"prompt": prompt})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+        for fields in (
+            {"stop": [1] * 600_000},
+            {"bad_words": [1] * 600_000},
+            {"stop_token_ids": ["a"] * 300_000},
+            {"logit_bias": {str(i): "x" for i in range(100_000)}},
+            {f"unknown{i}": i for i in range(50_000)},
+        ):
+            assert http.post(COMPLETIONS, json={"prompt": "a", **fields}).status_code == 400
+        chat = {"messages": [{"role": "user", "content": "a"}] * 50_000}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 400
+        assert http.post("/tokenize", json={"prompt": "word " * 400_000}).status_code == 400
+        assert http.post("/detokenize", json={"tokens": [70] * 400_000}).status_code == 400
+
+
+def test_a_client_that_disconnects_at_any_byte(cluster: Cluster) -> None:
+    data = request_bytes(COMPLETIONS, LONG)
+    for num_bytes in range(0, len(data) + 1, 3):
+        with connect_socket(cluster.http_address) as bare:
+            bare.sendall(data[:num_bytes])
+    for num_bytes in (1, 17, 200, 1000, 5000):  # of the answer
+        with connect_socket(cluster.http_address) as bare:
+            bare.sendall(data)
+            received = b""
+            while len(received) < num_bytes:
+                received += bare.recv(num_bytes - len(received))
+            assert b"HTTP/1.1 200 OK"[:num_bytes] in received
+
+
+def test_a_client_that_never_reads(cluster: Cluster) -> None:
+    greedy = {**LONG, "n": 8, "max_tokens": 1200, "logprobs": 20}
+    with connect_socket(cluster.http_address) as bare:
+        bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        bare.sendall(request_bytes(COMPLETIONS, greedy, {"x-request-id": "never-reads"}))
+        wait_until(lambda: cluster.attention_status().num_sequences > 1)
+        wait_until(lambda: cluster.attention_status().num_sequences <= 1)
+        wait_until(lambda: "does not read" in cluster.log_file.read_text())
+        assert b"[DONE]" not in read_to_end(bare)
+
+
+def test_half_open_connections_are_cut(cluster: Cluster) -> None:
+    data = request_bytes(COMPLETIONS, LONG | {"stream": False})
+    end_of_headers = data.index(b"\r\n\r\n") + 4
+    partial = [b"", b"PO", data[:40], data[: end_of_headers - 2], data[:end_of_headers], data[:-1]]
+    chunked = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"
+    kept_alive = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+    start = time.monotonic()
+    bares = []
+    for prefix in (*partial, chunked, kept_alive, kept_alive + b"GET /hea"):
+        bare = connect_socket(cluster.http_address)
+        bare.sendall(prefix)
+        bares.append(bare)
+    for bare in bares:
+        answer = read_to_end(bare)
+        assert answer == b"" or b'{"status":"ok"}' in answer
+        bare.close()
+    assert time.monotonic() - start > LIMIT_S * 0.9
+
+
+def test_a_client_that_sends_a_byte_now_and_then(cluster: Cluster) -> None:
+    data = request_bytes(COMPLETIONS, LONG)
+    end_of_headers = data.index(b"\r\n\r\n") + 4
+    for start in (1, end_of_headers):
+        with connect_socket(cluster.http_address) as bare:
+            bare.sendall(data[:start])
+            begin = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                for value in data[start:]:
+                    bare.sendall(bytes([value]))
+                    time.sleep(0.05)
+                    assert time.monotonic() - begin < LATE_S
+            assert b"200 OK" not in read_to_end(bare)
+
+
+def test_headers_without_end(cluster: Cluster) -> None:
+    for endless in (b"GET /" + b"a" * 10_000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 2000, b"GET / HTTP/1.1\r\nx: "):
+        with connect_socket(cluster.http_address) as bare, contextlib.suppress(ConnectionError):
+            bare.sendall(endless)
+            for _ in range(2000):
+                bare.sendall(b"y" * 1000)
+            raise AssertionError("two megabytes of headers were taken")
+    with connect_socket(cluster.http_address) as bare:
+        bare.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 40_000 + b"\r\n\r\n")
+        answer = read_to_end(bare)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+
+
+def test_what_is_not_http(cluster: Cluster) -> None:
+    for garbage in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x00" * 1000,
+        b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nx-request-id: \xff\xfe\r\n\r\n",
+        b"GET //\xff HTTP/1.1\r\n\r\n",
+    ):
+        with connect_socket(cluster.http_address) as bare:
+            bare.sendall(garbage)
+            answer = read_to_end(bare)
+            assert answer == b"" or answer.split()[1].startswith(b"4"), (garbage[:80], answer[:200])
+
+
+def test_a_thousand_requests_at_once_on_one_connection(cluster: Cluster) -> None:
+    with connect_socket(cluster.http_address) as bare:
+        bare.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 1000)
+        data = b""
+        bare.settimeout(LATE_S)
+        while data.count(b'{"status":"ok"}') < 1000:
+            piece = bare.recv(65536)
+            assert piece, data[-500:]
+            data += piece
+
+
+def test_two_thousand_idle_connections(cluster: Cluster, steady: SteadyStream) -> None:
+    start = time.monotonic()
+    bares = [connect_socket(cluster.http_address) for _ in range(2000)]
+    try:
+        with client(cluster.http_address) as http:
+            for _ in range(5):
+                assert http.get("/health").status_code == 200
+                response = http.post(COMPLETIONS, json={"prompt": "Tokyo is", "max_tokens": 3})
+                assert response.json()["usage"]["completion_tokens"] == 3
+        steady.check(start)
+        for bare in bares:
+            assert read_to_end(bare) == b""  # the gateway has enough of them
+    finally:
+        for bare in bares:
+            bare.close()
+
+
+def test_more_connections_than_there_may_be(cluster: Cluster) -> None:
+    bares = []
+    try:
+        for _ in range(3100):
+            bares.append(connect_socket(cluster.http_address))
+        refused = read_to_end(bares[-1])
+        assert refused == b"" or refused.startswith(b"HTTP/1.1 503 ")
+    finally:
+        for bare in bares:
+            bare.close()
+
+    def is_open_again() -> bool:
+        with client(cluster.http_address) as http:
+            return http.get("/health").status_code == 200
+
+    wait_until(is_open_again)
