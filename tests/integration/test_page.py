@@ -276,7 +276,7 @@ def test_an_api_key_is_sent_and_kept_for_the_tab(page: Page) -> None:
     page.wait_answered()
     (call,) = page.run("return window.requests.filter(({path}) => path === '/v1/chat/completions')")
     assert call["headers"]["Authorization"] == "Bearer secret-1"
-    assert page.text_of(".problem") == "No valid API key."
+    assert page.text_of(".problem") == "No valid API key. Enter one under Options."
     assert page.run("return document.activeElement.id") == "api-key"
     assert page.run("return localStorage.length") == 0
     assert "secret-1" not in page.browser.current_url
