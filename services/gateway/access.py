@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +55,11 @@ class Caller:
 class Access:
     """Knows all keys. `run` watches the file; everything runs in the event loop."""
 
-    def __init__(self, file: Path | None, pairs: str) -> None:
+    def __init__(
+        self, file: Path | None, pairs: str, on_refusal: Callable[[Unauthenticated], None] | None = None
+    ) -> None:
         """Keys of a file and of `NAME=KEY,NAME=KEY`. Raises `ConfigError` for keys that cannot be read."""
+        self._on_refusal = on_refusal
         self._file = file
         self._pairs = pairs
         self._anonymous = Caller(None, Usage("", RateLimits()))
@@ -71,6 +75,14 @@ class Access:
 
     def identify(self, authorization: str | None) -> Caller:
         """The caller who sent this header. Raises `Unauthenticated`."""
+        try:
+            return self._find(authorization)
+        except Unauthenticated as error:
+            if self._on_refusal is not None:
+                self._on_refusal(error)
+            raise
+
+    def _find(self, authorization: str | None) -> Caller:
         if not self._callers:
             return self._anonymous
         if authorization is None:

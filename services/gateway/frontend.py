@@ -45,7 +45,7 @@ class Frontend:
         self.access = access
         self._max_n = max_n
         self._dense = dense
-        self._metrics = metrics
+        self.metrics = metrics
         self._admission = admission
         self._queue_timeout_s = queue_timeout_s
         self._tracer = tracer
@@ -78,12 +78,12 @@ class Frontend:
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits))
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
-            return Generation(request, self.tokenizer, self.journal, self._dense, self._metrics, ticket, span)
+            return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
         except BaseException as error:
             if ticket is not None:
                 ticket.close()
             if isinstance(error, TwostrokeError):
-                self._metrics.on_rejected(error)
+                self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
 

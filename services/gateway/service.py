@@ -50,7 +50,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     eos_token_ids = load_model_config(path).eos_token_ids
     tokenizer = load_tokenizer(path, is_optional=config.model.load_format == "dummy")
     section = config.gateway
-    access = Access(section.api_keys_file, api_keys_of_environment())
+    metrics = GatewayMetrics(registry)
+    access = Access(section.api_keys_file, api_keys_of_environment(), metrics.on_rejected)
     server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
     journal = Journal()
     admission = Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens)
@@ -66,7 +67,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         tokenizer,
         journal,
         dense,
-        GatewayMetrics(registry),
+        metrics,
         access,
         admission,
         section.queue_timeout_s,

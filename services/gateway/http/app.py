@@ -24,7 +24,7 @@ def build_app(
     """Of one gateway. Its pages of documentation are left out: they would load scripts from elsewhere."""
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Authorize, access=frontend.access)
-    add_error_handlers(app)
+    add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
     app.include_router(token_routes(frontend))
     app.include_router(server_routes(frontend))

@@ -15,7 +15,8 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
-from services.common.errors import TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger()
 
@@ -97,10 +98,12 @@ def error_response(error: Exception) -> Response:
     return Response(to_json(body), status, headers, media_type="application/json")
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Every error of every route becomes an error object."""
+def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
+    """Every error of every route becomes an error object. Those that come from within are counted there."""
 
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            metrics.on_rejected(InvalidRequest(""))
         return error_response(error)
 
     for kind in (TwostrokeError, RequestValidationError, HTTPException, Exception):

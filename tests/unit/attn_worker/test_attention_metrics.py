@@ -1,0 +1,66 @@
+"""What the attention worker's metrics say of cache and steps."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.attn_worker.kv_cache import KVCache
+from services.attn_worker.metrics import AttentionMetrics
+
+
+class CountingEngine:
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.num_steps, self.num_computed_tokens, self.num_cached_tokens = 5, 70, 8
+
+
+def test_every_block_is_used_cached_or_free() -> None:
+    cache, registry = KVCache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
+    cache.use_weights(b"w")
+    AttentionMetrics(registry, lambda: CountingEngine(cache))
+
+    def blocks() -> list[float | None]:
+        name = "twostroke_attention_kv_blocks"
+        return [registry.get_sample_value(name, {"state": state}) for state in ("used", "cached", "free")]
+
+    assert blocks() == [0, 0, 10]
+    cache.open_sequence(1, list(range(9)), 9)
+    cache.plan_step([(1, 9, 0)])
+    cache.commit_step()
+    assert blocks() == [3, 0, 7]
+    assert registry.get_sample_value("twostroke_attention_sequences") == 1
+    cache.close_sequences([1])
+    assert blocks() == [0, 2, 8]  # two full blocks can be found again
+
+
+def test_a_sequence_that_is_taken_up_again_is_counted_with_what_it_kept() -> None:
+    cache, registry = KVCache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
+    cache.use_weights(b"w")
+    AttentionMetrics(registry, lambda: CountingEngine(cache))
+    cache.open_sequence(1, list(range(9)), 9)
+    cache.plan_step([(1, 9, 0)])
+    cache.commit_step()
+    cache.open_sequence(1, [*range(9), 50], 9)
+    cache.open_sequence(2, [8, 9], 2)
+    assert registry.get_sample_value("twostroke_attention_recovered_sequences_total") == 1
+    assert registry.get_sample_value("twostroke_attention_recovered_tokens_total") == 9
+
+
+def test_before_the_cache_is_there_nothing_is_said_of_it() -> None:
+    registry = CollectorRegistry()
+    AttentionMetrics(registry, lambda: None)
+    assert registry.get_sample_value("twostroke_attention_steps_total") is None
+    assert registry.get_sample_value("twostroke_attention_step_seconds_count") == 0
+
+
+def test_a_step_is_compute_and_wait_and_a_plan_leads() -> None:
+    registry = CollectorRegistry()
+    metrics = AttentionMetrics(registry, lambda: None)
+    metrics.on_plan(0.003)
+    metrics.on_step(0.005, wait_s=0.002)
+    metrics.on_handoff_abort()
+    names = ("plan_lead", "step", "step_wait", "step_compute")
+    sums = {name: registry.get_sample_value(f"twostroke_attention_{name}_seconds_sum") for name in names}
+    assert sums == pytest.approx({"plan_lead": 0.003, "step": 0.005, "step_wait": 0.002, "step_compute": 0.003})
+    assert registry.get_sample_value("twostroke_attention_handoff_aborts_total") == 1

@@ -1,0 +1,116 @@
+"""What the dense worker's metrics make of steps: whose times count, and whose do not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common.errors import RequestAborted
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine import EngineCounts, note_times
+from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.observer import StepStats
+from services.dense_worker.scheduler import SequenceOutput
+from services.dense_worker.sequence import FinishReason, Sequence
+
+
+def make_stats(**fields: Any) -> StepStats:
+    defaults = {name: 0 for name in StepStats.__dataclass_fields__}
+    return StepStats(**(defaults | {"num_seqs": 1, "launch_s": 0.0, "duration_s": 0.004, "wait_s": 0.001} | fields))
+
+
+def make_sequence(**fields: Any) -> Sequence:
+    return Sequence(1, "r", [5, 6, 7], SamplingParams(), max_tokens=9, **fields)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> DenseMetrics:
+    return DenseMetrics(registry)
+
+
+def value(registry: CollectorRegistry, name: str) -> float | None:
+    return registry.get_sample_value(f"twostroke_dense_{name}")
+
+
+def run_step(
+    metrics: DenseMetrics,
+    sequence: Sequence,
+    begin_s: float,
+    end_s: float,
+    *,
+    is_first: bool = False,
+    finish_reason: FinishReason | None = None,
+) -> None:
+    """A step that gave the sequence a token."""
+    sequence.output_token_ids.append(9)
+    started = [sequence] if is_first else []
+    outputs = [SequenceOutput(sequence, 9, finish_reason)]
+    note_times(started, outputs, begin_s, end_s)
+    metrics.on_step(make_stats(num_sampled=1), started, outputs)
+
+
+def test_a_life_is_split_into_queue_prefill_and_decode(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    now_s = time.monotonic()
+    sequence = make_sequence(arrival_s=now_s - 10)
+    run_step(metrics, sequence, now_s - 8, now_s - 3, is_first=True)
+    run_step(metrics, sequence, now_s - 3, now_s - 2)
+    run_step(metrics, sequence, now_s - 2, now_s, finish_reason=FinishReason.LENGTH)
+    assert value(registry, "queue_seconds_sum") == pytest.approx(2)
+    assert value(registry, "prefill_seconds_sum") == pytest.approx(5)
+    assert value(registry, "decode_seconds_sum") == pytest.approx(3, abs=0.5)
+    assert [value(registry, f"{name}_seconds_count") for name in ("queue", "prefill", "decode")] == [1, 1, 1]
+    assert value(registry, "generated_tokens_total") == 3
+
+
+def test_a_recovered_sequence_has_no_queue_and_no_prefill(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    sequence = make_sequence(arrival_s=time.monotonic(), output_token_ids=[3, 4])
+    metrics.on_submitted(sequence)
+    now_s = time.monotonic()
+    run_step(metrics, sequence, now_s, now_s)
+    run_step(metrics, sequence, now_s, now_s, finish_reason=FinishReason.STOP)
+    assert value(registry, "recovered_sequences_total") == 1
+    assert [value(registry, f"{name}_seconds_count") for name in ("queue", "prefill", "decode")] == [0, 0, 1]
+
+
+def test_a_failed_sequence_has_no_decode_time(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    sequence = make_sequence()
+    outputs = [SequenceOutput(sequence, None, FinishReason.ERROR, RequestAborted("no"))]
+    note_times([], outputs, 0.0, 1.0)
+    metrics.on_step(make_stats(), [], outputs)
+    assert value(registry, "decode_seconds_count") == 0
+
+
+def test_a_step_is_compute_and_wait(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    metrics.on_step(make_stats(num_seqs=3, num_tokens=20, duration_s=0.005, wait_s=0.002), [], [])
+    assert value(registry, "step_seconds_sum") == pytest.approx(0.005)
+    assert value(registry, "step_wait_seconds_sum") == pytest.approx(0.002)
+    assert value(registry, "step_compute_seconds_sum") == pytest.approx(0.003)
+    assert value(registry, "computed_tokens_total") == 20
+    assert value(registry, "step_sequences_total") == 3
+
+
+def test_where_no_host_sees_the_waits_a_step_is_not_split(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    metrics.on_step(make_stats(wait_s=None), [], [])
+    assert [value(registry, f"{name}_seconds_count") for name in ("step", "step_wait", "step_compute")] == [1, 0, 0]
+
+
+def test_a_step_that_only_closes_is_no_step(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    metrics.on_step(make_stats(num_seqs=0), [], [])
+    assert value(registry, "step_seconds_count") == 0
+
+
+def test_counts_are_read_when_asked_for(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    counts = [EngineCounts(3, 2, 10, 1, True), EngineCounts(0, 0, 20, 1, False)]
+    metrics.watch(lambda: counts[0])
+    names = ("sequences_waiting", "sequences_running", "steps_total", "preemptions_total", "attached")
+    assert [value(registry, name) for name in names] == [3, 2, 10, 1, 1]
+    del counts[0]
+    assert [value(registry, name) for name in names] == [0, 0, 20, 1, 0]

@@ -1,0 +1,106 @@
+"""What a client gets is what the gateway's metrics count."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import CapacityError, Unauthenticated
+from services.common.sampling_params import SamplingParams
+from services.gateway.access import Access
+from services.gateway.generation import Generation
+from services.gateway.journal import FinishReason, Journal, JournalEntry
+from services.gateway.metrics import GatewayCounts, GatewayMetrics
+from services.gateway.tokenizer import load_tokenizer
+from tests.generation_requests import make_request
+
+TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
+
+
+class Watched:
+    """One request of one answer, whose tokens the test itself delivers."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.registry = CollectorRegistry()
+        self.entries: list[JournalEntry] = []
+        request = make_request(**{"sampling": SamplingParams(seed=9), "max_tokens": 1000, **fields})
+        metrics = GatewayMetrics(self.registry)
+        metrics.watch(lambda: GatewayCounts(0, 0, 0, True))
+        self.generation = Generation(request, TOKENIZER, Journal(), self, metrics)
+
+    def submit(self, entry: JournalEntry) -> None:
+        self.entries.append(entry)
+
+    def cancel(self, entry: JournalEntry) -> None: ...
+
+    def deliver(self, num_tokens: int, reason: FinishReason | None = None) -> None:
+        for _ in range(num_tokens):
+            self.entries[0].append(70, 0.0)
+        if reason is not None:
+            self.entries[0].finish(reason)
+        asyncio.run(self.generation.next_chunk())
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"twostroke_gateway_{name}", labels)
+
+
+def test_chunks_with_tokens_are_counted_as_they_leave() -> None:
+    watched = Watched()
+    watched.deliver(1)
+    assert watched.value("time_to_first_token_seconds_count") == 1
+    assert watched.value("inter_token_latency_seconds_count") == 0
+    watched.deliver(3)
+    watched.deliver(2, FinishReason.LENGTH)
+    assert watched.value("inter_token_latency_seconds_count") == 2
+    assert watched.value("time_to_first_token_seconds_count") == 1
+    assert watched.value("generated_tokens_total") == 6
+    assert watched.value("answers_total", outcome="length") == 1
+    assert watched.value("time_per_output_token_seconds_count") == 1
+    assert watched.value("request_duration_seconds_count") == 1
+
+
+def test_a_chunk_without_tokens_is_no_latency() -> None:
+    watched = Watched()
+    watched.deliver(1)
+    watched.deliver(0, FinishReason.ABORT)
+    assert watched.value("inter_token_latency_seconds_count") == 0
+    assert watched.value("time_per_output_token_seconds_count") == 0
+    assert watched.value("answers_total", outcome="abort") == 1
+
+
+def test_a_client_that_leaves_has_no_duration() -> None:
+    watched = Watched()
+    watched.deliver(2)
+    watched.generation.close()
+    watched.generation.close()
+    assert watched.value("answers_total", outcome="cancelled") == 1
+    assert watched.value("request_duration_seconds_count") == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rejected"), [(0, 1), (2, None)])
+def test_an_error_is_a_refusal_only_before_the_first_token(num_tokens: int, num_rejected: int | None) -> None:
+    watched = Watched()
+    if num_tokens:
+        watched.deliver(num_tokens)
+    watched.entries[0].fail(CapacityError("full"))
+    with pytest.raises(CapacityError):
+        asyncio.run(watched.generation.next_chunk())
+    watched.generation.close()
+    assert watched.value("answers_total", outcome="error") == 1
+    assert watched.value("requests_rejected_total", reason="capacity") == num_rejected
+
+
+def test_a_wrong_api_key_is_a_refusal(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    access = Access(None, "a=sk-aaaaaaaaaaaaaaaaaaaa", GatewayMetrics(registry).on_rejected)
+    access.identify("Bearer sk-aaaaaaaaaaaaaaaaaaaa")
+    for authorization in (None, "Bearer sk-bbbbbbbbbbbbbbbbbbbb"):
+        with pytest.raises(Unauthenticated):
+            access.identify(authorization)
+    labels = {"reason": "invalid_api_key"}
+    assert registry.get_sample_value("twostroke_gateway_requests_rejected_total", labels) == 2
