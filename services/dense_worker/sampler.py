@@ -43,6 +43,9 @@ _OPTIONS = np.dtype(
     ]
 )
 
+_EXTENSIONS = ("has_bias", "has_penalties", "has_bad_words", "has_logprobs")  # most requests have none of them
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
@@ -73,6 +76,7 @@ class Sampler:
         self._bias = LogitBias(max_num_seqs, self._device)
         self._bad_words = BadWords(max_num_seqs, self._device)
         self._penalties: Penalties | None = None  # None: no request has had any yet
+        self._num_extended = 0  # used slots with an option of `_EXTENSIONS`
 
     def add(
         self,
@@ -108,6 +112,7 @@ class Sampler:
             params.seed,
             num_logprobs or 0,
         )
+        self._num_extended += self._is_extended(slot)
         self._set_stop_token_ids(slot, stop_token_ids)
         self.last_token[slot].fill_(output_token_ids[-1] if output_token_ids else prompt_token_ids[-1])
         if params.logit_bias:
@@ -123,6 +128,7 @@ class Sampler:
         """Take `slot` back; a later `add` starts it afresh."""
         assert self._options[slot]["is_used"], f"slot {slot} is free"
         self._options[slot]["is_used"] = False
+        self._num_extended -= self._is_extended(slot)
 
     @torch.inference_mode()
     def sample(
@@ -144,7 +150,7 @@ class Sampler:
         slots = np.asarray(slots, dtype=np.int64)
         options = self._options[slots]
         assert options["is_used"].all(), f"sampling for free slots: {slots[~options['is_used']]}"
-        reported = np.flatnonzero(options["has_logprobs"])
+        reported = self._rows_with(options, "has_logprobs")
         model_logits = logits[self._upload(reported)] if reported.size else None
 
         self._edit(logits, slots, options, output_lens)
@@ -160,14 +166,14 @@ class Sampler:
 
     def _edit(self, logits: torch.Tensor, slots: np.ndarray, options: np.ndarray, output_lens: np.ndarray) -> None:
         """Changes the logits by all options but temperature and filters, in the order of `SamplingParams`."""
-        biased = np.flatnonzero(options["has_bias"])
+        biased = self._rows_with(options, "has_bias")
         if biased.size:
             self._bias.apply(logits, *self._upload(np.stack([biased, slots[biased]])))
-        penalized = np.flatnonzero(options["has_penalties"])
+        penalized = self._rows_with(options, "has_penalties")
         if penalized.size:
             rows_and_slots = self._upload(np.stack([penalized, slots[penalized]]))
             self._penalties.apply(logits, *rows_and_slots, options[penalized])
-        watched = np.flatnonzero(options["has_bad_words"])
+        watched = self._rows_with(options, "has_bad_words")
         if watched.size:
             self._bad_words.forbid(logits, *self._upload(np.stack([watched, slots[watched]])))
         too_short = np.flatnonzero(output_lens < options["min_tokens"])
@@ -205,10 +211,17 @@ class Sampler:
         device_slots = self._upload(slots)
         self.last_token[device_slots] = token_ids
         for name, state in (("has_penalties", self._penalties), ("has_bad_words", self._bad_words)):
-            rows = np.flatnonzero(options[name])
+            rows = self._rows_with(options, name)
             if rows.size:
                 index = self._upload(rows)
                 state.append(device_slots[index], token_ids[index])
+
+    def _is_extended(self, slot: int) -> bool:
+        return any(self._options[slot][name] for name in _EXTENSIONS)
+
+    def _rows_with(self, options: np.ndarray, name: str) -> np.ndarray:
+        """Rows that have an option of `_EXTENSIONS`; costs nothing while nobody has any."""
+        return np.flatnonzero(options[name]) if self._num_extended else _NO_ROWS
 
     def _forbid_stop_tokens(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
         stop_token_ids = self._stop_token_ids[slots]
