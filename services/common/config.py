@@ -145,6 +145,7 @@ class LaunchSection(Section):
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["logfmt", "json"] = "logfmt"
+    error_file: Path | None = None  # keeps the last error, for the supervisor
 
 
 class TracingSection(Section):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import readline  # noqa: F401  line editing and history for input()
 import sys
 import threading
@@ -19,10 +20,11 @@ from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 INFO_TIMEOUT_S = 5.0
 MAX_STOP_AFTER_MS = 1e9
+BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C."""
+    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C, 141 when nobody reads."""
     parser = _parser()
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
     if arguments.system is not None and arguments.prompt is not None and not arguments.chat:
@@ -42,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except grpc.RpcError as error:
             _print_error(arguments.address, error)
             return 1
+        except BrokenPipeError:  # whoever reads our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered still
+            return BROKEN_PIPE_STATUS
 
 
 def print_answer(

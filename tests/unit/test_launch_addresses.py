@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from services.common.errors import ConfigError
-from services.launch import check_free
+from services.launch.addresses import check_free
 
 
 def test_a_taken_port_is_named() -> None:

@@ -1,0 +1,26 @@
+"""`python -m services.launch`: all services on one machine; `... ctl` talks to a launcher that runs."""
+
+from __future__ import annotations
+
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends the process without a traceback
+
+import asyncio  # noqa: E402
+import sys  # noqa: E402
+
+from services.common.logs import configure_logs  # noqa: E402
+from services.common.server import run_service  # noqa: E402
+from services.launch.arguments import parse_args  # noqa: E402
+from services.launch.supervise import launch  # noqa: E402
+
+
+def main() -> None:
+    config, arguments = parse_args(sys.argv[1:])
+    configure_logs(config.log, "launch")
+    drain = asyncio.Event()
+    run_service(launch(config, arguments, drain), drain)
+
+
+if __name__ == "__main__":
+    main()

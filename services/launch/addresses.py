@@ -1,0 +1,42 @@
+"""Where the services listen: Unix sockets in the launcher's directory unless the config gives addresses."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from services.common.config import Config
+from services.common.errors import ConfigError
+
+
+def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
+    """Unix sockets for the workers that got no address of their own; for the gateway if nobody else calls."""
+    places = {"dense": {"address": "dense"}, "attention": {"address": "attention"}}
+    if is_private:
+        places["gateway"] = {"address": "gateway", "http_address": "http"}
+    update = {}
+    for name, keys in places.items():
+        section = getattr(config, name)
+        sockets = {
+            key: f"unix:{run_dir}/{file}.sock" for key, file in keys.items() if key not in section.model_fields_set
+        }
+        update[name] = section.model_copy(update=sockets)
+    return config.model_copy(update=update)
+
+
+def check_free(address: str) -> None:
+    """Raises `ConfigError` when somebody serves there: their answers would be taken for our own."""
+    if address.startswith("unix:"):
+        return  # the service itself can tell
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+    family, kind, protocol, _, target = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(target)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {address}: port in use or address not of this host") from error

@@ -1,0 +1,116 @@
+"""`Child`: one service as a process of the launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from services.common.config import Config, dump_config
+from services.common.errors import PeerError
+
+log = structlog.get_logger()
+
+
+class Child:
+    """One service as a child process, restarted when it dies, up to the configured number of times."""
+
+    def __init__(
+        self, name: str, role: str, config: Config, run_dir: Path, environment: Mapping[str, str] | None
+    ) -> None:
+        self.role = role
+        self.config = config
+        self.last_end = ""
+        self._environment = environment
+        self._config_file = run_dir / f"{name}.toml"
+        self._error_file = run_dir / f"{name}.error"
+        self._section = config.launch
+        log_section = config.log.model_copy(update={"error_file": self._error_file})
+        self._config_file.write_text(dump_config(config.model_copy(update={"log": log_section})))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exits: list[float] = []  # times of unexpected ends, within the window that counts
+        self._is_stopping = False
+        self.num_restarts = 0
+        self.may_restart = False  # until all have served once, an end is a mistake that would repeat itself
+
+    async def watch(self) -> None:
+        """Runs the service until `stop`. Raises `PeerError` when it ends too often."""
+        while not self._is_stopping:
+            self._error_file.unlink(missing_ok=True)
+            # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
+            self._process = subprocess.Popen(  # noqa: ASYNC220
+                [sys.executable, "-m", f"services.{self.role}", "--config", self._config_file, "--die-with-parent"],
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the services
+            )
+            return_code = await asyncio.to_thread(self._process.wait)
+            if self._is_stopping:
+                return
+            self.last_end = self._describe_end(return_code)
+            delay_s = self._back_off()
+            log.warning("restarting", role=self.role, reason=self.last_end, delay_s=delay_s)
+            await asyncio.sleep(delay_s)
+            self.num_restarts += 1
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, if it has been started."""
+        return self._process.pid if self._process else None
+
+    def stop(self, *, drains: bool = False) -> None:
+        """Asks the service to stop, with `drains` a gateway once it has no requests; it will not be restarted."""
+        self._is_stopping = True
+        if self._process is not None:
+            # SIGINT is for those that have served alone: before, Python would show where it interrupts.
+            is_soft = drains or self.role != "gateway" or not self.may_restart
+            self._process.send_signal(signal.SIGTERM if is_soft else signal.SIGINT)
+
+    async def wait(self, grace_s: float) -> None:
+        """Until the service has ended, which is forced after `grace_s` seconds."""
+        if self._process is None:
+            return
+        try:
+            await asyncio.to_thread(self._process.wait, grace_s)
+        except subprocess.TimeoutExpired:
+            log.warning("killing", role=self.role, grace_s=grace_s)
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    def kill(self) -> None:
+        """Ends the process at once; it is started again."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _describe_end(self, return_code: int) -> str:
+        """With the last error that the process has logged, for that says why."""
+        end = f"exit code {return_code}"
+        if return_code < 0:
+            end = f"signal {signal.Signals(-return_code).name}"
+        try:
+            return f"{end}, after: {self._error_file.read_text().strip()}"
+        except OSError:
+            return end  # it had no time to say anything
+
+    def _back_off(self) -> float:
+        if not self.may_restart:
+            raise PeerError(f"{self.role} ended before the cluster could serve: {self.last_end}")
+        now = time.monotonic()
+        self._exits = [at for at in self._exits if now - at < self._section.restart_window_s] + [now]
+        if len(self._exits) > self._section.max_restarts:
+            raise PeerError(
+                f"{self.role} ended {len(self._exits)} times within {self._section.restart_window_s:g} s, the limit "
+                f"is {self._section.max_restarts} restarts; the last time: {self.last_end}"
+            )
+        return self._section.restart_delay_s * 2 ** (len(self._exits) - 1)

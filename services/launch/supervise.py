@@ -1,0 +1,150 @@
+"""All services on one machine, started, watched and stopped together.
+
+The workers talk over Unix sockets in a temporary directory unless the config gives them addresses.
+Logs go to standard error; standard output carries generated text alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.channel.shm_cleanup import remove_stale_regions
+from services.common.client import open_channel
+from services.common.config import Config
+from services.common.errors import PeerError
+from services.common.metrics import new_registry, serving_metrics
+from services.gateway import chat_client
+from services.launch.addresses import check_free, place_sockets
+from services.launch.child import Child
+from services.launch.metrics import LaunchMetrics
+from services.launch.run_directory import run_directory
+from services.mps import MpsDaemon, has_mps
+
+log = structlog.get_logger()
+
+ROLES = ("attn_worker", "dense_worker", "gateway")  # in starting order; stopped in reverse
+MAX_HEALTH_BYTES = 4096
+
+
+async def launch(config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
+    """Starts all, answers the prompt if there is one, and serves until cancelled, or until `drain` is set: then
+    gateways get `gateway.drain_timeout_s` to finish what runs, before the workers are stopped.
+    """
+    with run_directory() as run_dir:
+        await launch_in(run_dir, config, arguments, drain)
+
+
+async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
+    """See `launch`; `run_dir` is there for sockets and files."""
+    config = place_sockets(config, run_dir, is_private=arguments.prompt is not None)
+    for address in (
+        config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
+    ):
+        check_free(address)
+    mps = start_mps(config, run_dir)
+    children = [Child(role, role, config, run_dir, mps.environment if mps else None) for role in ROLES]
+    registry = new_registry("launch")
+    LaunchMetrics(registry, lambda: children)
+    watchers = [asyncio.create_task(child.watch()) for child in children]
+    main = asyncio.create_task(use(config, arguments, children, mps))
+    drained = asyncio.create_task(drain_gateways(drain, config, children))
+    try:
+        with serving_metrics(config.launch.metrics_address, registry):
+            done, _ = await asyncio.wait([main, drained, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # raises what ended it
+    finally:
+        main.cancel()
+        drained.cancel()
+        await asyncio.gather(main, drained, return_exceptions=True)
+        for child in reversed(children):
+            child.stop()
+        await asyncio.gather(*(child.wait(config.launch.stop_grace_s) for child in children))
+        await asyncio.gather(*watchers, return_exceptions=True)
+        if mps is not None:
+            mps.stop()
+        remove_stale_regions()  # of killed children; others have removed theirs
+
+
+async def drain_gateways(drain: asyncio.Event, config: Config, children: Sequence[Child]) -> None:
+    """Once `drain` is set: lets every gateway end its requests, for which it needs the workers."""
+    await drain.wait()
+    gateways = [child for child in children if child.role == "gateway"]
+    for gateway in gateways:
+        gateway.stop(drains=True)
+    grace_s = config.gateway.drain_timeout_s + config.launch.stop_grace_s
+    await asyncio.gather(*(gateway.wait(grace_s) for gateway in gateways))
+
+
+async def use(
+    config: Config, arguments: argparse.Namespace, children: Sequence[Child], mps: MpsDaemon | None
+) -> None:
+    """What the user sees: one answer and out, or a served address."""
+    address = config.gateway.address
+    await wait_serving(address, config.launch.start_timeout_s)
+    for child in children:
+        child.may_restart = True
+    if mps is not None:
+        missing = [child.role for child in children if child.role != "gateway" and child.pid not in mps.client_pids()]
+        if missing:
+            log.error("NOT under MPS: every handoff is about 20 times slower", roles=",".join(missing))
+        else:
+            log.info("both workers are MPS clients")
+    prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
+    if prompt is not None:
+        client = ["--address", address, "--prompt", prompt, "--max-tokens", str(arguments.max_tokens)]
+        if await asyncio.to_thread(chat_client.main, client) not in (0, chat_client.BROKEN_PIPE_STATUS):
+            raise PeerError("the prompt was not answered")
+    if arguments.prompt is not None:
+        return
+    http_address = config.gateway.http_address
+    page = "" if http_address.startswith("unix:") else f"  in a browser: http://{http_address}/\n"
+    print(
+        f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
+        f"{http_address}. Stop with Ctrl-C.\n{page}"
+        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {address} "
+        "--prompt 'San Francisco is a' --max-tokens 32\n"
+        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {address}",
+        file=sys.stderr,
+        flush=True,
+    )
+    await asyncio.Event().wait()
+
+
+async def wait_serving(address: str, timeout_s: float) -> None:
+    """Returns when the gateway reports SERVING; raises `PeerError` after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    async with open_channel(address, MAX_HEALTH_BYTES) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            if time.monotonic() > deadline:
+                raise PeerError(f"the gateway at {address} is not serving after {timeout_s} s")
+            await asyncio.sleep(0.05)
+
+
+def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
+    """Starts MPS where both workers share a GPU; raises `PeerError` when it is asked for and cannot be had."""
+    mode, devices = config.launch.mps, {config.dense.device, config.attention.device}
+    if mode == "off" or devices == {"cpu"} or len(devices) > 1:
+        return None
+    if has_mps():
+        daemon = MpsDaemon(run_dir / "mps")
+        daemon.start()
+        return daemon
+    if mode == "on":
+        raise PeerError("launch.mps is 'on', but this machine has no nvidia-cuda-mps-control or no NVIDIA GPU")
+    return None  # on a machine without a GPU there is nothing to share

@@ -1,0 +1,83 @@
+"""The launcher's own life: what it leaves behind, what it says when a service ends too often, how it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from services.launch.run_directory import remove_stale_directories, run_directory
+from tests.cluster import REPOSITORY, START_TIMEOUT_S, wait_for_log
+
+
+def test_a_killed_launchers_directory_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, signal\nfrom services.launch.run_directory import run_directory\n"
+        "with run_directory() as path:\n    print(path, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    left = Path(result.stdout.strip())
+    assert result.returncode == -signal.SIGKILL and left.parent == tmp_path and left.is_dir()
+    with run_directory() as own:
+        assert not left.exists() and own.is_dir()
+        assert remove_stale_directories() == []
+    assert not own.exists()
+
+
+def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_error(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    sockets = [f"{name}=unix:{tmp_path}/{name}.sock" for name in ("gateway.address", "gateway.http_address")]
+    command = [sys.executable, "-m", "services.launch"]
+    overrides = ["launch.max_restarts=1", "launch.restart_delay_s=0.01"]
+    for override in (*sockets, *overrides, f"dense.address=unix:{tmp_path}/dense.sock"):
+        command += ["--set", override]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+    try:
+        wait_for_log(process, log_file, "Serving ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while process.poll() is None:
+            with contextlib.suppress(OSError):  # some process has ended meanwhile
+                for pid in children.read_text().split():
+                    if "services.attn_worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                        os.kill(int(pid), signal.SIGKILL)
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        last = log_file.read_text().splitlines()[-1]
+        assert process.returncode == 1
+        assert "attn_worker" in last and "limit is 1 restarts" in last and "SIGKILL" in last
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.4, 0.8])
+def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.launch", "--prompt", "a"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    # Before Python has run a line of ours, its own start may be interrupted.
+    assert "services" not in stderr or "Traceback" not in stderr
+
+
+def test_nobody_reading_the_answer_is_no_bug() -> None:
+    command = f"{sys.executable} -m services.launch --prompt 'San Francisco is a' --max-tokens 64 | true"
+    result = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert "bug" not in result.stderr and "Traceback" not in result.stderr
