@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -13,6 +15,8 @@ from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 ANSWER_TIMEOUT_S = 1.0  # of a worker; a busy one answers between two steps
 MAX_AGE_S = 0.5  # however many look, a worker is asked no more often
+
+Status = TypeVar("Status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +71,18 @@ class WorkerLoad:
             await channel.close()
 
     async def _ask(self) -> Load:
-        requests, kv_cache = await asyncio.gather(self._ask_dense(), self._ask_attention())
-        return Load(requests, kv_cache)
+        dense, attention = await asyncio.gather(
+            _answer(self._dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)),
+            _answer(self._attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)),
+        )
+        return Load(
+            None if dense is None else RequestLoad(dense.num_running, dense.num_waiting),
+            None if attention is None else CacheLoad(attention.num_blocks, attention.num_free_blocks),
+        )
 
-    async def _ask_dense(self) -> RequestLoad | None:
-        try:
-            status = await self._dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return None
-        return RequestLoad(status.num_running, status.num_waiting)
 
-    async def _ask_attention(self) -> CacheLoad | None:
-        try:
-            status = await self._attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return None
-        return CacheLoad(status.num_blocks, status.num_free_blocks)
+async def _answer(call: Awaitable[Status]) -> Status | None:
+    try:
+        return await call
+    except grpc.aio.AioRpcError:
+        return None

@@ -17,6 +17,12 @@ from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from tests.running_gateway import run
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy with other tests."""
+    monkeypatch.setattr(worker_load, "ANSWER_TIMEOUT_S", 20.0)
+
+
 class BusyDense(dense_pb2_grpc.DenseWorkerServicer):
     def __init__(self) -> None:
         self.num_asked = 0
