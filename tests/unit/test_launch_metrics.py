@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from services.launch_metrics import LaunchMetrics
+from services.launch.metrics import LaunchMetrics
 
 
 @dataclass
