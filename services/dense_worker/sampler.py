@@ -193,16 +193,21 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Token ids [r], each from its row's filtered distribution, by the row's seed and position."""
         uniforms = philox.uniform(options["seed"], positions.astype(np.uint64))
-        packed = np.stack([options["temperature"], options["top_p"], options["min_p"], uniforms])
-        temperature, top_p, min_p, uniforms = self._upload(packed)[..., None]  # float64 [r, 1] each
+        packed = np.stack([*(options[name] for name in ("temperature", "top_k", "top_p", "min_p")), uniforms])
+        temperature, top_k, top_p, min_p, uniforms = self._upload(packed)[..., None]  # float64 [r, 1] each
         weights = token_weights(logits, temperature.float())
 
+        top_k = top_k.long()
         has_top_k = options["top_k"] < self._vocab_size
         for rows in (np.flatnonzero(has_top_k), np.flatnonzero(~has_top_k & (options["top_p"] < 1.0))):
-            if rows.size:
-                index, limits = self._upload(rows), options["top_k"][rows]
-                top_k = self._upload(limits)[:, None]
-                weights[index] = keep_top(logits[index], weights[index], top_k, top_p[index], int(limits.max()))
+            if not rows.size:
+                continue
+            max_top_k = int(options["top_k"][rows].max())
+            if rows.size == len(options):
+                weights = keep_top(logits, weights, top_k, top_p, max_top_k)
+            else:
+                index = self._upload(rows)
+                weights[index] = keep_top(logits[index], weights[index], top_k[index], top_p[index], max_top_k)
         if (options["min_p"] > 0.0).any():
             weights = keep_min_p(weights, min_p)
         return invert_cdf(weights, uniforms)

@@ -1,0 +1,67 @@
+"""The sampler on a GPU: the tokens and log-probabilities of the CPU, without ever waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.sampler import SampledTokens, Sampler
+
+pytestmark = pytest.mark.gpu
+
+VOCAB_SIZE, NUM_ROWS, NUM_STEPS = 32_000, 48, 6
+# Sums of 32,000 exponentials in float32, added in another order.
+TOLERANCE = 1e-4
+
+
+def request_params(row: int) -> SamplingParams:
+    """Every option in turn, and several at once."""
+    return SamplingParams(
+        temperature=0.0 if row % 5 == 0 else 0.3 + 0.1 * (row % 7),
+        top_k=50 if row % 3 == 0 else None,
+        top_p=0.9 if row % 4 == 1 else 1.0,
+        min_p=0.05 if row % 6 == 2 else 0.0,
+        repetition_penalty=1.2 if row % 2 else 1.0,
+        frequency_penalty=0.4 if row % 7 == 3 else 0.0,
+        min_tokens=4 if row % 8 == 5 else 0,
+        logit_bias=tuple((token_id, 6.0) for token_id in range(row, row + 9)) if row % 3 == 1 else (),
+        bad_words=((row,), (row + 1, row + 2), tuple(range(row, row + 5))) if row % 3 == 1 else (),
+        seed=row,
+    )
+
+
+def make_sampler(device: str) -> Sampler:
+    sampler = Sampler(NUM_ROWS, VOCAB_SIZE, device)
+    for row in range(NUM_ROWS):
+        sampler.add(row, request_params(row), [row, 7, 9], [8] * (row % 3), [2, 3], 5 if row % 4 == 0 else None)
+    return sampler
+
+
+def sample_steps(device: str) -> Iterator[SampledTokens]:
+    sampler = make_sampler(device)
+    generator = torch.Generator().manual_seed(4)
+    for step in range(NUM_STEPS):
+        logits = (torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator) * 3.0).to(device)
+        output_lens = np.arange(NUM_ROWS) % 3 + step
+        if device == "cuda" and step:  # the first one loads libraries
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            sampled = sampler.sample(logits, np.arange(NUM_ROWS), output_lens + 3, output_lens)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        yield sampled
+
+
+def test_tokens_and_logprobs_equal_those_of_the_cpu_and_nothing_waits() -> None:
+    for on_cpu, on_gpu in zip(sample_steps("cpu"), sample_steps("cuda"), strict=True):
+        assert on_gpu.token_ids.tolist() == on_cpu.token_ids.tolist()
+        ranked = on_gpu.ranked.to_host()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(ranked.logprobs, on_cpu.ranked.logprobs, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(ranked.top_logprobs, on_cpu.ranked.top_logprobs, rtol=0, atol=TOLERANCE)
+        assert torch.equal(ranked.top_token_ids, on_cpu.ranked.top_token_ids)
