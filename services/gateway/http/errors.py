@@ -48,6 +48,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         403: "Not allowed",
         404: "Unknown model",
         413: "The body is too large",
+        415: "The body is not JSON",
         429: "Too many requests: see Retry-After",
         500: "A bug or a failed request",
         503: "Not ready",
