@@ -19,7 +19,7 @@ run: setup
 
 test: setup
 	$(RUN) -m ruff check .
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest --hypothesis-profile=ci tests # the same examples every time; without the option, new ones
 
 bench: setup
 	$(RUN) bench/cpu.py

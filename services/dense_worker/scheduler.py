@@ -8,7 +8,7 @@ lengths, not its tokens. Who goes first is `waiting_queue.py`'s to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -333,7 +333,7 @@ class Scheduler:
         num_tokens = sequence.max_num_cached_tokens if guaranteed else sequence.num_tokens
         return max(0, self.ledger.blocks_for(num_tokens) - num_held_blocks)
 
-    def _allocate(self, sequence: Sequence, num_tokens: int, scheduled: Iterable[int]) -> bool:
+    def _allocate(self, sequence: Sequence, num_tokens: int, scheduled: Collection[int]) -> bool:
         """Takes the blocks for `num_tokens` more tokens, preempting those later in order if there are too few."""
         if sequence.status is not SequenceStatus.RUNNING:
             return False  # preempted in this very plan
@@ -362,8 +362,8 @@ class Scheduler:
         sequence.num_pending_tokens += entry.is_sampled
         return entry
 
-    def _preempt_latest(self, scheduled: Iterable[int]) -> None:
-        for victim in reversed(self._running):
+    def _preempt_latest(self, scheduled: Collection[int]) -> None:
+        for victim in reversed(self._running[1:]):
             if victim.seq_id not in scheduled:
                 remove(self._running, victim)
                 self._close(victim)
@@ -371,6 +371,8 @@ class Scheduler:
                 self._waiting.push(victim)
                 self.num_preemptions += 1
                 return
+        if not scheduled:  # else the others advance, and will end or find no block themselves
+            self._drop_held_blocks()
 
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
