@@ -24,23 +24,28 @@ class Child:
     def __init__(
         self, name: str, role: str, config: Config, run_dir: Path, environment: Mapping[str, str] | None
     ) -> None:
+        self.name = name  # of its files
         self.role = role
-        self.config = config
         self.last_end = ""
         self._environment = environment
         self._config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
         self._section = config.launch
-        log_section = config.log.model_copy(update={"error_file": self._error_file})
-        self._config_file.write_text(dump_config(config.model_copy(update={"log": log_section})))
+        self.configure(config)
         self._process: subprocess.Popen[bytes] | None = None
         self._exits: list[float] = []  # times of unexpected ends, within the window that counts
         self._is_stopping = False
         self.num_restarts = 0
         self.may_restart = False  # until all have served once, an end is a mistake that would repeat itself
 
+    def configure(self, config: Config) -> None:
+        """What its next process is started with."""
+        self.config = config
+        log_section = config.log.model_copy(update={"error_file": self._error_file})
+        self._config_file.write_text(dump_config(config.model_copy(update={"log": log_section})))
+
     async def watch(self) -> None:
-        """Runs the service until `stop`. Raises `PeerError` when it ends too often."""
+        """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` when it ends too often."""
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
@@ -68,6 +73,14 @@ class Child:
     def pid(self) -> int | None:
         """Process id, if it has been started."""
         return self._process.pid if self._process else None
+
+    def retire(self) -> None:
+        """It goes on, but is not started again when it ends."""
+        self._is_stopping = True
+
+    def keep(self) -> None:
+        """Takes `retire` back; if it has ended meanwhile, `watch` starts it."""
+        self._is_stopping = False
 
     def stop(self, *, drains: bool = False) -> None:
         """Asks the service to stop, with `drains` a gateway once it has no requests; it will not be restarted."""

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -26,6 +25,7 @@ from services.common.metrics import new_registry, serving_metrics
 from services.gateway import chat_client
 from services.launch.addresses import check_free, place_sockets
 from services.launch.child import Child
+from services.launch.children import Children
 from services.launch.metrics import LaunchMetrics
 from services.launch.run_directory import run_directory
 from services.mps import MpsDaemon, has_mps
@@ -52,34 +52,33 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     ):
         check_free(address)
     mps = start_mps(config, run_dir)
-    children = [Child(role, role, config, run_dir, mps.environment if mps else None) for role in ROLES]
+    children = Children()
     registry = new_registry("launch")
     LaunchMetrics(registry, lambda: children)
-    watchers = [asyncio.create_task(child.watch()) for child in children]
+    for role in ROLES:
+        children.start(Child(role, role, config, run_dir, mps.environment if mps else None))
     main = asyncio.create_task(use(config, arguments, children, mps))
     drained = asyncio.create_task(drain_gateways(drain, config, children))
+    failure = asyncio.create_task(children.wait_failure())
     try:
         with serving_metrics(config.launch.metrics_address, registry):
-            done, _ = await asyncio.wait([main, drained, *watchers], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([main, drained, failure], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # raises what ended it
     finally:
-        main.cancel()
-        drained.cancel()
-        await asyncio.gather(main, drained, return_exceptions=True)
-        for child in reversed(children):
-            child.stop()
-        await asyncio.gather(*(child.wait(config.launch.stop_grace_s) for child in children))
-        await asyncio.gather(*watchers, return_exceptions=True)
+        for task in (main, drained, failure):
+            task.cancel()
+        await asyncio.gather(main, drained, failure, return_exceptions=True)
+        await children.stop(config.launch.stop_grace_s)
         if mps is not None:
             mps.stop()
         remove_stale_regions()  # of killed children; others have removed theirs
 
 
-async def drain_gateways(drain: asyncio.Event, config: Config, children: Sequence[Child]) -> None:
+async def drain_gateways(drain: asyncio.Event, config: Config, children: Children) -> None:
     """Once `drain` is set: lets every gateway end its requests, for which it needs the workers."""
     await drain.wait()
-    gateways = [child for child in children if child.role == "gateway"]
+    gateways = children.of_role("gateway")
     for gateway in gateways:
         gateway.stop(drains=True)
     grace_s = config.gateway.drain_timeout_s + config.launch.stop_grace_s
@@ -87,7 +86,7 @@ async def drain_gateways(drain: asyncio.Event, config: Config, children: Sequenc
 
 
 async def use(
-    config: Config, arguments: argparse.Namespace, children: Sequence[Child], mps: MpsDaemon | None
+    config: Config, arguments: argparse.Namespace, children: Children, mps: MpsDaemon | None
 ) -> None:
     """What the user sees: one answer and out, or a served address."""
     address = config.gateway.address
