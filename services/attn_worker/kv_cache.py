@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.attn_worker.block_pool import BlockPool, block_digest, root_digest
+from services.attn_worker.block_tables import NO_SEQUENCE, BlockTables
 from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
-
-_NO_SEQUENCE = 0  # row of entries whose sequence is unknown: empty, all null blocks
-_INITIAL_NUM_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class _InFlight:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    row: int  # of the arrays in KVCache
+    row: int  # of the block tables
     root: bytes
     token_ids: array[int]  # uint32; all that are known, may lag behind the computed length
     digests: list[bytes]  # of its leading full blocks
@@ -85,13 +83,8 @@ class KVCache:
         self._pool = BlockPool(num_blocks)
         self._sequences: dict[int, _Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()  # planned steps, oldest first
-        # One row per sequence; _num_computed runs ahead of _num_committed while a step is under way.
-        self._sequence_of_row: list[_Sequence | None] = []
-        self._free_rows: list[int] = []
-        self._block_tables = np.empty((0, -(-max_model_len // block_size)), np.int32)
-        self._counts = np.zeros((5, 0), np.int64)
-        self._add_rows(_INITIAL_NUM_ROWS)
-        self._free_rows.remove(_NO_SEQUENCE)
+        self._tables = BlockTables(self._pool, block_size, -(-max_model_len // block_size))
+        self._sequence_of_row: dict[int, _Sequence] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -113,7 +106,7 @@ class KVCache:
     @property
     def held_blocks(self) -> dict[int, int]:
         """Number of blocks of every sequence, by seq_id; shared ones count for each."""
-        num_held = self._num_held_blocks.tolist()
+        num_held = self._tables.num_held_blocks.tolist()
         return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
 
     def use_weights(self, weights_hash: bytes) -> None:
@@ -150,14 +143,14 @@ class KVCache:
             num_freed = self._truncate(sequence, len(ids) - 1)
             sequence.token_ids = ids
             self.num_recovered_sequences += 1
-            self.num_recovered_tokens += int(self._num_computed[sequence.row])
+            self.num_recovered_tokens += int(self._tables.num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
             num_pinned = 0 if ignores_prefix_cache else self._pin_cached_prefix(sequence)
         row = sequence.row
-        self._num_prompt_tokens[row] = num_prompt_tokens
-        num_cached, num_held = int(self._num_computed[row]), int(self._num_held_blocks[row])
+        self._tables.num_prompt_tokens[row] = num_prompt_tokens
+        num_cached, num_held = int(self._tables.num_computed[row]), int(self._tables.num_held_blocks[row])
         return OpenResult(num_cached, num_pinned, num_held, num_freed)
 
     def plan_step(
@@ -192,18 +185,18 @@ class KVCache:
 
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
         running = rows[~has_failed]
-        self._num_computed[running] += num_tokens[~has_failed]
+        self._tables.num_computed[running] += num_tokens[~has_failed]
         sequences = [self._sequence_of_row[row] for row in running.tolist()]
-        self._in_flight.append(_InFlight(sequences, running, self._num_computed[running]))
+        self._in_flight.append(_InFlight(sequences, running, self._tables.num_computed[running]))
         return PlannedStep(self._metadata(rows, num_tokens, has_failed), num_freed, errors)
 
     def commit_step(self) -> None:
         """The oldest planned step ran through: keep its tokens, make full blocks of known tokens findable."""
         step = self._in_flight.popleft()
         pairs = zip(step.rows.tolist(), step.sequences, strict=True)
-        is_open = np.array([self._sequence_of_row[row] is sequence for row, sequence in pairs], bool)
-        self._num_committed[step.rows[is_open]] = step.lengths[is_open]
-        rows = np.flatnonzero(self._num_committed // self.block_size > self._num_hashed_blocks)
+        is_open = np.array([self._sequence_of_row.get(row) is sequence for row, sequence in pairs], bool)
+        self._tables.num_committed[step.rows[is_open]] = step.lengths[is_open]
+        rows = np.flatnonzero(self._tables.num_committed // self.block_size > self._tables.num_hashed_blocks)
         for row in rows.tolist():
             self._register_full_blocks(self._sequence_of_row[row])
 
@@ -211,7 +204,7 @@ class KVCache:
         """No planned step will run through: return to the last committed lengths; returns num_freed_blocks."""
         planned = {id(sequence): sequence for step in self._in_flight for sequence in step.sequences}
         self._in_flight.clear()
-        is_open = (sequence for sequence in planned.values() if self._sequence_of_row[sequence.row] is sequence)
+        is_open = (sequence for sequence in planned.values() if self._sequence_of_row.get(sequence.row) is sequence)
         return sum(self._truncate(sequence, self.max_model_len) for sequence in is_open)
 
     def close_sequences(self, seq_ids: Iterable[int]) -> int:
@@ -226,21 +219,12 @@ class KVCache:
     def check_integrity(self) -> None:
         """Count everything anew from the block tables; raises AssertionError on any disagreement."""
         used_rows = {sequence.row for sequence in self._sequences.values()}
-        rows = set(range(1, len(self._block_tables)))
-        assert len(used_rows) == len(self._sequences) and sorted(rows - used_rows) == sorted(self._free_rows)
-        ref_counts = [0] * self._pool.num_blocks
-        for row, table in enumerate(self._block_tables):
-            num_held = int(self._num_held_blocks[row])
-            assert num_held == -(-self._num_computed[row] // self.block_size)
-            assert (table[num_held:] == self.num_blocks).all()
-            assert row in used_rows or num_held == 0
-            for block_id in table[:num_held].tolist():
-                ref_counts[block_id] += 1
-        self._pool.check_integrity(ref_counts)
+        assert len(used_rows) == len(self._sequences) and used_rows == self._sequence_of_row.keys()
+        self._tables.check_integrity(used_rows)
         assert self.num_free_blocks + self.num_used_blocks == self._pool.num_blocks
         for sequence in self._sequences.values():
-            num_hashed = int(self._num_hashed_blocks[sequence.row])
-            assert num_hashed * self.block_size <= self._num_committed[sequence.row]
+            num_hashed = int(self._tables.num_hashed_blocks[sequence.row])
+            assert num_hashed * self.block_size <= self._tables.num_committed[sequence.row]
             assert sequence.digests == [self._digest(sequence, index) for index in range(num_hashed)]
 
     # Opening a sequence
@@ -251,9 +235,7 @@ class KVCache:
         return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
 
     def _new_sequence(self, root: bytes, token_ids: array[int]) -> _Sequence:
-        if not self._free_rows:
-            self._add_rows(len(self._block_tables))
-        sequence = _Sequence(self._free_rows.pop(), root, token_ids, digests=[])
+        sequence = _Sequence(self._tables.take_row(), root, token_ids, digests=[])
         self._sequence_of_row[sequence.row] = sequence
         return sequence
 
@@ -268,11 +250,11 @@ class KVCache:
             if block_id is None:
                 break
             num_pinned += self._pool.pin(block_id)
-            self._block_tables[row, index] = block_id
+            self._tables.block_ids[row, index] = block_id
             sequence.digests.append(digest)
         num_hits = len(sequence.digests)
-        self._num_held_blocks[row] = self._num_hashed_blocks[row] = num_hits
-        self._num_computed[row] = self._num_committed[row] = num_hits * self.block_size
+        self._tables.num_held_blocks[row] = self._tables.num_hashed_blocks[row] = num_hits
+        self._tables.num_computed[row] = self._tables.num_committed[row] = num_hits * self.block_size
         return num_pinned
 
     def _drop(self, seq_id: int) -> int:
@@ -280,48 +262,28 @@ class KVCache:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is None:
             return 0
-        row = sequence.row
-        num_freed = self._release_blocks(row, first=0)
-        self._counts[:, row] = 0
-        self._sequence_of_row[row] = None
-        self._free_rows.append(row)
-        return num_freed
-
-    def _add_rows(self, num_new: int) -> None:
-        num_rows = len(self._block_tables) + num_new
-        self._free_rows.extend(reversed(range(num_rows - num_new, num_rows)))
-        self._sequence_of_row.extend([None] * num_new)
-        self._block_tables = np.pad(
-            self._block_tables, ((0, num_new), (0, 0)), constant_values=self.num_blocks
-        )
-        self._counts = np.pad(self._counts, ((0, 0), (0, num_new)))
-        (
-            self._num_prompt_tokens,
-            self._num_computed,
-            self._num_committed,
-            self._num_held_blocks,
-            self._num_hashed_blocks,
-        ) = self._counts  # views [num_rows]
+        del self._sequence_of_row[sequence.row]
+        return self._tables.free_row(sequence.row)
 
     # Planning a step
 
     def _row(self, seq_id: int) -> int:
         sequence = self._sequences.get(seq_id)
-        return _NO_SEQUENCE if sequence is None else sequence.row
+        return NO_SEQUENCE if sequence is None else sequence.row
 
     def _find_errors(
         self, seq_ids: list[int], rows: np.ndarray, num_tokens: np.ndarray, num_computed: np.ndarray
     ) -> dict[int, TwostrokeError]:
         """Entries that contradict what is known here; one vectorised check, words only where it fails."""
-        held = self._num_computed[rows]
-        is_wrong = (rows == _NO_SEQUENCE) | (held != num_computed)
+        held = self._tables.num_computed[rows]
+        is_wrong = (rows == NO_SEQUENCE) | (held != num_computed)
         is_wrong |= num_computed + num_tokens > self.max_model_len
         if len(set(seq_ids)) < len(seq_ids):
             is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
         errors: dict[int, TwostrokeError] = {}
         for index in np.flatnonzero(is_wrong).tolist():
             seq_id = seq_ids[index]
-            if rows[index] == _NO_SEQUENCE:
+            if rows[index] == NO_SEQUENCE:
                 errors[seq_id] = NotFound(f"sequence {seq_id} is not open")
             else:
                 errors[seq_id] = RequestAborted(
@@ -335,27 +297,22 @@ class KVCache:
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
         """Give each sequence the blocks for `lengths` tokens; one that does not fit is added to `errors`."""
-        num_missing = -(-lengths // self.block_size) - self._num_held_blocks[rows]
+        num_missing = -(-lengths // self.block_size) - self._tables.num_held_blocks[rows]
         for index in np.flatnonzero(num_missing > 0).tolist():
             if seq_ids[index] in errors:
                 continue
             try:
-                blocks = self._pool.allocate(int(num_missing[index]))
+                self._tables.add_blocks(rows[index], int(num_missing[index]))
             except CapacityError as error:
                 errors[seq_ids[index]] = error
-                continue
-            row = rows[index]
-            first = self._num_held_blocks[row]
-            self._block_tables[row, first : first + len(blocks)] = blocks
-            self._num_held_blocks[row] += len(blocks)
 
     def _metadata(self, rows: np.ndarray, num_tokens: np.ndarray, has_failed: np.ndarray) -> StepMetadata:
         """Lengths already include this step; failed sequences read and write the null block only."""
-        starts = np.where(has_failed, 0, self._num_computed[rows] - num_tokens)
+        starts = np.where(has_failed, 0, self._tables.num_computed[rows] - num_tokens)
         longest = int((starts + num_tokens).max(initial=0))
-        tables = self._block_tables[rows, : -(-longest // self.block_size)]
+        tables = self._tables.block_ids[rows, : -(-longest // self.block_size)]
         tables[has_failed] = self.num_blocks
-        return build_step_metadata(num_tokens, starts, self._num_prompt_tokens[rows], tables, self.block_size)
+        return build_step_metadata(num_tokens, starts, self._tables.num_prompt_tokens[rows], tables, self.block_size)
 
     # After a step
 
@@ -364,12 +321,12 @@ class KVCache:
         if not self._enable_prefix_cache:
             return
         row = sequence.row
-        num_known = min(int(self._num_committed[row]), len(sequence.token_ids))
+        num_known = min(int(self._tables.num_committed[row]), len(sequence.token_ids))
         for index in range(len(sequence.digests), num_known // self.block_size):
             digest = self._digest(sequence, index)
-            self._pool.register_hash(int(self._block_tables[row, index]), digest)
+            self._pool.register_hash(int(self._tables.block_ids[row, index]), digest)
             sequence.digests.append(digest)
-        self._num_hashed_blocks[row] = len(sequence.digests)
+        self._tables.num_hashed_blocks[row] = len(sequence.digests)
 
     def _digest(self, sequence: _Sequence, index: int) -> bytes:
         """Of block `index`, whose parent's digest must be there."""
@@ -384,26 +341,18 @@ class KVCache:
         given up whole: recomputing a few tokens is cheaper than copying a block in every layer.
         """
         row = sequence.row
-        num_tokens = min(int(self._num_committed[row]), max_tokens)
+        num_tokens = min(int(self._tables.num_committed[row]), max_tokens)
         index, offset = divmod(num_tokens, self.block_size)
         if offset and index < len(sequence.digests):
-            block_id = int(self._block_tables[row, index])
+            block_id = int(self._tables.block_ids[row, index])
             if self._pool.ref_count(block_id) > 1:
                 num_tokens -= offset
             else:
                 self._pool.unregister(block_id)
         del sequence.digests[index:]
-        self._num_hashed_blocks[row] = len(sequence.digests)
-        self._num_computed[row] = self._num_committed[row] = num_tokens
-        return self._release_blocks(row, first=-(-num_tokens // self.block_size))
-
-    def _release_blocks(self, row: int, first: int) -> int:
-        """Give back a row's blocks from `first` on; returns how many became free."""
-        blocks = self._block_tables[row, first : self._num_held_blocks[row]]
-        num_freed = self._pool.release(blocks.tolist())
-        blocks[:] = self.num_blocks
-        self._num_held_blocks[row] = min(first, int(self._num_held_blocks[row]))
-        return num_freed
+        self._tables.num_hashed_blocks[row] = len(sequence.digests)
+        self._tables.num_computed[row] = self._tables.num_committed[row] = num_tokens
+        return self._tables.release_blocks(row, first=-(-num_tokens // self.block_size))
 
 
 def _continues(sequence: _Sequence, root: bytes, token_ids: array[int]) -> bool:
