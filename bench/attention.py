@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
@@ -25,8 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-import triton
 
+from bench.device_rates import (
+    describe_environment,
+    measure_copy_rate,
+    measure_matrix_rate,
+    time_graph,
+)
 from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.backends.triton_rope_append import append_prefill
 from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
@@ -35,7 +37,6 @@ from services.common.model_config import ModelConfig, RopeConfig
 MAX_MODEL_LEN = 32768
 CACHE_BYTES = 3 << 30  # of the layers together, many times the second-level cache
 MAX_LAYERS = 32
-NUM_REPLAYS = 7
 HEADER = (
     f"{'kind':8}{'heads':>11}{'block':>6} {'step':<18}{'µs':>9}{'rate':>8}{'share':>7}{'FlashInfer µs':>15}"
 )
@@ -278,50 +279,6 @@ class Bench:
         return indptr, indices, last_lens, caches
 
 
-def time_graph(run_layer: Callable[[int], object], num_layers: int) -> float:
-    """Median microseconds of one layer."""
-    repeats = max(1, 8 // num_layers)
-    for layer in range(num_layers):
-        run_layer(layer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for layer in range(num_layers):
-                run_layer(layer)
-    graph.replay()
-    return time_events(graph.replay) / (num_layers * repeats)
-
-
-def time_events(run: Callable[[], object]) -> float:
-    """Median microseconds of `run` on the device."""
-    times = []
-    for _ in range(NUM_REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def measure_copy_rate(device: torch.device) -> float:
-    """TB/s, bytes read plus bytes written."""
-    source = torch.randint(0, 2**31 - 1, (1 << 30,), dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * source.nbytes / time_events(lambda: target.copy_(source)) / 1e6
-
-
-def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of a product of square matrices."""
-    size = 8192
-    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    result = torch.empty_like(left)
-    return 2 * size**3 / time_graph(lambda layer: torch.mm(left, right, out=result), 1) / 1e6
-
-
 def make_config(shape: Shape, num_layers: int) -> ModelConfig:
     return ModelConfig(
         family="llama",
@@ -360,19 +317,6 @@ def import_flashinfer() -> ModuleType | None:
         return None
     print(f"FlashInfer {flashinfer.__version__}")
     return flashinfer
-
-
-def describe_environment(device: torch.device) -> dict[str, str]:
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    commit = subprocess.run(("git", "rev-parse", "HEAD"), capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
-        "gpu": torch.cuda.get_device_name(device),
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
 
 
 def save_plot(rows: list[Row], copy_rate: float, matrix_rate: float, file: Path) -> None:

@@ -19,9 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import triton
 
-from bench.attention import describe_environment
+from bench.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate
 from services.common.model_config import ModelConfig, RopeConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.cuda_backend import CudaBackend
@@ -33,8 +32,6 @@ from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_
 from services.dense_worker.weights import ModelWeights, random_weights
 
 BATCHES = (1, 8, 16, 32, 64, 128, 256, 512)
-COPY_BYTES = 4 << 30
-MATRIX_SIZE = 8192
 MIN_LAYER_BYTES = 1 << 30  # of distinct weights per measurement of a layer
 EPS = 1e-5
 
@@ -80,18 +77,6 @@ MODELS = {
     "llama-3-8b": _LLAMA_3_8B,
     "qwen-2-7b": _QWEN_2_7B,
 }
-
-
-def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
-    """TB/s of a copy, bytes read plus bytes written, and TFLOP/s of a matrix product."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    # Not as a graph, where a copy becomes a node of another kind, and slower.
-    copy_us = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") * 1000
-    matrix = torch.randn(MATRIX_SIZE, MATRIX_SIZE, dtype=dtype, device="cuda")
-    product = torch.empty_like(matrix)
-    matrix_us = time_in_graph_us(lambda: torch.mm(matrix, matrix, out=product))
-    return {"copy_tb_s": 2 * COPY_BYTES / copy_us / 1e6, "matrix_tflop_s": 2 * MATRIX_SIZE**3 / matrix_us / 1e6}
 
 
 class LinearLayers:
@@ -215,13 +200,14 @@ def main() -> None:
     config = replace(config, num_layers=arguments.num_layers or config.num_layers)
 
     with torch.inference_mode():
-        ceilings = measure_ceilings(dtype)
+        device = torch.device("cuda")
+        ceilings = {"copy_tb_s": measure_copy_rate(device), "matrix_tflop_s": measure_matrix_rate(device, dtype)}
         print(f"copy {ceilings['copy_tb_s']:.2f} TB/s, matrix product {ceilings['matrix_tflop_s']:.0f} TFLOP/s")
         layers = LinearLayers(config, dtype)
         kinds = [] if arguments.no_linear else list(layers.kinds)
         linear = [layers.measure(kind, batch, ceilings) for kind in kinds for batch in arguments.batch]
         start = time.perf_counter()
-        weights = random_weights(config, dtype, torch.device("cuda"), seed=0)
+        weights = random_weights(config, dtype, device, seed=0)
         torch.cuda.synchronize()
         weights_s = time.perf_counter() - start
     steps, ready_s = measure_steps(weights, config, dtype, arguments.batch, ceilings)
@@ -234,7 +220,7 @@ def main() -> None:
     print(f"\nrandom weights in {weights_s:.2f} s, backend ready in {ready_s:.1f} s")
     if arguments.json:
         figures = {
-            "environment": describe_environment(torch.device("cuda")),
+            "environment": describe_environment(device),
             "model": arguments.model,
             "dtype": arguments.dtype,
             "num_layers": config.num_layers,
