@@ -44,13 +44,22 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     use_device(model.device, section.num_threads)
     if removed := remove_stale_regions():
         log.info("removed shared memory of dead processes", names=",".join(removed))
-    servicer = AttentionServicer(section, model, secrets.randbits(64), config.channel.wait_timeout_s, registry, tracer)
+    servicer = AttentionServicer(
+        section,
+        model,
+        secrets.randbits(64),
+        config.channel.wait_timeout_s,
+        registry,
+        tracer,
+        config.watchdog.stall_timeout_s,
+        server.set_stall,
+    )
     attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
     try:
         address = await server.start()
         await server.set_serving(True)
         log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype))
-        await asyncio.Event().wait()
+        await servicer.watchdog.run()
     finally:
         await servicer.leave(STOP_GRACE_S)
         servicer.abort()

@@ -20,6 +20,7 @@ from services.attn_worker.layer_runner import FinishedStep, LayerRunner, Running
 from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel
 from services.common.errors import StaleEpoch
+from services.common.watchdog import Progress
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,11 +57,26 @@ class AttentionEngine:
         self._running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
         self._channel: Channel | None = None
         self._attachment_id = 0
+        self._current: Plan | None = None  # whose layers are being run, or launched
+        self._request_ids: dict[int, str] = {}  # of open sequences, for messages
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     def submit(self, function: Callable[P, R], *arguments: P.args, **keywords: P.kwargs) -> Future[R]:
         """Runs one of the methods below on the engine thread, after everything submitted before."""
         return self._executor.submit(function, *arguments, **keywords)
+
+    def progress(self, num_layers: int) -> Progress | None:
+        """For the watchdog, from any thread; None without a step."""
+        plan, channel = self._current, self._channel
+        if plan is None or channel is None:
+            return None
+        return Progress(
+            counter=(self._attachment_id, self.num_steps, plan.step_id, channel.num_waits or 0),
+            step_id=plan.step_id,
+            layer=None if channel.num_waits is None else channel.num_waits % num_layers,
+            request_ids=tuple(self._request_ids.get(seq_id, f"{seq_id:x}") for seq_id, _, _ in plan.entries),
+            waits_for="dense_worker" if channel.is_waiting else "",
+        )
 
     def stop(self) -> None:
         """Ends the thread after the call it is in; whoever waits in a channel must have been aborted."""
@@ -79,6 +95,8 @@ class AttentionEngine:
         if self._channel is not None:
             self._channel.close()
         self._channel, self._attachment_id = channel, attachment_id
+        held = self.cache.held_blocks
+        self._request_ids = {seq_id: name for seq_id, name in self._request_ids.items() if seq_id in held}
         self._runner.attach(channel)
 
     def open_sequence(
@@ -89,12 +107,14 @@ class AttentionEngine:
         num_prompt_tokens: int,
         cache_salt: bytes,
         ignores_prefix_cache: bool,
+        request_id: str,
     ) -> OpenResult:
         """See `KVCache.open_sequence`. Raises `StaleEpoch` for an attachment that was replaced."""
         self._check_attachment(attachment_id)
         self._commit_done()
         result = self.cache.open_sequence(seq_id, token_ids, num_prompt_tokens, cache_salt, ignores_prefix_cache)
         self.num_cached_tokens += result.num_cached_tokens
+        self._request_ids[seq_id] = request_id
         return result
 
     def run_step(
@@ -112,6 +132,9 @@ class AttentionEngine:
         if step.errors and self._channel is not None:
             self._channel.add_errors(len(step.errors))
         on_accepted(Accepted(step, self.cache.num_free_blocks))
+        for seq_id in plan.close_seq_ids:
+            self._request_ids.pop(seq_id, None)
+        self._current = plan if plan.entries else None
         try:
             running = self._launch(step, start_s) if plan.entries else FinishedStep()
             self._running.append((running, len(step.metadata.positions)))
@@ -119,6 +142,8 @@ class AttentionEngine:
         except BaseException:
             self._abort_steps()
             raise
+        finally:
+            self._current = None
 
     def _launch(self, step: PlannedStep, start_s: float) -> RunningStep:
         channel = self._channel

@@ -24,6 +24,7 @@ from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
 from services.common.server import until_over
 from services.common.tracing import Tracer
+from services.common.watchdog import OnStall, Progress, Watchdog
 from services.pb import attn_pb2, attn_pb2_grpc
 
 log = structlog.get_logger()
@@ -47,6 +48,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         wait_timeout_s: float,
         registry: CollectorRegistry,
         tracer: Tracer,
+        stall_timeout_s: float,
+        on_stall: OnStall,
     ) -> None:
         self._section = section
         self._model = model
@@ -57,6 +60,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._wait_timeout_s = wait_timeout_s
         self._attachment_id = 0
         self._channel: Channel | None = None
+        self.watchdog = Watchdog("attn_worker", self._progress, on_stall, stall_timeout_s)
         self._readers: set[asyncio.Task[None]] = set()
         self._results: _Results | None = None  # of the stream of plans, while there is one
 
@@ -110,6 +114,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     request.num_prompt_tokens,
                     request.cache_salt.encode(),
                     request.ignores_prefix_cache,
+                    request.request_id,
                 )
             )
         except TwostrokeError as error:
@@ -167,6 +172,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         engine = self._require_engine()
         cache = engine.cache
         return attn_pb2.AttentionStatus(
+            stall=self.watchdog.stall,
             epoch=self._epoch,
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
@@ -185,6 +191,9 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._results is not None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
+
+    def _progress(self) -> Progress | None:
+        return None if self._engine is None else self._engine.progress(self._model.config.num_layers)
 
     def abort(self) -> None:
         """Releases the engine thread if it waits for the dense worker."""

@@ -124,6 +124,12 @@ class ChannelSection(Section):
     wait_timeout_s: Seconds = 60.0  # longest wait for the other worker within a step
 
 
+class WatchdogSection(Section):
+    """Progress is a layer of a step; a service that loads, builds or captures has no step."""
+
+    stall_timeout_s: Seconds = 30.0  # with work but no progress, or without an answer: then a service counts as stalled
+
+
 class PeerSection(Section):
     connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
     rpc_timeout_s: Seconds = 10.0  # of one unary call between services
@@ -164,6 +170,7 @@ class Config(Section):
     scheduler: SchedulerSection = SchedulerSection()
     attention: AttentionSection = AttentionSection()
     channel: ChannelSection = ChannelSection()
+    watchdog: WatchdogSection = WatchdogSection()
     peers: PeerSection = PeerSection()
     launch: LaunchSection = LaunchSection()
     log: LogSection = LogSection()

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.error_details import rich_status
 from services.common.errors import ConfigError, TwostrokeError
+from services.pb import stall_pb2
 
 log = structlog.get_logger()
 
@@ -42,6 +43,8 @@ class GrpcServer:
     def __init__(self, address: str, service_names: list[str], max_message_bytes: int) -> None:
         self._address = address
         self._service_names = service_names
+        self._is_serving = False
+        self._stall: stall_pb2.Stall | None = None
         self.server = grpc.aio.server(
             interceptors=[_ErrorInterceptor()],
             options=[
@@ -72,9 +75,19 @@ class GrpcServer:
         return f"{self._address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, is_serving: bool) -> None:
-        """What `grpc.health.v1` answers for the whole server and each of its services."""
+        """What `grpc.health.v1` answers for the whole server and each of its services, unless it is stalled."""
+        self._is_serving = is_serving
+        await self._set_health(["", *self._service_names], is_serving and self._stall is None)
+
+    async def set_stall(self, stall: stall_pb2.Stall | None) -> None:
+        """A stalled server does not serve; only one that waits for nobody would gain from a restart."""
+        self._stall = stall
+        await self._set_health([LIVENESS], stall is None or bool(stall.waits_for))
+        await self.set_serving(self._is_serving)
+
+    async def _set_health(self, names: list[str], is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
-        for name in ["", *self._service_names]:
+        for name in names:
             await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:

@@ -17,6 +17,7 @@ from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.server import GrpcServer, run_service, run_together
 from services.common.tracing import Tracer, tracing
+from services.common.watchdog import Watchdog
 from services.dense_worker.attention_client import Attachment, AttachOptions, AttentionClient
 from services.dense_worker.backends.select import select_backend
 from services.dense_worker.engine import Engine, StepReport
@@ -130,6 +131,12 @@ async def run_engine(
         observers=observers,
     )
     metrics.watch(lambda: engine.counts)
+    watchdog = Watchdog(
+        "dense_worker",
+        lambda: engine.progress(model.config.num_layers),
+        server.set_stall,
+        config.watchdog.stall_timeout_s,
+    )
 
     async def watch_engine() -> None:
         await failure
@@ -139,7 +146,7 @@ async def run_engine(
         servicer, server, lambda attachment: describe(model, digest, backend, attachment, epoch)
     )
     engine.start()
-    servicer.set_engine(engine)
+    servicer.set_engine(engine, watchdog)
     servicer.status.weights_hash = digest
     servicer.status.state = dense_pb2.DenseStatus.STANDBY
     if not config.dense.standby:
@@ -147,7 +154,7 @@ async def run_engine(
         servicer.status.state = dense_pb2.DenseStatus.ATTACHING
     log.info("loaded", address=address, state=dense_pb2.DenseStatus.State.Name(servicer.status.state))
     try:
-        await run_together(client.run(engine, readiness), watch_engine())
+        await run_together(client.run(engine, readiness), watch_engine(), watchdog.run())
     except asyncio.CancelledError:  # asked to stop: no crash
         servicer.set_info(None)
         servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))

@@ -20,6 +20,7 @@ import structlog
 
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.token_logprobs import TokenLogprobs
+from services.common.watchdog import Progress
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
@@ -107,6 +108,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
         self._is_leaving = False
+        self._current: StepPlan | None = None  # being launched or completed
+        self._num_completed = 0  # steps
         self._attachment: Attachment | None = None
         self._claim_deadline: float | None = None
         self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
@@ -123,6 +126,26 @@ class Engine:
             scheduler.num_preemptions,
             self._attachment is not None,
         )
+
+    def progress(self, num_layers: int) -> Progress | None:
+        """For the watchdog, from any thread; None without work, or without an attention worker to do it with."""
+        attachment, current, counts = self._attachment, self._current, self.counts
+        if attachment is None:
+            return None
+        num_waits = attachment.channel.num_waits
+        counter = (attachment.attachment_id, counts.num_steps, self._num_completed, num_waits or 0)
+        if current is not None:
+            return Progress(
+                counter,
+                step_id=current.step_id,
+                layer=None if num_waits is None else num_waits % num_layers,
+                request_ids=tuple(entry.sequence.request_id for entry in current.entries),
+                waits_for="attn_worker" if attachment.channel.is_waiting else "",
+            )
+        # Between two steps only an answer can be missing; or blocks are, that other gateways may still claim.
+        if counts.num_running or (counts.num_waiting and self._claim_deadline is None):
+            return Progress(counter, waits_for="attn_worker")
+        return None
 
     def start(self) -> None:
         """Starts the thread."""
@@ -192,17 +215,22 @@ class Engine:
         published = None
         if plan is not None:
             start = time.monotonic()
+            self._current = plan
             self._published[plan.step_id] = plan
             self._attention.publish(attachment, plan)
             step = self._runner.launch(plan)
             published = InFlight(attachment, plan, step, start, time.monotonic() - start)
         if in_flight is not None and in_flight.attachment is attachment:
+            self._current = in_flight.plan
             try:
                 self._complete(in_flight)
+                self._num_completed += 1
             except PeerError as error:
+                self._current = None
                 attachment.channel.abort()
                 self._give_up(attachment, AttachmentEnd(str(error), is_crash=True))
                 return None
+        self._current = None
         if self._is_leaving:
             self._give_up(attachment, AttachmentEnd("another dense worker takes over", is_crash=False))
         return published
@@ -302,11 +330,11 @@ class Engine:
         self._is_leaving = True
 
     def _attach(self, attachment: Attachment) -> None:
-        self._attachment = attachment
         self._is_leaving = False
         self._published.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)
+        self._attachment = attachment  # from now on the watchdog looks; on a GPU to get here takes its time
         ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
         self._scheduler.reset(ledger, attachment.held_blocks)
         self._claim_deadline = time.monotonic() + CLAIM_S if attachment.held_blocks else None

@@ -15,6 +15,7 @@ from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.common.server import until_over
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
+from services.common.watchdog import Watchdog
 from services.dense_worker.engine import Engine, StepReport
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompt_logprobs import PromptLogprobs
@@ -46,14 +47,15 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` keeps it
         self.may_attach = asyncio.Event()  # whether it is this worker's turn
         self._engine: Engine | None = None
+        self._watchdog: Watchdog | None = None
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._outboxes: dict[int, _Outbox] = {}  # by seq_id
         self._streams: set[_Outbox] = set()
         self._readers: set[asyncio.Task[None]] = set()
 
-    def set_engine(self, engine: Engine) -> None:
+    def set_engine(self, engine: Engine, watchdog: Watchdog) -> None:
         """All is loaded."""
-        self._engine = engine
+        self._engine, self._watchdog = engine, watchdog
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """From now on gateways are served, or with None refused as UNAVAILABLE."""
@@ -104,6 +106,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     ) -> dense_pb2.DenseStatus:
         status = dense_pb2.DenseStatus(resident_bytes=resident_bytes())
         status.MergeFrom(self.status)
+        if self._watchdog is not None and self._watchdog.stall is not None:
+            status.stall.CopyFrom(self._watchdog.stall)
         if self._engine is not None:
             counts = self._engine.counts
             status.num_waiting = counts.num_waiting

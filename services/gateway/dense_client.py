@@ -27,10 +27,11 @@ from services.common.errors import (
 )
 from services.common.sampling_messages import encode_sampling
 from services.common.token_logprobs import decode_logprobs
+from services.common.watchdog import describe_stall
 from services.gateway.crash_record import CrashRecord
 from services.gateway.journal import FinishReason, Journal, JournalEntry
 from services.gateway.request import GenerationRequest
-from services.pb import dense_pb2, dense_pb2_grpc
+from services.pb import dense_pb2, dense_pb2_grpc, stall_pb2
 
 log = structlog.get_logger()
 
@@ -80,6 +81,8 @@ class DenseClient:
         self._crashes = CrashRecord(journal)
         self._model: ServedModel | None = None
         self.num_resubmitted = 0  # sequences that were under way when a stream broke, in all
+        self.num_messages = 0  # from the dense worker, in all
+        self.stall: stall_pb2.Stall | None = None  # that the gateway's watchdog sees
         self._is_connected = asyncio.Event()
         self._outbox: _Outbox | None = None  # None: no stream
         self._wait_limits: list[asyncio.TimerHandle] = []  # one a waiting sequence, while there is no stream
@@ -99,6 +102,11 @@ class DenseClient:
         return self._model is not None
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the stream is up."""
+        return self._is_connected.is_set()
+
+    @property
     def model(self) -> ServedModel:
         """What is served. Raises `PeerError` until the dense worker has answered once."""
         if self._model is None:
@@ -108,7 +116,7 @@ class DenseClient:
     def unready_reason(self) -> str | None:
         """Why no sequence could run now; None: they can."""
         if self._outbox is not None:
-            return None
+            return None if self.stall is None else describe_stall(self.stall)
         return f"no dense worker at {self._address}: {self._absence_reason or 'not connected yet'}"
 
     def submit(self, entry: JournalEntry) -> None:
@@ -212,6 +220,7 @@ class DenseClient:
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         try:
             async for output in call:
+                self.num_messages += 1
                 self._dispatch(output)
                 if output.HasField("farewell"):
                     self._crashes.farewell(output.farewell.is_crash)

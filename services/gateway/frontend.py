@@ -115,5 +115,5 @@ class Frontend:
             num_open=len(self.journal),
             num_waiting=self.journal.num_waiting,
             num_resubmitted=self._dense.num_resubmitted,
-            is_connected=self._dense.unready_reason() is None,
+            is_connected=self._dense.is_connected,
         )

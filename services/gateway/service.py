@@ -13,9 +13,11 @@ from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_until
 from services.common.tracing import Tracer, tracing
+from services.common.watchdog import Watchdog
 from services.gateway.access import Access
 from services.gateway.admission import Admission
 from services.gateway.dense_client import DenseClient
+from services.gateway.dense_pulse import DensePulse
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
@@ -24,7 +26,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.tokenizer import load_tokenizer
 from services.gateway.worker_load import WorkerLoad
-from services.pb import gateway_pb2_grpc
+from services.pb import gateway_pb2_grpc, stall_pb2
 
 log = structlog.get_logger()
 
@@ -80,6 +82,14 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     address = await server.start()
     http_address = ""
 
+    async def on_stall(stall: stall_pb2.Stall | None) -> None:
+        dense.stall = stall
+        await server.set_stall(stall)
+
+    stall_timeout_s = config.watchdog.stall_timeout_s
+    pulse = DensePulse(config.dense.address, config.peers, journal, dense, stall_timeout_s)
+    watchdog = Watchdog("gateway", pulse.progress, on_stall, stall_timeout_s)
+
     async def announce() -> None:
         log.info("waiting for the dense worker", address=address, dense_address=config.dense.address)
         await dense.wait_connected()
@@ -95,7 +105,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
 
     try:
         http_address = await http_server.start()
-        await run_until(drained(), dense.run(), access.run(), announce())
+        await run_until(drained(), dense.run(), access.run(), pulse.run(), watchdog.run(), announce())
     finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
         journal.shut(PeerError("the gateway is shutting down"))
         await http_server.stop(STOP_GRACE_S)

@@ -35,6 +35,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._exits: list[float] = []  # times of unexpected ends, within the window that counts
         self._is_stopping = False
+        self._kill_reason = ""  # why the launcher ended it
         self.num_restarts = 0
         self.may_restart = False  # until all have served once, an end is a mistake that would repeat itself
 
@@ -48,6 +49,7 @@ class Child:
         """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` when it ends too often."""
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
+            self._kill_reason = ""
             # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
             self._process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-m", f"services.{self.role}", "--config", self._config_file, "--die-with-parent"],
@@ -63,6 +65,12 @@ class Child:
             log.warning("restarting", role=self.role, reason=self.last_end, delay_s=delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
+
+    @property
+    def address(self) -> str:
+        """Where its gRPC server listens."""
+        sections = {"dense_worker": "dense", "attn_worker": "attention", "gateway": "gateway"}
+        return getattr(self.config, sections[self.role]).address
 
     @property
     def is_running(self) -> bool:
@@ -101,9 +109,10 @@ class Child:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
 
-    def kill(self) -> None:
+    def kill(self, reason: str) -> None:
         """Ends the process at once; it is started again."""
         if self._process is not None:
+            self._kill_reason = reason
             self._process.kill()
 
     def _describe_end(self, return_code: int) -> str:
@@ -111,6 +120,8 @@ class Child:
         end = f"exit code {return_code}"
         if return_code < 0:
             end = f"signal {signal.Signals(-return_code).name}"
+        if self._kill_reason:
+            return f"{end} from the launcher: {self._kill_reason}"
         try:
             return f"{end}, after: {self._error_file.read_text().strip()}"
         except OSError:

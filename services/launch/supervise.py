@@ -26,6 +26,7 @@ from services.gateway import chat_client
 from services.launch.addresses import check_free, place_sockets
 from services.launch.child import Child
 from services.launch.children import Children
+from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
 from services.launch.run_directory import run_directory
 from services.mps import MpsDaemon, has_mps
@@ -58,17 +59,18 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     for role in ROLES:
         children.start(Child(role, role, config, run_dir, mps.environment if mps else None))
     main = asyncio.create_task(use(config, arguments, children, mps))
+    health = asyncio.create_task(HealthWatch(children, config.watchdog, config.launch.start_timeout_s).run())
     drained = asyncio.create_task(drain_gateways(drain, config, children))
     failure = asyncio.create_task(children.wait_failure())
     try:
         with serving_metrics(config.launch.metrics_address, registry):
-            done, _ = await asyncio.wait([main, drained, failure], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([main, drained, failure, health], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # raises what ended it
     finally:
-        for task in (main, drained, failure):
+        for task in (main, drained, failure, health):
             task.cancel()
-        await asyncio.gather(main, drained, failure, return_exceptions=True)
+        await asyncio.gather(main, drained, failure, health, return_exceptions=True)
         await children.stop(config.launch.stop_grace_s)
         if mps is not None:
             mps.stop()

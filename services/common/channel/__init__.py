@@ -67,6 +67,8 @@ class Channel(Protocol):
     qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim]
     waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where no host sees them
+    num_waits: int | None  # calls of `wait` that have ended well; None on CUDA
+    is_waiting: bool  # a thread is in `wait` now; always False on CUDA
 
     def signal(self, flag: Flag) -> None:
         """Publishes everything written so far to the peer."""

@@ -38,6 +38,8 @@ class CudaIpcChannel:
 
     def __init__(self, region: SharedRegion, spec: ChannelSpec, device_pointer: int, *, is_owner: bool) -> None:
         self._region = region
+        self.num_waits: int | None = None
+        self.is_waiting = False
         self._is_owner = is_owner
         self._device_pointer = device_pointer
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)

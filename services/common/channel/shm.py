@@ -30,6 +30,8 @@ class ShmChannel:
     def __init__(self, region: SharedRegion, spec: ChannelSpec, wait_timeout_s: float) -> None:
         self._region = region
         self._wait_timeout_s = wait_timeout_s
+        self.num_waits = 0
+        self.is_waiting = False
         self.waited_s = 0.0
         self.qkv = self._tensor(HEADER_BYTES, spec, spec.qkv_size)
         self.attn_out = self._tensor(_attn_out_offset(spec), spec, spec.attn_size)
@@ -68,19 +70,24 @@ class ShmChannel:
         """Blocks the calling thread until the flag is set, then clears it."""
         words, index = self._region.words, flag_word(flag)
         start = time.perf_counter()
-        while not words[index]:
+        self.is_waiting = True
+        try:
+            while not words[index]:
+                self.check()
+                waited = time.perf_counter() - start
+                if waited < _SPIN_S:
+                    continue
+                if waited < _YIELD_S:
+                    os.sched_yield()
+                    continue
+                if waited > self._wait_timeout_s:
+                    raise ChannelTimeout(f"no {flag.name} from the peer within {self._wait_timeout_s} s")
+                time.sleep(_NAP_S)
             self.check()
-            waited = time.perf_counter() - start
-            if waited < _SPIN_S:
-                continue
-            if waited < _YIELD_S:
-                os.sched_yield()
-                continue
-            if waited > self._wait_timeout_s:
-                raise ChannelTimeout(f"no {flag.name} from the peer within {self._wait_timeout_s} s")
-            time.sleep(_NAP_S)
-        self.check()
+        finally:
+            self.is_waiting = False
         words[index] = 0
+        self.num_waits += 1
         self.waited_s += time.perf_counter() - start
 
     def check(self) -> None:

@@ -1,0 +1,110 @@
+"""`Watchdog`: notices that a service makes no progress, though its port is open and its health check answers.
+
+Looks at a counter of progress every so often. While there is work and the counter stands still for the bound, the
+service is stalled: one error in the log names role, step, layer and requests, `stall` says the same to whoever asks
+for the status, and the health turns NOT_SERVING. Runs on the event loop; whether that itself still runs, only
+somebody outside can tell: the supervisor, or a container's probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.pb import stall_pb2
+
+log = structlog.get_logger()
+
+MAX_REQUEST_IDS = 16  # to name
+CHECKS_PER_BOUND = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of work that is under way."""
+
+    counter: tuple[int, ...]  # anything that changes with every bit of progress
+    step_id: int = 0
+    layer: int | None = None  # None: the host cannot know
+    request_ids: tuple[str, ...] = ()
+    waits_for: str = ""  # role of the service it waits for; empty when it computes
+
+
+OnStall = Callable[[stall_pb2.Stall | None], Awaitable[None]]
+
+
+class Watchdog:
+    """`read_progress` returns None when there is nothing to do; `on_stall` is awaited when a stall begins or ends.
+
+    Time in which the watchdog itself could not look does not count: the whole process was stopped, or had no CPU.
+    """
+
+    def __init__(
+        self, role: str, read_progress: Callable[[], Progress | None], on_stall: OnStall, stall_timeout_s: float
+    ) -> None:
+        self._role = role
+        self._read_progress = read_progress
+        self._on_stall = on_stall
+        self._stall_timeout_s = stall_timeout_s
+        self._interval_s = stall_timeout_s / CHECKS_PER_BOUND
+        self._counter: tuple[int, ...] | None = None
+        self._last_check_s: float | None = None
+        self._stalled_s = 0.0  # since the last progress
+        self.stall: stall_pb2.Stall | None = None
+
+    async def run(self) -> None:
+        """Watches until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.check(time.monotonic())
+
+    async def check(self, now: float) -> None:
+        """Looks once; `now` is on the monotonic clock."""
+        passed_s = 0.0 if self._last_check_s is None else min(now - self._last_check_s, 2 * self._interval_s)
+        self._last_check_s = now
+        progress = self._read_progress()
+        counter = None if progress is None else progress.counter
+        if counter is None or counter != self._counter:
+            self._counter, self._stalled_s = counter, 0.0
+            if self.stall is not None:
+                log.warning("progress again", role=self._role)
+                await self._tell(None)
+            return
+        self._stalled_s += passed_s
+        if self._stalled_s >= self._stall_timeout_s:
+            await self._tell(self._describe(progress))
+
+    def _describe(self, progress: Progress) -> stall_pb2.Stall:
+        return stall_pb2.Stall(
+            role=self._role,
+            step_id=progress.step_id,
+            layer=progress.layer,
+            request_ids=progress.request_ids[:MAX_REQUEST_IDS],
+            waits_for=progress.waits_for,
+            stalled_s=self._stalled_s,
+        )
+
+    async def _tell(self, stall: stall_pb2.Stall | None) -> None:
+        last, self.stall = self.stall, stall
+        if stall is None or last is None or last.waits_for != stall.waits_for:
+            if stall is not None:
+                log.error("stalled", error=describe_stall(stall), role=stall.role, waits_for=stall.waits_for)
+            await self._on_stall(stall)
+
+
+def describe_stall(stall: stall_pb2.Stall) -> str:
+    """One line for people."""
+    words = [f"{stall.role} has made no progress for {stall.stalled_s:.1f} s"]
+    if stall.step_id:
+        words.append(f"step {stall.step_id}")
+    if stall.HasField("layer"):
+        words.append(f"layer {stall.layer}")
+    if stall.request_ids:
+        words.append(f"requests {', '.join(stall.request_ids)}")
+    if stall.waits_for:
+        words.append(f"waits for {stall.waits_for}")
+    return ", ".join(words)

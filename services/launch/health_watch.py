@@ -1,0 +1,129 @@
+"""`HealthWatch`: finds the service that makes no progress, and ends it, so that it is started again.
+
+    it does not answer its health check               → it, and nobody else: the others may just wait for it
+    it is stalled in its own computation              → it
+    it is stalled waiting for the other worker,       → the dense worker, which costs no KV cache;
+    which says the same, or has nothing to say          if that does not help, both
+
+A process that has not served yet may be silent for as long as a start may take: while it loads or builds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.client import open_channel
+from services.common.config import WatchdogSection
+from services.common.watchdog import describe_stall
+from services.launch.child import Child
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
+
+log = structlog.get_logger()
+
+MAX_MESSAGE_BYTES = 1 << 20
+CHECKS_PER_BOUND = 5
+MIN_MISSED = 3  # checks: that the launcher itself was stopped for a while is no fault of its children
+DENSE_ROLE, ATTENTION_ROLE = "dense_worker", "attn_worker"
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What is known of one process."""
+
+    answered_at: float = field(default_factory=time.monotonic)  # last answer, or when it was first seen
+    num_missed: int = 0  # checks since then
+    has_served: bool = False
+    stall: stall_pb2.Stall | None = None  # that it admits
+
+
+class HealthWatch:
+    """Watches `children`, which the launcher may change while it runs."""
+
+    def __init__(self, children: Iterable[Child], section: WatchdogSection, start_timeout_s: float) -> None:
+        self._children = children
+        self._stall_timeout_s = section.stall_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._pulses: dict[int, Pulse] = {}  # by process id
+        self._dense_ended_at = float("-inf")
+
+    async def run(self) -> None:
+        """Watches until cancelled."""
+        while True:
+            await asyncio.sleep(self._stall_timeout_s / CHECKS_PER_BOUND)
+            children = {child.pid: child for child in self._children if child.is_running and child.pid is not None}
+            self._pulses = {pid: self._pulses.get(pid) or Pulse() for pid in children}
+            await asyncio.gather(*(self._check(child, self._pulses[pid]) for pid, child in children.items()))
+            pulses = [(child, self._pulses[pid]) for pid, child in children.items() if child.pid == pid]
+            for child, reason in self.find_culprits(pulses, time.monotonic()):
+                log.error("restarting a service that makes no progress", role=child.role, reason=reason)
+                child.kill(reason)
+
+    def find_culprits(self, pulses: Sequence[tuple[Child, Pulse]], now: float) -> list[tuple[Child, str]]:
+        """Who is to be ended, and why; `now` is on the monotonic clock."""
+        silent = []
+        for child, pulse in pulses:
+            bound_s, silent_s = self._stall_timeout_s, now - pulse.answered_at
+            if not pulse.has_served:
+                bound_s = max(bound_s, self._start_timeout_s)
+            if silent_s > bound_s and pulse.num_missed >= MIN_MISSED:
+                silent.append((child, f"no answer to {pulse.num_missed} health checks in {silent_s:.1f} s"))
+        if silent:
+            return silent
+        stalls = [(child, pulse.stall) for child, pulse in pulses if pulse.stall is not None]
+        computing = [(child, describe_stall(stall)) for child, stall in stalls if not stall.waits_for]
+        if computing and {child.role for child, _ in computing} != {DENSE_ROLE}:
+            return computing
+        roles = {child.role for child, _ in stalls}
+        lone_wait_s = max((stall.stalled_s for _, stall in stalls), default=0.0)
+        # A lone one waits for an answer that is lost, or only a little longer than the other one.
+        if computing or {DENSE_ROLE, ATTENTION_ROLE} <= roles or lone_wait_s > 2 * self._stall_timeout_s:
+            return self._blame_dense(pulses, stalls, now)
+        return []
+
+    def _blame_dense(
+        self, pulses: Sequence[tuple[Child, Pulse]], stalls: Sequence[tuple[Child, stall_pb2.Stall]], now: float
+    ) -> list[tuple[Child, str]]:
+        """Where a step runs on GPUs alone, the dense worker cannot tell computing from waiting: blamed as well."""
+        is_again = now - self._dense_ended_at < 4 * self._stall_timeout_s
+        self._dense_ended_at = now
+        roles = (DENSE_ROLE, ATTENTION_ROLE) if is_again else (DENSE_ROLE,)
+        reason = "; ".join(describe_stall(stall) for _, stall in stalls)
+        return [(child, reason) for child, _ in pulses if child.role in roles]
+
+    async def _check(self, child: Child, pulse: Pulse) -> None:
+        """Asks one service for its health, and for its stall if it does not serve."""
+        timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
+        async with open_channel(child.address, MAX_MESSAGE_BYTES) as channel:
+            try:
+                check = health_pb2_grpc.HealthStub(channel).Check
+                reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            except grpc.aio.AioRpcError:
+                pulse.num_missed += 1
+                return
+            pulse.num_missed, pulse.answered_at, pulse.stall = 0, time.monotonic(), None
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                pulse.has_served = True
+                return
+            try:
+                pulse.stall = await _read_stall(child.role, channel, timeout_s)
+            except grpc.aio.AioRpcError as error:  # it has nothing to say yet
+                log.debug("no status", role=child.role, reason=error.details())
+
+
+async def _read_stall(role: str, channel: grpc.aio.Channel, timeout_s: float) -> stall_pb2.Stall | None:
+    if role == DENSE_ROLE:
+        dense = dense_pb2_grpc.DenseWorkerStub(channel)
+        status = await dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=timeout_s)
+    elif role == ATTENTION_ROLE:
+        attention = attn_pb2_grpc.AttentionWorkerStub(channel)
+        status = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
+    else:
+        return None  # a gateway's stall is the dense worker's
+    return status.stall if status.HasField("stall") else None

@@ -1,0 +1,118 @@
+"""Services that make no progress: they say so, naming role, layer, step and request, and are started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.server import LIVENESS
+from services.pb import stall_pb2
+from tests.cluster import Cluster, request, running_cluster
+from tests.deaf_dense_worker import LOST
+from tests.plain_services import plain_services
+from tests.slow_dense_worker import LAYER_S
+from tests.streams import Collected, collect, collect_all
+
+STALL_TIMEOUT_S = 3.0
+NUM_LAYERS = 4  # of the embedded model
+DEADLINE_S = 90.0
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("stalls")
+    with running_cluster(directory, f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("role", ["attn_worker", "dense_worker"])
+def test_a_stopped_worker_is_restarted_and_no_stream_notices(cluster: Cluster, role: str) -> None:
+    messages = [request("Count", 200, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
+    undisturbed = collect_all(cluster.gateway, messages)
+    pid, start = cluster.pid_of(role), len(cluster.log_file.read_text())
+    disturbed = collect_all(cluster.gateway, messages, lambda: os.kill(pid, signal.SIGSTOP))
+    for collected, expected in zip(disturbed, undisturbed, strict=True):
+        collected.assert_equals(expected)
+    assert cluster.pid_of(role) != pid
+    log = cluster.log_file.read_text()[start:].splitlines()
+    assert any("makes no progress" in line and f"role={role}" in line and "no answer" in line for line in log), log
+    cluster.wait_idle()
+
+
+def test_a_stopped_gateway_is_restarted(cluster: Cluster) -> None:
+    expected = cluster.generate("Count", 20, ignore_eos=True).token_ids
+    pid = cluster.pid_of("gateway")
+    os.kill(pid, signal.SIGSTOP)
+
+    def serves_again() -> bool:
+        try:
+            return cluster.pid_of("gateway") != pid and bool(cluster.generate("Count", 1))
+        except (AssertionError, OSError, grpc.RpcError):
+            return False  # between two lives
+
+    wait_until(serves_again)
+    assert cluster.generate("Count", 20, ignore_eos=True).token_ids == expected
+
+
+def test_a_lost_signal_is_named_by_all_and_overcome(tmp_path: Path) -> None:
+    settings = ("watchdog.stall_timeout_s=2", "channel.wait_timeout_s=12")
+    with plain_services(tmp_path, *settings, modules={"dense_worker": "tests.deaf_dense_worker"}) as services:
+        answers: list[Collected] = []
+        message = request("Count", 60, temperature=0.9, seed=5, ignore_eos=True, request_id="unlucky")
+        thread = threading.Thread(target=lambda: answers.append(collect(services.gateway, message)))
+        thread.start()
+        wait_until(lambda: services.dense_status().HasField("stall") and services.attention_status().HasField("stall"))
+        dense, attention = services.dense_status().stall, services.attention_status().stall
+        check(dense, "dense_worker", "attn_worker")
+        check(attention, "attn_worker", "dense_worker")
+        assert (dense.step_id, dense.layer) == (attention.step_id, attention.layer)
+        wait_until(lambda: health(tmp_path, "gateway") == NOT_SERVING)
+        assert "unlucky" in next(line for line in services.log("gateway").splitlines() if "event=stalled" in line)
+        for name in ("dense", "attention"):
+            assert health(tmp_path, name) == NOT_SERVING
+            assert health(tmp_path, name, LIVENESS) == SERVING, "to restart one that waits helps nobody"
+        thread.join(DEADLINE_S)  # the wait has a bound, and the step is run again
+        [lucky] = collect_all(services.gateway, [request("Count", 60, temperature=0.9, seed=5, ignore_eos=True)])
+        answers[0].assert_equals(lucky)
+        services.wait_idle()
+        wait_until(lambda: all(health(tmp_path, name) == SERVING for name in ("gateway", "dense", "attention")))
+        assert services.num_starts == {"attn_worker": 1, "dense_worker": 1, "gateway": 1}
+
+
+def test_slow_steps_are_no_stall(tmp_path: Path) -> None:
+    """A step takes longer than the bound, a layer does not; and the gateway hears nothing meanwhile."""
+    stall_timeout_s = (NUM_LAYERS - 0.5) * LAYER_S
+    settings = (f"watchdog.stall_timeout_s={stall_timeout_s}",)
+    with plain_services(tmp_path, *settings, modules={"dense_worker": "tests.slow_dense_worker"}) as services:
+        assert len(services.generate("Count", 1).token_ids) == 1
+        for role in services.num_starts:
+            assert "event=stalled" not in services.log(role)
+
+
+def check(stall: stall_pb2.Stall, role: str, waits_for: str) -> None:
+    assert (stall.role, stall.waits_for, list(stall.request_ids)) == (role, waits_for, ["unlucky"])
+    assert stall.layer == (LOST - 1) % NUM_LAYERS
+    assert stall.stalled_s >= 2.0
+
+
+def health(directory: Path, name: str, service: str = "") -> int:
+    with grpc.insecure_channel(f"unix:{directory}/{name}.sock") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        return check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S).status
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

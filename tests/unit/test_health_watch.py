@@ -1,0 +1,79 @@
+"""Whom the launcher blames for a stall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from services.common.config import WatchdogSection
+from services.launch.health_watch import MIN_MISSED, HealthWatch, Pulse
+from services.pb import stall_pb2
+
+BOUND_S, START_S = 10.0, 300.0
+DENSE, ATTENTION, GATEWAY = "dense_worker", "attn_worker", "gateway"
+
+
+@dataclass
+class FakeChild:
+    role: str
+
+
+def stall(role: str, waits_for: str = "", stalled_s: float = BOUND_S) -> Pulse:
+    said = stall_pb2.Stall(role=role, step_id=7, layer=3, request_ids=["a"], waits_for=waits_for, stalled_s=stalled_s)
+    return Pulse(1000.0, has_served=True, stall=said)
+
+
+def silent(since_s: float, *, has_served: bool = True) -> Pulse:
+    return Pulse(1000.0 - since_s, MIN_MISSED, has_served)
+
+
+FINE = Pulse(1000.0, has_served=True)
+
+
+def blame(watch: HealthWatch, now: float = 1000.0, **pulses: Pulse) -> list[str]:
+    return [child.role for child, _ in watch.find_culprits([(FakeChild(role), each) for role, each in pulses.items()],
+                                                           now)]
+
+
+@pytest.fixture
+def watch() -> HealthWatch:
+    return HealthWatch([], WatchdogSection(stall_timeout_s=BOUND_S), START_S)
+
+
+def test_who_does_not_answer_is_blamed_alone(watch: HealthWatch) -> None:
+    waits = stall(DENSE, waits_for=ATTENTION)
+    assert blame(watch, attn_worker=silent(11), dense_worker=waits, gateway=FINE) == [ATTENTION]
+    assert blame(watch, attn_worker=silent(9), dense_worker=FINE, gateway=FINE) == []
+    assert blame(watch, attn_worker=FINE, dense_worker=FINE, gateway=silent(11)) == [GATEWAY]
+
+
+def test_a_long_silence_with_few_questions_proves_nothing(watch: HealthWatch) -> None:
+    assert blame(watch, gateway=Pulse(0.0, MIN_MISSED - 1, has_served=True)) == []
+
+
+def test_who_has_not_served_yet_may_load_for_as_long_as_a_start_may_take(watch: HealthWatch) -> None:
+    assert blame(watch, dense_worker=silent(START_S - 1, has_served=False)) == []
+    assert blame(watch, dense_worker=silent(START_S + 1, has_served=False)) == [DENSE]
+
+
+def test_who_computes_for_too_long_is_blamed_and_not_who_waits_for_it(watch: HealthWatch) -> None:
+    assert blame(watch, attn_worker=stall(ATTENTION), dense_worker=stall(DENSE, ATTENTION)) == [ATTENTION]
+    assert blame(watch, attn_worker=stall(ATTENTION, DENSE), dense_worker=stall(DENSE)) == [DENSE]
+
+
+def test_of_two_that_wait_for_each_other_the_dense_worker_goes_and_then_both(watch: HealthWatch) -> None:
+    pulses = {ATTENTION: stall(ATTENTION, DENSE), DENSE: stall(DENSE, ATTENTION)}
+    assert blame(watch, **pulses) == [DENSE]
+    assert blame(watch, now=1020.0, **pulses) == [ATTENTION, DENSE]
+    assert blame(watch, now=2000.0, **pulses) == [DENSE]
+
+
+def test_one_that_waits_alone_gets_twice_the_time(watch: HealthWatch) -> None:
+    assert blame(watch, attn_worker=FINE, dense_worker=stall(DENSE, ATTENTION)) == []
+    assert blame(watch, attn_worker=FINE, dense_worker=stall(DENSE, ATTENTION, stalled_s=21.0)) == [DENSE]
+
+
+def test_the_reason_names_step_layer_and_requests(watch: HealthWatch) -> None:
+    [(_, reason)] = watch.find_culprits([(FakeChild(DENSE), stall(DENSE))], 1000.0)
+    assert "step 7" in reason and "layer 3" in reason and "requests a" in reason
