@@ -119,6 +119,13 @@ class StaleEpoch(TwostrokeError):
     code = "stale_epoch"
 
 
+class RolledBack(TwostrokeError):
+    """A change that could not be made; everything is as it was before."""
+
+    status_code = grpc.StatusCode.ABORTED
+    code = "rolled_back"
+
+
 class ConfigError(TwostrokeError):
     """A configuration that cannot work; raised before anything starts."""
 

@@ -6,6 +6,7 @@ Every service makes one registry at start and passes it to the constructors of w
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import platform
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from services.common.version import VERSION
 log = structlog.get_logger()
 
 PREFIX = "twostroke"
+HAND_OVER_TIMEOUT_S = 120.0
+HAND_OVER_RETRY_S = 0.2
 # 1, 2, 5 in each decade: 1 ms to 100 s for what a client waits for, finer below for a step and its parts.
 LATENCY_BUCKETS_S = (*(m / 10**e for e in (3, 2, 1) for m in (1, 2, 5)), 1, 2, 5, 10, 20, 50, 100)
 STEP_BUCKETS_S = (*(m / 10**e for e in (5, 4, 3, 2, 1) for m in (1, 2, 5)), 1, 2, 5, 10)
@@ -61,3 +64,18 @@ def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterato
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+async def serve_metrics_once_free(address: str | None, registry: CollectorRegistry) -> None:
+    """Like `serving_metrics`, until cancelled, from when the process that this one succeeds has left the address."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + HAND_OVER_TIMEOUT_S
+    while address is not None:
+        try:
+            with serving_metrics(address, registry):
+                await asyncio.Event().wait()
+        except ConfigError as error:
+            if loop.time() > deadline:
+                log.error("no metrics of this process", error=str(error))
+                return
+        await asyncio.sleep(HAND_OVER_RETRY_S)

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from services.common.channel import ChannelSpec
 from services.common.cli import parse_service_args
 from services.common.config import Config, ModelSection
 from services.common.logs import configure_logs
-from services.common.metrics import new_registry, serving_metrics
+from services.common.metrics import new_registry, serve_metrics_once_free, serving_metrics
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.server import GrpcServer, run_service, run_together
 from services.common.tracing import Tracer, tracing
@@ -45,15 +46,19 @@ async def serve(config: Config) -> None:
     registry = new_registry("dense")
     metrics = DenseMetrics(registry)
     with (
-        serving_metrics(config.dense.metrics_address, registry),
+        serving_metrics(None if config.dense.standby else config.dense.metrics_address, registry),
         writing_step_log(config.dense.step_log) as step_logs,
         tracing(config.tracing, "dense") as tracer,
     ):
-        await serve_watched(config, metrics, [metrics, *step_logs], tracer)
+        await serve_watched(config, registry, metrics, [metrics, *step_logs], tracer)
 
 
 async def serve_watched(
-    config: Config, metrics: DenseMetrics, observers: Sequence[EngineObserver], tracer: Tracer
+    config: Config,
+    registry: CollectorRegistry,
+    metrics: DenseMetrics,
+    observers: Sequence[EngineObserver],
+    tracer: Tracer,
 ) -> None:
     """See `serve`."""
     model = resolve_model(config.model, config.dense.device)
@@ -64,7 +69,8 @@ async def serve_watched(
     address = await server.start()
     try:
         digest, weights = await asyncio.to_thread(open_weights, config.model, model)
-        await run_engine(config, model, digest, weights, servicer, server, address, metrics, observers)
+        engine = run_engine(config, model, digest, weights, servicer, server, address, metrics, observers)
+        await run_together(engine, serve_late_metrics(config, registry, servicer))
     finally:
         await server.stop(STOP_GRACE_S)
 
@@ -77,6 +83,13 @@ def open_weights(section: ModelSection, model: ResolvedModel) -> tuple[str, Mode
     return weights_hash(section.path, model.config), load_weights(
         section.path, model.config, model.dtype, model.device
     )
+
+
+async def serve_late_metrics(config: Config, registry: CollectorRegistry, servicer: DenseServicer) -> None:
+    """Of a worker in standby, once it is its turn: until then the address is the present worker's."""
+    if config.dense.standby:
+        await servicer.may_attach.wait()
+        await serve_metrics_once_free(config.dense.metrics_address, registry)
 
 
 async def run_engine(

@@ -1,4 +1,4 @@
-"""`python -m services.launch`: all services on one machine; `... ctl` talks to a launcher that runs."""
+"""`python -m services.launch`: all services on one machine; `... ctl` talks to a launcher that runs, see `ctl.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import sys  # noqa: E402
 
 from services.common.logs import configure_logs  # noqa: E402
 from services.common.server import run_service  # noqa: E402
+from services.launch import ctl  # noqa: E402
 from services.launch.arguments import parse_args  # noqa: E402
 from services.launch.supervise import launch  # noqa: E402
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["ctl"]:
+        sys.exit(ctl.main(sys.argv[2:]))
     config, arguments = parse_args(sys.argv[1:])
     configure_logs(config.log, "launch")
     drain = asyncio.Event()

@@ -28,7 +28,7 @@ class Child:
         self.role = role
         self.last_end = ""
         self._environment = environment
-        self._config_file = run_dir / f"{name}.toml"
+        self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
         self._section = config.launch
         self.configure(config)
@@ -43,7 +43,7 @@ class Child:
         """What its next process is started with."""
         self.config = config
         log_section = config.log.model_copy(update={"error_file": self._error_file})
-        self._config_file.write_text(dump_config(config.model_copy(update={"log": log_section})))
+        self.config_file.write_text(dump_config(config.model_copy(update={"log": log_section})))
 
     async def watch(self) -> None:
         """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` when it ends too often."""
@@ -52,7 +52,7 @@ class Child:
             self._kill_reason = ""
             # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-m", f"services.{self.role}", "--config", self._config_file, "--die-with-parent"],
+                [sys.executable, "-m", f"services.{self.role}", "--config", self.config_file, "--die-with-parent"],
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the services

@@ -24,16 +24,14 @@ class Children:
 
     def start(self, child: Child) -> None:
         """Starts a service, which is watched from now on."""
-        self.add(child, asyncio.create_task(child.watch()))
+        self._watchers[child] = asyncio.create_task(child.watch())
+        self._watchers[child].add_done_callback(self._note_end)
 
-    def add(self, child: Child, watcher: asyncio.Task[None]) -> None:
-        """Takes over a service that `watcher`, its `watch`, has started."""
-        self._watchers[child] = watcher
+    def exchange(self, old: Child, new: Child, watcher: asyncio.Task[None]) -> None:
+        """Takes over a service that `watcher`, its `watch`, has started; lets go of the one in its place."""
+        self._watchers = {new if child is old else child: each for child, each in self._watchers.items()}
+        self._watchers[new] = watcher
         watcher.add_done_callback(self._note_end)
-
-    def remove(self, child: Child) -> None:
-        """Lets go of a service that is about to stop."""
-        del self._watchers[child]
 
     def has_ended(self, child: Child) -> bool:
         """Whether nobody starts this service again."""

@@ -27,6 +27,20 @@ def run_directory() -> Iterator[Path]:
             shutil.rmtree(path)
 
 
+def live_directories() -> list[Path]:
+    """Those of this user's launchers that run now."""
+    live = []
+    for path in Path(tempfile.gettempdir()).glob(f"{NAME_PREFIX}*/{LOCK_NAME}"):
+        try:
+            with path.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            live.append(path.parent)
+        except OSError:
+            continue  # another user's, or just removed
+    return live
+
+
 def remove_stale_directories() -> list[str]:
     """Removes directories whose launcher is dead and returns their names."""
     removed = []

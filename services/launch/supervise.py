@@ -22,19 +22,25 @@ from services.common.client import open_channel
 from services.common.config import Config
 from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
+from services.common.server import GrpcServer
 from services.gateway import chat_client
-from services.launch.addresses import check_free, place_sockets
+from services.launch.addresses import check_free, control_address, place_sockets, with_dense_address
 from services.launch.child import Child
 from services.launch.children import Children
+from services.launch.dense_place import DensePlace
 from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
+from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
+from services.launch.servicer import SERVICE_NAME, LauncherServicer
 from services.mps import MpsDaemon, has_mps
+from services.pb import launch_pb2_grpc
 
 log = structlog.get_logger()
 
 ROLES = ("attn_worker", "dense_worker", "gateway")  # in starting order; stopped in reverse
 MAX_HEALTH_BYTES = 4096
+MAX_CONTROL_BYTES = 1 << 20  # of one message
 
 
 async def launch(config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
@@ -52,17 +58,31 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
         config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
     ):
         check_free(address)
+    place = DensePlace(config.dense.address, run_dir)
     mps = start_mps(config, run_dir)
     children = Children()
     registry = new_registry("launch")
     LaunchMetrics(registry, lambda: children)
+
+    def make_child(name: str, role: str, config: Config) -> Child:
+        return Child(name, role, config, run_dir, mps.environment if mps else None)
+
+    replacer = DenseReplacer(
+        children, place, config.attention.address, lambda name, config: make_child(name, "dense_worker", config)
+    )
+    control = GrpcServer(control_address(run_dir), [SERVICE_NAME], MAX_CONTROL_BYTES)
+    launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer), control.server)
+    dense_config = with_dense_address(config, place.new_address())
+    place.point_to(dense_config.dense.address)
     for role in ROLES:
-        children.start(Child(role, role, config, run_dir, mps.environment if mps else None))
+        children.start(make_child(role, role, dense_config if role == "dense_worker" else config))
     main = asyncio.create_task(use(config, arguments, children, mps))
     health = asyncio.create_task(HealthWatch(children, config.watchdog, config.launch.start_timeout_s).run())
     drained = asyncio.create_task(drain_gateways(drain, config, children))
     failure = asyncio.create_task(children.wait_failure())
     try:
+        log.info("control", address=await control.start())
+        await control.set_serving(True)
         with serving_metrics(config.launch.metrics_address, registry):
             done, _ = await asyncio.wait([main, drained, failure, health], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -71,7 +91,10 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
         for task in (main, drained, failure, health):
             task.cancel()
         await asyncio.gather(main, drained, failure, health, return_exceptions=True)
+        await replacer.close()
+        await control.stop(0.0)
         await children.stop(config.launch.stop_grace_s)
+        place.remove()
         if mps is not None:
             mps.stop()
         remove_stale_regions()  # of killed children; others have removed theirs

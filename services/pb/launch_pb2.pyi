@@ -15,14 +15,16 @@ class ReplaceDenseRequest(_message.Message):
     def __init__(self, overrides: _Optional[_Iterable[str]] = ..., drop_caches: _Optional[bool] = ...) -> None: ...
 
 class ReplaceDenseReply(_message.Message):
-    __slots__ = ("pid", "pause_ms", "backend")
+    __slots__ = ("pid", "pause_ms", "backend", "has_other_weights")
     PID_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    HAS_OTHER_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     pause_ms: float
     backend: str
-    def __init__(self, pid: _Optional[int] = ..., pause_ms: _Optional[float] = ..., backend: _Optional[str] = ...) -> None: ...
+    has_other_weights: bool
+    def __init__(self, pid: _Optional[int] = ..., pause_ms: _Optional[float] = ..., backend: _Optional[str] = ..., has_other_weights: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,103 @@
+"""`python -m services.launch ctl`: asks the launcher that runs on this machine, by its socket.
+
+Exit status: 0 done; 1 refused or rolled back, everything is as before; 2 wrong command line; 3 no launcher answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from services.common.cli import dashed
+from services.common.errors import PeerError
+from services.launch.addresses import control_address
+from services.launch.run_directory import live_directories
+from services.pb import launch_pb2, launch_pb2_grpc
+
+DONE, FAILED, NO_LAUNCHER = 0, 1, 3
+STATUS_TIMEOUT_S = 10.0
+PATHS = ("model.path", "dense.plan_dir", "dense.step_log")  # of which the launcher's directory is not meant
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="services.launch ctl", description="Talks to a launcher that runs.")
+    parser.add_argument("--launcher", metavar="unix:PATH", help="its socket, where several run; its log names it")
+    commands = parser.add_subparsers(dest="command", required=True)
+    replace = commands.add_parser("replace-dense", help="put another dense worker in the present one's place")
+    replace.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+        help="what is different in the new worker's config, of the sections dense and model",
+    )
+    replace.add_argument(
+        "--drop-caches", action="store_true",
+        help="accept other weights: the KV cache is dropped and requests under way fail",
+    )
+    replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
+    commands.add_parser("status", help="the services that run")
+    arguments = parser.parse_args(dashed(argv))
+    try:
+        address = arguments.launcher or find_launcher()
+    except PeerError as error:
+        return _fail(str(error), NO_LAUNCHER)
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = launch_pb2_grpc.LauncherStub(channel)
+        try:
+            if arguments.command == "status":
+                return print_status(stub)
+            return replace_dense(stub, arguments)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                return _fail(f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
+            return _fail(error.details() or error.code().name, FAILED)
+
+
+def find_launcher() -> str:
+    """The address of the only launcher of this user. Raises `PeerError`."""
+    addresses = [control_address(directory) for directory in live_directories()]
+    if not addresses:
+        raise PeerError("no launcher runs here: start one with `python -m services.launch`")
+    if len(addresses) > 1:
+        raise PeerError(f"{len(addresses)} launchers run here; choose one with --launcher: {' '.join(addresses)}")
+    return addresses[0]
+
+
+def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:
+    """Says what serves now."""
+    request = launch_pb2.ReplaceDenseRequest(
+        overrides=[_absolute(override) for override in arguments.set], drop_caches=arguments.drop_caches
+    )
+    reply = stub.ReplaceDense(request, timeout=arguments.timeout)
+    weights = "other weights, the KV cache was dropped" if reply.has_other_weights else "the same weights and KV cache"
+    print(
+        f"replaced the dense worker: process {reply.pid} serves now, backend {reply.backend}, {weights}; "
+        f"no step for {reply.pause_ms:.0f} ms"
+    )
+    return DONE
+
+
+def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
+    """One line a service."""
+    for service in stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S).services:
+        last_end = f", last end: {service.last_end}" if service.last_end else ""
+        print(f"{service.role} process {service.pid}, {service.num_restarts} restarts{last_end}")
+    return DONE
+
+
+def _absolute(override: str) -> str:
+    """Paths are meant from where the command is given, not from where the launcher was started."""
+    key, equals, value = override.partition("=")
+    if key.strip() not in PATHS or not equals:
+        return override
+    path = Path(value.strip().strip("'\"")).expanduser()
+    return f"{key}={os.path.abspath(path)}"
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"services.launch ctl: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,241 @@
+"""`DenseReplacer`: puts another dense worker in the present one's place, without a stream noticing more than a pause.
+
+    start the new one in standby → compare weights → the old one leaves at a step boundary, its sequences stay with
+    the attention worker → the new one takes over, and computes a token → the old one stops
+
+Whatever fails before the last arrow is undone: the new worker stops and the old one, which has kept its weights,
+goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from services.common.client import open_channel
+from services.common.config import Config, load_config
+from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
+from services.launch.child import Child
+from services.launch.children import Children
+from services.launch.dense_place import DensePlace
+from services.launch.probe import compute_one_token
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+
+log = structlog.get_logger()
+
+ROLE = "dense_worker"
+SECTIONS = ("dense", "model")  # in which the new worker may differ
+RESERVED = ("dense.address", "dense.standby")  # the launcher's own
+POLL_S = 0.02
+LAST_WORDS_S = 3.0  # for a worker that breaks to end, so that its own error can be told
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A dense worker that serves in place of another one."""
+
+    pid: int
+    pause_ms: float  # from asking the old one to leave until the new one was attached
+    backend: str
+    has_other_weights: bool
+
+
+class DenseReplacer:
+    """One replacement at a time. `make_child(name, config)` makes the new one; the launcher's `children` change."""
+
+    def __init__(
+        self,
+        children: Children,
+        place: DensePlace,
+        attention_address: str,
+        make_child: Callable[[str, Config], Child],
+    ) -> None:
+        self._children = children
+        self._place = place
+        self._attention_address = attention_address
+        self._make_child = make_child
+        self._task: asyncio.Task[Any] | None = None  # of the replacement under way
+        self._num_started = 0
+
+    async def replace(self, overrides: Sequence[str], *, drops_caches: bool) -> Replaced:
+        """Raises `RolledBack`, and for what cannot even be tried `InvalidRequest` or `ConfigError`."""
+        if self._task is not None:
+            raise RolledBack("another replacement is under way")
+        [old] = self._children.of_role(ROLE)
+        config = self._configure(old, overrides)
+        self._task = asyncio.current_task()
+        try:
+            self._num_started += 1
+            new = self._make_child(f"{ROLE}-{self._num_started}", config)
+            return await self._replace(old, new, drops_caches=drops_caches)
+        finally:
+            self._task = None
+
+    async def close(self) -> None:
+        """Undoes a replacement that is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _configure(self, old: Child, overrides: Sequence[str]) -> Config:
+        if not self._place.can_switch:
+            raise ConfigError(
+                f"dense.address is {old.config.dense.address}: only a dense worker at a Unix socket can be replaced"
+            )
+        for override in overrides:
+            key = override.partition("=")[0].strip()
+            if key.partition(".")[0] not in SECTIONS or key in RESERVED:
+                raise InvalidRequest(
+                    f"--set {override!r}: only keys of the sections {' and '.join(SECTIONS)} can change, and not "
+                    f"{' or '.join(RESERVED)}"
+                )
+        own = [f'dense.address="{self._place.new_address()}"', "dense.standby=true"]
+        try:
+            return load_config(old.config_file, [*overrides, *own])
+        except ConfigError as error:
+            raise InvalidRequest(str(error)) from error
+
+    async def _replace(self, old: Child, new: Child, *, drops_caches: bool) -> Replaced:
+        log.info("replacing the dense worker", old_pid=old.pid)
+        watcher = asyncio.create_task(new.watch())
+        timeout_s = new.config.launch.start_timeout_s
+        try:
+            async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
+                loaded = await _or_end(_wait_loaded(new_stub, timeout_s), new, watcher)
+                present = await _present_status(old, old_stub)
+                _check_weights(present.weights_hash, loaded.weights_hash, drops_caches=drops_caches)
+                pause_ms, backend = await self._switch(old, old_stub, new, new_stub, watcher)
+        except BaseException as error:
+            await _end(new, watcher)
+            reason = _describe(error)
+            log.error("the dense worker was not replaced", reason=reason, pid=old.pid)
+            if isinstance(error, TwostrokeError | grpc.aio.AioRpcError):
+                raise RolledBack(f"{reason}; the present dense worker, process {old.pid}, goes on") from error
+            raise
+        new.configure(new.config.model_copy(update={"dense": new.config.dense.model_copy(update={"standby": False})}))
+        new.may_restart, new.num_restarts = True, old.num_restarts
+        self._children.exchange(old, new, watcher)
+        old.stop()
+        await old.wait(old.config.launch.stop_grace_s)
+        assert new.pid is not None
+        log.info("dense worker replaced", pid=new.pid, backend=backend, pause_ms=round(pause_ms, 1))
+        return Replaced(new.pid, pause_ms, backend, present.weights_hash != loaded.weights_hash)
+
+    async def _switch(
+        self,
+        old: Child,
+        old_stub: dense_pb2_grpc.DenseWorkerStub,
+        new: Child,
+        new_stub: dense_pb2_grpc.DenseWorkerStub,
+        watcher: asyncio.Task[None],
+    ) -> tuple[float, str]:
+        """The pause in milliseconds and the new worker's backend. What fails is undone."""
+        old.retire()  # started again now, it would throw the new one out
+        self._place.point_to(new.config.dense.address)  # before the streams end, so that they come back to the new one
+        begin = time.monotonic()
+        try:
+            timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step's, and an answer's
+            await old_stub.Leave(dense_pb2.LeaveRequest(), timeout=timeout_s)
+            take_over = new_stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
+            await _or_end(take_over, new, watcher)
+            pause_ms = 1e3 * (time.monotonic() - begin)
+            info = await _or_end(self._check_service(new, new_stub), new, watcher)
+        except BaseException:
+            self._place.point_to(old.config.dense.address)
+            await _end(new, watcher)  # before the old one attaches: both at once would throw each other out
+            await self._bring_back(old, old_stub)
+            raise
+        return pause_ms, info.backend
+
+    async def _check_service(self, new: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseInfo:
+        """Raises what shows that the new worker, which is attached, cannot serve."""
+        timeout_s = new.config.peers.rpc_timeout_s
+        async with open_channel(self._attention_address, new.config.peers.max_message_bytes) as channel:
+            attention = attn_pb2_grpc.AttentionWorkerStub(channel)
+            before = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
+            if not await compute_one_token(stub, timeout_s):  # the gateways' sequences may fill all steps
+                after = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
+                if after.num_steps == before.num_steps:
+                    raise PeerError(f"the new dense worker has completed no step within {timeout_s:g} s")
+        return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+
+    async def _bring_back(self, old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
+        old.keep()
+        if self._children.has_ended(old):
+            self._children.start(old)  # it died in standby
+            return
+        timeout_s = old.config.peers.connect_timeout_s
+        try:
+            await stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.error("the old dense worker does not come back", reason=_describe(error), pid=old.pid)
+            old.kill()  # started again, it attaches by itself
+
+
+async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseStatus:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it listens as soon as it can
+            status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=1.0)
+            if status.state != dense_pb2.DenseStatus.LOADING:
+                return status
+        await asyncio.sleep(POLL_S)
+    raise PeerError(f"the new dense worker has not loaded its weights within {timeout_s:g} s")
+
+
+async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseStatus:
+    status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=old.config.peers.rpc_timeout_s)
+    if status.state != dense_pb2.DenseStatus.SERVING:
+        state = dense_pb2.DenseStatus.State.Name(status.state).lower()
+        raise PeerError(f"the present dense worker does not serve now: it is {state}")
+    return status
+
+
+def _check_weights(present: str, loaded: str, *, drops_caches: bool) -> None:
+    if present != loaded and not drops_caches:
+        raise RolledBack(
+            f"the new dense worker has other weights, {loaded[:16]} and not {present[:16]}: keys and values of the "
+            "present ones are of no use to it. --drop-caches replaces them all the same; requests under way then fail"
+        )
+
+
+async def _or_end(
+    work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child, watcher: asyncio.Task[None]
+) -> Any:
+    """What `work` returns, unless the new worker ends before: then its own last error is raised."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
+            return task.result()
+        await asyncio.wait([watcher], timeout=LAST_WORDS_S)
+        if watcher.done():
+            raise PeerError(f"the new dense worker ended: {new.last_end}") from watcher.exception()
+        return await task
+    finally:
+        task.cancel()
+
+
+async def _end(child: Child, watcher: asyncio.Task[None]) -> None:
+    child.stop()
+    await child.wait(child.config.launch.stop_grace_s)
+    await asyncio.gather(watcher, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _dense_stub(child: Child) -> AsyncIterator[dense_pb2_grpc.DenseWorkerStub]:
+    async with open_channel(child.config.dense.address, child.config.peers.max_message_bytes) as channel:
+        yield dense_pb2_grpc.DenseWorkerStub(channel)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,43 @@
+"""gRPC front of the launcher, for `ctl`, at a socket in the launcher's own directory. Runs on the event loop."""
+
+from __future__ import annotations
+
+import grpc
+
+from services.launch.children import Children
+from services.launch.replace import DenseReplacer
+from services.pb import launch_pb2, launch_pb2_grpc
+
+SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
+
+
+class LauncherServicer(launch_pb2_grpc.LauncherServicer):
+    """Errors leave as `TwostrokeError` and become statuses in `services.common.server`."""
+
+    def __init__(self, children: Children, replacer: DenseReplacer) -> None:
+        self._children = children
+        self._replacer = replacer
+
+    async def ReplaceDense(
+        self, request: launch_pb2.ReplaceDenseRequest, context: grpc.aio.ServicerContext
+    ) -> launch_pb2.ReplaceDenseReply:
+        """Who cancels the call undoes the replacement."""
+        replaced = await self._replacer.replace(list(request.overrides), drops_caches=request.drop_caches)
+        return launch_pb2.ReplaceDenseReply(
+            pid=replaced.pid,
+            pause_ms=replaced.pause_ms,
+            backend=replaced.backend,
+            has_other_weights=replaced.has_other_weights,
+        )
+
+    async def GetStatus(
+        self, request: launch_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> launch_pb2.LauncherStatus:
+        return launch_pb2.LauncherStatus(
+            services=[
+                launch_pb2.ServiceStatus(
+                    role=child.role, pid=child.pid or 0, num_restarts=child.num_restarts, last_end=child.last_end
+                )
+                for child in self._children
+            ]
+        )
