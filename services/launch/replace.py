@@ -176,7 +176,7 @@ class DenseReplacer:
             await stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             log.error("the old dense worker does not come back", reason=_describe(error), pid=old.pid)
-            old.kill()  # started again, it attaches by itself
+            old.kill("it does not take over again")  # started again, it attaches by itself
 
 
 async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseStatus:

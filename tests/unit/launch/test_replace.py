@@ -1,0 +1,310 @@
+"""Every way in which a planned take-over can go: which worker serves in the end, and who was asked for what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common.config import Config, dump_config, load_config
+from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
+from services.launch.addresses import with_dense_address
+from services.launch.children import Children
+from services.launch.dense_place import DensePlace
+from services.launch.replace import DenseReplacer
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+
+State = dense_pb2.DenseStatus
+
+
+class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
+    """A dense worker and the launcher's `Child` in one. It notes in `calls`, shared by all, what it is asked for."""
+
+    def __init__(self, name: str, config: Config, calls: list[str], directory: Path) -> None:
+        self.name, self.role, self.calls = name, "dense_worker", calls
+        self.config_file = directory / f"{name}.toml"
+        self.configure(config)
+        self.pid = sum(name.encode())
+        self.last_end = ""
+        self.may_restart, self.num_restarts, self.num_starts = False, 0, 0
+        self.state = State.STANDBY if config.dense.standby else State.SERVING
+        self.weights_hash = "c0ffee"
+        self.refuses: set[str] = set()  # calls that fail
+        self.on_call: dict[str, Callable[[], Awaitable[None]]] = {}
+        self.first_output = dense_pb2.StepOutput(ended=[dense_pb2.SequenceEnd(reason=dense_pb2.SequenceEnd.LENGTH)])
+        self._is_stopping = False
+        self._is_over = asyncio.Event()
+
+    def configure(self, config: Config) -> None:
+        self.config = config
+        self.config_file.write_text(dump_config(config))
+
+    async def watch(self) -> None:
+        server = grpc.aio.server()
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self, server)
+        server.add_insecure_port(self.config.dense.address)
+        await server.start()
+        self.num_starts += 1
+        await self._is_over.wait()
+        await server.stop(None)
+
+    async def die(self) -> None:
+        self.last_end = "signal SIGKILL"
+        self._is_over.set()
+        self._is_over = asyncio.Event()
+
+    def retire(self) -> None:
+        self._is_stopping = True
+
+    def keep(self) -> None:
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        if not self._is_over.is_set():
+            self.calls.append(f"{self.name} stop")
+        self._is_over.set()
+
+    def kill(self, reason: str) -> None:
+        self.calls.append(f"{self.name} kill: {reason}")
+
+    async def wait(self, grace_s: float) -> None:
+        await self._is_over.wait()
+
+    async def _called(self, call: str, context: grpc.aio.ServicerContext) -> None:
+        self.calls.append(f"{self.name} {call}")
+        if call in self.on_call:
+            await self.on_call[call]()
+        if call in self.refuses:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"no {call} today")
+
+    async def GetStatus(
+        self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseStatus:
+        return dense_pb2.DenseStatus(state=self.state, weights_hash=self.weights_hash)
+
+    async def GetInfo(
+        self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseInfo:
+        return dense_pb2.DenseInfo(backend=f"backend of {self.name}")
+
+    async def Leave(self, request: dense_pb2.LeaveRequest, context: grpc.aio.ServicerContext) -> dense_pb2.LeaveReply:
+        await self._called("leave", context)
+        self.state = State.STANDBY
+        return dense_pb2.LeaveReply()
+
+    async def TakeOver(
+        self, request: dense_pb2.TakeOverRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.TakeOverReply:
+        await self._called("take over", context)
+        self.state = State.SERVING
+        return dense_pb2.TakeOverReply()
+
+    async def Connect(
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[dense_pb2.StepOutput]:
+        await self._called("compute", context)
+        yield self.first_output
+        await asyncio.Event().wait()
+
+
+class FakeAttention(attn_pb2_grpc.AttentionWorkerServicer):
+    """Completes `steps_per_question` steps between two questions for its status."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.steps_per_question = 0
+
+    async def GetStatus(
+        self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.AttentionStatus:
+        self.num_steps += self.steps_per_question
+        return attn_pb2.AttentionStatus(num_steps=self.num_steps)
+
+
+class World:
+    """A launcher with one dense worker, `old`; the next one is `new`, which `prepare` may spoil."""
+
+    def __init__(self, directory: Path, prepare: Callable[[World], None]) -> None:
+        self.calls: list[str] = []
+        self.link = directory / "dense.sock"
+        config = load_config(None, ["peers.rpc_timeout_s=0.5", "channel.wait_timeout_s=20"])
+        place = DensePlace(f"unix:{self.link}", directory)
+        address = place.new_address()
+        place.point_to(address)
+        self.old = FakeChild("old", with_dense_address(config, address), self.calls, directory)
+        self.new: FakeChild | None = None
+        self.attention = FakeAttention()
+        self.children = Children()
+        self.spoil_new: Callable[[FakeChild], None] = lambda child: None
+
+        def make_child(name: str, config: Config) -> FakeChild:
+            assert self.new is None and config.dense.standby
+            self.new = FakeChild("new", config, self.calls, directory)
+            self.spoil_new(self.new)
+            return self.new
+
+        attention_address = f"unix:{directory}/attention.sock"
+        self._server = grpc.aio.server()
+        attn_pb2_grpc.add_AttentionWorkerServicer_to_server(self.attention, self._server)
+        self._server.add_insecure_port(attention_address)
+        self.replacer = DenseReplacer(self.children, place, attention_address, make_child)
+        prepare(self)
+
+    @property
+    def serves(self) -> str:
+        """Whom gateways find."""
+        [present] = [child for child in (self.old, self.new) if child and self.link.readlink() == path_of(child)]
+        return present.name
+
+    async def replace(self, *overrides: str, drops_caches: bool = False) -> str:
+        """The new backend; every server that this started ends."""
+        await self._server.start()
+        self.children.start(self.old)
+        while not self.old.num_starts:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        try:
+            replaced = await self.replacer.replace(overrides, drops_caches=drops_caches)
+            return replaced.backend
+        finally:
+            self.members = [child.name for child in self.children]
+            await self.children.stop(1.0)
+            await self._server.stop(None)
+
+
+def path_of(child: FakeChild) -> Path:
+    return Path(child.config.dense.address.removeprefix("unix:"))
+
+
+def nothing(world: World) -> None:
+    """Spoils nothing."""
+
+
+def run(
+    directory: Path, prepare: Callable[[World], None], *overrides: str, drops_caches: bool = False
+) -> tuple[World, str | TwostrokeError]:
+    async def main() -> tuple[World, str | TwostrokeError]:
+        world = World(directory, prepare)
+        try:
+            return world, await world.replace(*overrides, drops_caches=drops_caches)
+        except TwostrokeError as error:
+            return world, error
+
+    return asyncio.run(main())
+
+
+def test_the_new_worker_takes_over_when_the_old_one_has_left(tmp_path: Path) -> None:
+    world, backend = run(tmp_path, nothing, "dense.num_threads=1")
+    assert backend == "backend of new"
+    assert world.calls[:4] == ["old leave", "new take over", "new compute", "old stop"]
+    assert world.serves == "new" and world.members == ["new"]
+    assert world.new is not None
+    restarted = load_config(world.new.config_file)
+    assert not restarted.dense.standby, "a restart must not wait for anybody"
+    assert restarted.dense.num_threads == 1
+    assert world.new.may_restart
+
+
+@pytest.mark.parametrize("drops_caches", [False, True])
+def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, drops_caches: bool) -> None:
+    def prepare(world: World) -> None:
+        world.spoil_new = lambda child: setattr(child, "weights_hash", "0ther")
+
+    world, result = run(tmp_path, prepare, drops_caches=drops_caches)
+    if drops_caches:
+        assert result == "backend of new" and world.serves == "new"
+    else:
+        assert isinstance(result, RolledBack) and "0ther" in str(result) and "c0ffee" in str(result)
+        assert world.calls[0] == "new stop" and "old leave" not in world.calls
+        assert world.serves == "old" and world.members == ["old"]
+
+
+@pytest.mark.parametrize("call", ["take over", "compute"])
+def test_a_new_worker_that_fails_late_gives_way_to_the_old_one(tmp_path: Path, call: str) -> None:
+    def prepare(world: World) -> None:
+        world.spoil_new = lambda child: child.refuses.add(call)
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack)
+    assert f"no {call} today" in str(result) and f"process {world.old.pid}, goes on" in str(result)
+    # The new one has stopped before the old one attaches again: both at once would throw each other out.
+    assert world.calls.index("old leave") < world.calls.index("new stop") < world.calls.index("old take over")
+    assert world.serves == "old" and world.members == ["old"]
+
+
+def test_an_old_worker_that_cannot_leave_goes_on(tmp_path: Path) -> None:
+    def prepare(world: World) -> None:
+        world.old.refuses.add("leave")
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack) and "no leave today" in str(result)
+    assert "new take over" not in world.calls and "old take over" in world.calls
+    assert world.serves == "old"
+
+
+def test_an_old_worker_that_dies_in_standby_is_started_again_if_the_new_one_fails(tmp_path: Path) -> None:
+    def prepare(world: World) -> None:
+        def spoil(child: FakeChild) -> None:
+            child.on_call["compute"] = world.old.die
+            child.refuses.add("compute")
+
+        world.spoil_new = spoil
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack)
+    assert world.old.num_starts == 2 and world.members == ["old"] and world.serves == "old"
+
+
+@pytest.mark.parametrize(("steps", "is_replaced"), [(3, True), (0, False)])
+def test_a_worker_too_full_for_the_probe_must_complete_steps(tmp_path: Path, steps: int, is_replaced: bool) -> None:
+    def prepare(world: World) -> None:
+        world.attention.steps_per_question = steps
+        world.spoil_new = lambda child: setattr(child, "first_output", dense_pb2.StepOutput())
+
+    world, result = run(tmp_path, prepare)
+    assert (result == "backend of new") is is_replaced
+    assert world.serves == ("new" if is_replaced else "old")
+    if not is_replaced:
+        assert "completed no step" in str(result)
+
+
+def test_a_cancelled_replacement_is_undone(tmp_path: Path) -> None:
+    async def main() -> World:
+        is_computing = asyncio.Event()
+
+        async def hang() -> None:
+            is_computing.set()
+            await asyncio.Event().wait()
+
+        world = World(tmp_path, lambda world: None)
+        world.spoil_new = lambda child: child.on_call.update({"take over": hang})
+        task = asyncio.create_task(world.replace())
+        async with asyncio.timeout(20):
+            await is_computing.wait()
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled()
+        return world
+
+    world = asyncio.run(main())
+    assert world.serves == "old" and world.members == ["old"]
+    assert world.calls.index("new stop") < world.calls.index("old take over")
+
+
+@pytest.mark.parametrize(
+    "override", ["gateway.max_n=3", "dense.address=unix:/x", "dense.standby=false", "dense.nonsense=1", "no key"]
+)
+def test_what_cannot_change_is_refused_before_anything_starts(tmp_path: Path, override: str) -> None:
+    world, result = run(tmp_path, nothing, override)
+    assert isinstance(result, InvalidRequest)
+    assert world.new is None and world.serves == "old"
+
+
+def test_a_worker_at_a_port_cannot_be_replaced(tmp_path: Path) -> None:
+    def prepare(world: World) -> None:
+        world.replacer._place = DensePlace("127.0.0.1:50052", tmp_path)
+
+    _, result = run(tmp_path, prepare)
+    assert isinstance(result, ConfigError) and "only a dense worker at a Unix socket" in str(result)
