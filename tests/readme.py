@@ -37,7 +37,7 @@ def mentioned_paths() -> list[str]:
     without_blocks = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     endings = "py|md|toml|ya?ml|json|proto|html|txt|svg|png"
     named = re.findall(rf"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:{endings}))\b", without_blocks)
-    layout = re.search(r"^## Layout\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    layout = re.search(r"^## Layout\n(.*?)(?:^## |\Z)", README, re.MULTILINE | re.DOTALL)
     assert layout is not None, "README.md has no layout"
     return named + re.findall(r"^    ([\w/.-]+/|[\w/-]+\.py) ", layout[1], re.MULTILINE)
 
