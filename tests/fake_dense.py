@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
+from services.common.dense_info import dense_info_metadata
 from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
 
 Script = Callable[[dense_pb2.Submit], Sequence[int]]
@@ -39,7 +40,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self.num_cached_tokens = 0  # reported for every sequence
         self.submits: list[dense_pb2.Submit] = []
         self.cancelled_seq_ids: list[int] = []
-        self.running: dict[int, _Sequence] = {}  # of the newest stream
+        self._running: list[dict[int, _Sequence]] = []  # one a stream
         self.num_streams = 0
         self._news = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -65,13 +66,15 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        self.running = {}
+        await context.send_initial_metadata(dense_info_metadata(self.info))
+        running: dict[int, _Sequence] = {}
+        self._running.append(running)
         self.num_streams += 1
         step_id = 0
-        reader = asyncio.create_task(self._read(requests))
+        reader = asyncio.create_task(self._read(requests, running))
         try:
             while not reader.done():
-                output = self._step()
+                output = self._step(running)
                 if output.ByteSize():
                     step_id += 1
                     output.step_id = step_id
@@ -82,24 +85,32 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                     await self._news.wait()
         finally:
             self.num_streams -= 1
+            self._running = [other for other in self._running if other is not running]
             reader.cancel()
 
-    async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage]) -> None:
+    @property
+    def running(self) -> dict[int, _Sequence]:
+        """Of all streams, by seq_id."""
+        return {seq_id: sequence for running in self._running for seq_id, sequence in running.items()}
+
+    async def _read(
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], running: dict[int, _Sequence]
+    ) -> None:
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "submit":
                 submit = message.submit
                 self.submits.append(submit)
-                self.running[submit.seq_id] = _Sequence(submit, self.script(submit))
+                running[submit.seq_id] = _Sequence(submit, self.script(submit))
             elif kind == "cancel":
                 self.cancelled_seq_ids.append(message.cancel.seq_id)
-                self.running.pop(message.cancel.seq_id, None)
+                running.pop(message.cancel.seq_id, None)
             self._news.set()
         self._news.set()
 
-    def _step(self) -> dense_pb2.StepOutput:
+    def _step(self, running: dict[int, _Sequence]) -> dense_pb2.StepOutput:
         output = dense_pb2.StepOutput()
-        for seq_id, sequence in list(self.running.items()):
+        for seq_id, sequence in list(running.items()):
             submit = sequence.submit
             if submit.request_id in self.errors:
                 code, message = self.errors[submit.request_id]
@@ -109,7 +120,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                     status_code=code.value[0],
                     message=message,
                 )
-                del self.running[seq_id]
+                del running[seq_id]
                 continue
             if not sequence.is_started:
                 sequence.is_started = True
@@ -132,7 +143,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                 reason = dense_pb2.SequenceEnd.LENGTH
             if reason is not None:
                 output.ended.add(seq_id=seq_id, reason=reason)
-                del self.running[seq_id]
+                del running[seq_id]
         return output
 
 

@@ -20,6 +20,7 @@ from services.common.errors import ConfigError
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"
 MAX_PORT = 65535
 MAX_PROMPTS = 1024  # that the schema of HTTP requests admits
+BALANCED_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 
@@ -40,8 +41,20 @@ def _check_tcp_address(address: str) -> str:
     return address
 
 
+def _check_target(address: str) -> str:
+    """An address, or a name that gRPC resolves to several: dns:///NAME:PORT, ipv4:HOST:PORT,HOST:PORT, ipv6:..."""
+    scheme = next((scheme for scheme in BALANCED_SCHEMES if address.startswith(scheme)), None)
+    if scheme is None:
+        return _check_address(address)
+    targets = address.removeprefix(scheme)
+    if not all(map(_is_host_and_port, [targets.rpartition("/")[2]] if scheme == "dns:" else targets.split(","))):
+        raise ValueError(f"must be dns:///NAME:PORT or {scheme}HOST:PORT,..., with ports from 0 to {MAX_PORT}")
+    return address
+
+
 Seconds = Annotated[float, Field(gt=0)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
+Target = Annotated[str, pydantic.AfterValidator(_check_target)]
 TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers know no Unix sockets
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
@@ -83,10 +96,11 @@ class GatewaySection(Section):
     keep_alive_timeout_s: Seconds = 30.0  # of an idle HTTP connection
     slow_reader_timeout_s: Seconds = 30.0  # how long an HTTP client may leave a full buffer unread
     first_news_timeout_s: Seconds = 1.0  # a streamed answer's status waits so long for a token or an error
+    num_dense_streams: Count = 1  # to dense workers; as many of their replicas can be used
 
 
 class DenseSection(Section):
-    address: Address = "127.0.0.1:50052"
+    address: Target = "127.0.0.1:50052"  # for the gateway also replicas, such as dns:///NAME:PORT
     backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it is there and faster than torch
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; None: all cores but one

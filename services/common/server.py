@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -21,6 +21,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.config import BALANCED_SCHEMES
 from services.common.error_details import rich_status
 from services.common.errors import ConfigError, TwostrokeError
 from services.pb import stall_pb2
@@ -28,6 +29,7 @@ from services.pb import stall_pb2
 log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES = 107  # of Linux
+MIN_PING_INTERVAL_MS = 5_000  # of clients that make sure that we still live
 LIVENESS = "liveness"  # health name for who restarts us: it serves even while there is nothing to serve with
 
 Request = TypeVar("Request")
@@ -40,7 +42,13 @@ class GrpcServer:
     `service_names` are full proto names; they report SERVING between `set_serving(True)` and `(False)`.
     """
 
-    def __init__(self, address: str, service_names: list[str], max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        service_names: list[str],
+        max_message_bytes: int,
+        options: Sequence[tuple[str, object]] = (),
+    ) -> None:
         self._address = address
         self._service_names = service_names
         self._is_serving = False
@@ -48,6 +56,8 @@ class GrpcServer:
         self.server = grpc.aio.server(
             interceptors=[_ErrorInterceptor()],
             options=[
+                ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+                *options,
                 ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
@@ -61,6 +71,8 @@ class GrpcServer:
 
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
+        if self._address.startswith(BALANCED_SCHEMES):
+            raise ConfigError(f"cannot listen on {self._address}: that is a name for clients")
         if self._address.startswith("unix:"):
             check_socket_free(self._address.removeprefix("unix:"))
         try:

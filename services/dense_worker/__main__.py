@@ -39,6 +39,8 @@ log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.dense.v1.DenseWorker"
 STOP_GRACE_S = 1.0
+# A gateway then connects anew, and asks for the addresses behind our name again; open streams stay.
+MAX_CONNECTION_AGE_MS = 60_000
 
 
 async def serve(config: Config) -> None:
@@ -63,7 +65,12 @@ async def serve_watched(
     """See `serve`."""
     model = resolve_model(config.model, config.dense.device)
     use_device(model.device, config.dense.num_threads)
-    server = GrpcServer(config.dense.address, [SERVICE_NAME], config.peers.max_message_bytes)
+    server = GrpcServer(
+        config.dense.address,
+        [SERVICE_NAME],
+        config.peers.max_message_bytes,
+        options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
+    )
     servicer = DenseServicer(metrics, SequenceTracer(tracer))
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
     address = await server.start()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 
+from services.common.dense_info import dense_info_metadata
 from services.common.errors import PeerError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
@@ -119,7 +120,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        engine, _ = self._require_ready()
+        engine, info = self._require_ready()
+        await context.send_initial_metadata(dense_info_metadata(info))
         outbox: _Outbox = asyncio.Queue()
         reader = asyncio.create_task(self._read(requests, engine, outbox))
         self._readers.add(reader)

@@ -52,6 +52,18 @@ class CrashRecord:
         if is_crash:
             self._count_crash(present)
 
+    def left(self) -> None:
+        """The sequences go on with another worker at once. Why this stream ended, if not by a farewell, stays unknown:
+        it is taken for a crash, or a request could kill one worker after the other.
+        """
+        is_crash = self._is_crash is not False
+        present = [entry for entry in self._journal.unfinished() if entry.is_admitted]
+        for entry in present:
+            entry.is_admitted = False
+        self._epoch = self._is_crash = None
+        if is_crash and present:
+            self._count_crash(present)
+
     def _count_crash(self, present: list[JournalEntry]) -> None:
         log.warning("a worker crashed", running=len(present))
         for entry in present:

@@ -1,4 +1,4 @@
-"""The gateway's one stream to the dense worker: sequences out, the tokens of every step in.
+"""One stream of the gateway to a dense worker: sequences out, the tokens of every step in.
 
 Runs in the gateway's event loop. While a stream is up, one task writes and one reads. When it breaks,
 the client connects again and continues every open sequence from the journal; requests see a pause.
@@ -7,15 +7,18 @@ the client connects again and continues every open sequence from the journal; re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 
 from services.common.client import open_channel
 from services.common.config import PeerSection
+from services.common.dense_info import read_dense_info
 from services.common.errors import (
     CapacityError,
     InvalidRequest,
@@ -27,11 +30,13 @@ from services.common.errors import (
 )
 from services.common.sampling_messages import encode_sampling
 from services.common.token_logprobs import decode_logprobs
-from services.common.watchdog import describe_stall
 from services.gateway.crash_record import CrashRecord
 from services.gateway.journal import FinishReason, Journal, JournalEntry
 from services.gateway.request import GenerationRequest
-from services.pb import dense_pb2, dense_pb2_grpc, stall_pb2
+from services.pb import dense_pb2, dense_pb2_grpc
+
+if TYPE_CHECKING:
+    from services.gateway.dense_pool import Share
 
 log = structlog.get_logger()
 
@@ -46,7 +51,11 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
     for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
 }
 
-_Outbox = asyncio.Queue[dense_pb2.GatewayMessage]
+_Outbox = asyncio.Queue[dense_pb2.GatewayMessage | None]  # None ends the stream
+
+
+class StreamReopened(PeerError):
+    """The gateway itself ended a stream, to look for another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +80,24 @@ class DenseClient:
         self,
         address: str,
         peers: PeerSection,
-        journal: Journal,
+        journal: Journal | Share,
         on_connection: Callable[[bool], Awaitable[None]],
+        *,
+        accept: Callable[[ServedModel], None] | None = None,
+        adopt: Callable[[], None] | None = None,
     ) -> None:
+        """`accept` may refuse a worker by a `PeerError`; `adopt` may add to the sequences that will continue."""
         self._address = address
         self._peers = peers
         self._journal = journal
         self._on_connection = on_connection
         self._crashes = CrashRecord(journal)
+        self._accept = accept or self._accept_any
+        self._adopt = adopt
         self._model: ServedModel | None = None
+        self.worker = 0  # epoch of the dense worker at the other end, while there is a stream
         self.num_resubmitted = 0  # sequences that were under way when a stream broke, in all
         self.num_messages = 0  # from the dense worker, in all
-        self.stall: stall_pb2.Stall | None = None  # that the gateway's watchdog sees
         self._is_connected = asyncio.Event()
         self._outbox: _Outbox | None = None  # None: no stream
         self._wait_limits: list[asyncio.TimerHandle] = []  # one a waiting sequence, while there is no stream
@@ -94,7 +109,7 @@ class DenseClient:
             async with asyncio.timeout(self._peers.connect_timeout_s):
                 await self._is_connected.wait()
         except TimeoutError:
-            raise self._absence() from None
+            raise self.absence() from None
 
     @property
     def has_model(self) -> bool:
@@ -116,7 +131,7 @@ class DenseClient:
     def unready_reason(self) -> str | None:
         """Why no sequence could run now; None: they can."""
         if self._outbox is not None:
-            return None if self.stall is None else describe_stall(self.stall)
+            return None
         return f"no dense worker at {self._address}: {self._absence_reason or 'not connected yet'}"
 
     def submit(self, entry: JournalEntry) -> None:
@@ -131,29 +146,73 @@ class DenseClient:
         if self._outbox is not None:
             self._outbox.put_nowait(dense_pb2.GatewayMessage(cancel=dense_pb2.Cancel(seq_id=entry.seq_id)))
 
-    async def run(self) -> None:
-        """Connects, and connects again after each break, until cancelled."""
+    def resubmit(self, entry: JournalEntry) -> None:
+        """Continues a sequence that ran on another stream."""
+        self.num_resubmitted += entry.queue_s is not None
+        self.submit(entry)
+
+    def reopen(self) -> None:
+        """Ends the stream, if there is one, and connects again at once."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(None)
+
+    def forget(self) -> None:
+        """Its sequences go on elsewhere; there is no stream."""
+        self._crashes.left()
+        for wait_limit in self._wait_limits:
+            wait_limit.cancel()
+        self._wait_limits.clear()
+
+    async def run(self, shared_channel: grpc.aio.Channel | None = None) -> None:
+        """Connects, and connects again after each break, until cancelled.
+
+        `shared_channel` takes turns among replicas, and then each of them says itself who it is. Without it there
+        is a channel for each stream: after a take-over the old worker's connection would still be up.
+        """
         loop = asyncio.get_running_loop()
         retry_s = FIRST_RETRY_S
         while True:
             start = loop.time()
             try:
-                # A channel for each stream: after a take-over the old worker's connection would still be up.
-                async with open_channel(self._address, self._peers.max_message_bytes) as channel:
-                    stub = dense_pb2_grpc.DenseWorkerStub(channel)
-                    await self._meet(stub)
-                    await self._converse(stub)
+                if shared_channel is not None:
+                    call = dense_pb2_grpc.DenseWorkerStub(shared_channel).Connect()
+                    with _cancelling(call):
+                        self._meet(await self._answered(call))
+                        await self._converse(call)
+                else:
+                    async with open_channel(self._address, self._peers.max_message_bytes) as channel:
+                        stub = dense_pb2_grpc.DenseWorkerStub(channel)
+                        self._meet(await self._ask(stub))
+                        await self._converse(stub.Connect())
+            except StreamReopened:
+                continue
             except PeerError as error:
                 self._note_absence(str(error))
             is_quick = loop.time() - start < MAX_RETRY_S
             retry_s = min(2 * retry_s, MAX_RETRY_S) if is_quick else FIRST_RETRY_S
             await asyncio.sleep(retry_s)
 
-    async def _meet(self, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
+    async def _ask(self, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseInfo:
         try:
-            info = await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=self._peers.rpc_timeout_s)
+            return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=self._peers.rpc_timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _peer_error(error) from error
+
+    async def _answered(self, call: grpc.aio.StreamStreamCall) -> dense_pb2.DenseInfo:
+        """Who took the call: one of several workers, so that nobody else could tell."""
+        timeout_s = self._peers.rpc_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                info = read_dense_info(await call.initial_metadata())
+                if info is None:  # the call has failed
+                    raise PeerError(f"{(await call.code()).name}: {await call.details()}")
+                return info
+        except TimeoutError:
+            raise PeerError(f"no dense worker took the stream within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise _peer_error(error) from error
+
+    def _meet(self, info: dense_pb2.DenseInfo) -> None:
         model = ServedModel(
             family=info.family,
             dtype=info.dtype,
@@ -162,14 +221,17 @@ class DenseClient:
             max_model_len=info.max_model_len,
             weights_hash=info.weights_hash,
         )
+        self._accept(model)
+        self._model = model
+        self.worker = info.epoch
+        self._crashes.connected(info.epoch)
+
+    def _accept_any(self, model: ServedModel) -> None:
         if self._model is not None and self._model.weights_hash != model.weights_hash:
             for entry in self._journal.unfinished():
                 entry.fail(RequestAborted("the dense worker came back with other weights"))
-        self._model = model
-        self._crashes.connected(info.epoch)
 
-    async def _converse(self, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
-        call = stub.Connect()
+    async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
         outbox: _Outbox = asyncio.Queue()
         # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
         tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call, outbox))]
@@ -185,6 +247,8 @@ class DenseClient:
             await self._end()
 
     async def _begin(self, outbox: _Outbox) -> None:
+        if self._adopt is not None:
+            self._adopt()
         for entry in self._journal.unfinished():
             outbox.put_nowait(_submit_message(entry))
             self.num_resubmitted += entry.queue_s is not None
@@ -210,6 +274,8 @@ class DenseClient:
     async def _write(self, call: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
         while True:
             message = await outbox.get()
+            if message is None:
+                raise StreamReopened(f"another worker is looked for at {self._address}")
             try:
                 await call.write(message)
             except grpc.aio.AioRpcError as error:
@@ -261,7 +327,7 @@ class DenseClient:
 
     def _limit_wait(self, entry: JournalEntry) -> None:
         def give_up() -> None:
-            entry.fail(self._absence())
+            entry.fail(self.absence())
 
         loop = asyncio.get_running_loop()
         self._wait_limits.append(loop.call_later(self._peers.connect_timeout_s, give_up))
@@ -272,9 +338,19 @@ class DenseClient:
             write("no dense worker", address=self._address, reason=reason)
         self._absence_reason = reason
 
-    def _absence(self) -> PeerError:
+    def absence(self) -> PeerError:
+        """What a sequence fails with that waited in vain."""
         timeout_s = self._peers.connect_timeout_s
         return PeerError(f"no dense worker at {self._address} within {timeout_s:g} s: {self._absence_reason}")
+
+
+@contextlib.contextmanager
+def _cancelling(call: grpc.aio.StreamStreamCall) -> Iterator[None]:
+    """A shared channel does not end with the stream, so the call has to."""
+    try:
+        yield
+    finally:
+        call.cancel()
 
 
 def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.client import open_channel
 from services.common.config import PeerSection
 from services.common.watchdog import CHECKS_PER_BOUND, Progress
-from services.gateway.dense_client import DenseClient
+from services.gateway.dense_pool import DensePool
 from services.gateway.journal import Journal
 
 
@@ -23,7 +23,7 @@ class DensePulse:
     """What `Watchdog` looks at in a gateway."""
 
     def __init__(
-        self, address: str, peers: PeerSection, journal: Journal, dense: DenseClient, stall_timeout_s: float
+        self, address: str, peers: PeerSection, journal: Journal, dense: DensePool, stall_timeout_s: float
     ) -> None:
         self._address = address
         self._max_message_bytes = peers.max_message_bytes

@@ -12,7 +12,8 @@ from services.common.errors import TwostrokeError
 from services.common.tracing import Tracer
 from services.gateway.access import Access, Caller
 from services.gateway.admission import Admission
-from services.gateway.dense_client import DenseClient, ServedModel
+from services.gateway.dense_client import ServedModel
+from services.gateway.dense_pool import DensePool
 from services.gateway.generation import Generation
 from services.gateway.journal import FinishReason, Journal
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
@@ -31,7 +32,7 @@ class Frontend:
         max_n: int,
         tokenizer: Tokenizer,
         journal: Journal,
-        dense: DenseClient,
+        dense: DensePool,
         metrics: GatewayMetrics,
         access: Access,
         admission: Admission,

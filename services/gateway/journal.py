@@ -14,11 +14,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.sampling_params import MAX_SEED, SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from services.gateway.dense_pool import Share
 
 
 class FinishReason(Enum):
@@ -74,6 +78,7 @@ class JournalEntry:
         "request",
         "sampling",
         "seq_id",
+        "share",
     )
 
     def __init__(self, journal: Journal, seq_id: int, request: GenerationRequest, index: int, news: News) -> None:
@@ -95,6 +100,7 @@ class JournalEntry:
         self.error: TwostrokeError | None = None
         self.is_admitted = False  # a step of the dense worker may have it
         self.num_crashes = 0  # of a worker, in a row, that found it admitted: no token came in between
+        self.share: Share | None = None  # of which stream
         self._journal = journal
         self._num_taken = 0  # output tokens that the handler has
         self.news = news
@@ -198,6 +204,8 @@ class Journal:
     def close(self, entry: JournalEntry) -> None:
         """Forgets a sequence; tokens that still come for it are ignored."""
         del self._entries[entry.seq_id]
+        if entry.share is not None:
+            entry.share.discard(entry)
         siblings = self._by_request_id[entry.request.request_id]
         siblings.remove(entry)
         if not siblings:

@@ -16,7 +16,7 @@ from services.common.tracing import Tracer, tracing
 from services.common.watchdog import Watchdog
 from services.gateway.access import Access
 from services.gateway.admission import Admission
-from services.gateway.dense_client import DenseClient
+from services.gateway.dense_pool import DensePool
 from services.gateway.dense_pulse import DensePulse
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
@@ -61,7 +61,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     async def set_serving(is_connected: bool) -> None:
         await server.set_serving(is_connected and not admission.is_draining)
 
-    dense = DenseClient(config.dense.address, config.peers, journal, set_serving)
+    dense = DensePool(config.dense.address, config.peers, journal, set_serving, section.num_dense_streams)
     frontend = Frontend(
         config.model.name or path.resolve().name,
         eos_token_ids,
