@@ -12,10 +12,11 @@ import pytest
 
 from services.mps import has_mps
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.cluster import REQUEST_TIMEOUT_S, request
+from tests.cluster import REPOSITORY, REQUEST_TIMEOUT_S, request
 from tests.deploy.bare_services import BareServices
 from tests.deploy.compose_file import COMPOSE_FILES, DEPLOY, config_file, load_compose, mount, seconds
 from tests.deploy.dockerfile import Stage, read_stages
+from tests.deploy.kustomize import BASE, Manifest, containers_of, manifests_of
 
 GRPC_ADDRESS = "0.0.0.0:50051"
 ANSWER = " city in Northern California that is known"
@@ -79,6 +80,30 @@ def test_an_image_without_arguments_serves_the_embedded_model(tmp_path: Path) ->
         info, text = ask(bare)
         assert (info.model, text) == ("tiny-llama", ANSWER)
         assert bare.stop("image", image.last("STOPSIGNAL"), DOCKER_GRACE_S) == 0
+
+
+def test_the_containers_of_the_kubernetes_pod_serve(tmp_path: Path) -> None:
+    [deployment] = manifests_of(BASE / "deployment.yaml")
+    image = read_stages()["cpu"]
+    with bare_services(tmp_path, {"/opt/twostroke": REPOSITORY}) as bare:
+        bare.add_config("/etc/twostroke/config.toml", BASE / "config.toml")
+        containers = containers_of(deployment)
+        for name, container in containers.items():
+            bare.start(name, [*image.exec_form("ENTRYPOINT"), *container["args"]], environment_of({}, image))
+        for probe in ("startupProbe", "readinessProbe"):
+            for name, container in containers.items():
+                bare.wait_healthy(name, grpc_probe(container[probe]), environment_of({}, image))
+        info, text = ask(bare)
+        assert (info.model, text) == ("tiny-llama", ANSWER)
+        grace_s = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        for name in reversed(containers):
+            assert bare.stop(name, image.last("STOPSIGNAL"), grace_s) == 0, bare.log_file(name).read_text()
+
+
+def grpc_probe(probe: Manifest) -> list[str]:
+    """What asks the same as a kubelet's probe."""
+    address, service = f"0.0.0.0:{probe['grpc']['port']}", probe["grpc"].get("service", "")
+    return ["python", "-m", "services.probe", "--address", address, "--service", service]
 
 
 def ask(bare: BareServices) -> tuple[gateway_pb2.ModelInfoResponse, str]:

@@ -1,0 +1,46 @@
+"""Reads the Kubernetes manifests: as they lie there, and merged by Kustomize, where it is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.compose_file import DEPLOY
+
+KUBERNETES = DEPLOY / "kubernetes"
+BASE = KUBERNETES / "base"
+OVERLAYS = ["cpu", "cuda", "replicas"]
+RENDER_TIMEOUT_S = 60.0
+
+Manifest = dict[str, Any]
+
+
+def manifests_of(path: Path) -> list[Manifest]:
+    """All documents of one file."""
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def rendered(overlay: str) -> dict[str, Manifest]:
+    """What `kubectl apply -k` would send, by kind and name. Skips the test where nothing can render it."""
+    if shutil.which("kustomize"):
+        command = ["kustomize", "build"]
+    elif shutil.which("kubectl"):
+        command = ["kubectl", "kustomize"]
+    else:
+        pytest.skip("neither kustomize nor kubectl is installed")
+    result = subprocess.run(
+        [*command, str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True, timeout=RENDER_TIMEOUT_S
+    )
+    assert result.returncode == 0, result.stderr
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(result.stdout)}
+
+
+def containers_of(deployment: Manifest) -> dict[str, Manifest]:
+    """By name, in the order in which they start."""
+    pod = deployment["spec"]["template"]["spec"]
+    return {each["name"]: each for each in (*pod.get("initContainers", []), *pod["containers"])}
