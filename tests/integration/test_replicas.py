@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import dense_pb2, dense_pb2_grpc, gateway_pb2_grpc
@@ -155,6 +156,7 @@ def deployment(directory: Path) -> Iterator[Deployment]:
         running.processes.kill()
 
 
+@pytest.mark.timeout(300)  # two pairs start twice, on machines that may be busy
 def test_when_a_pair_dies_its_streams_go_on_with_the_other_and_it_is_found_again(tmp_path: Path) -> None:
     regions = stale_regions()
     with deployment(tmp_path) as running, ThreadPoolExecutor(NUM_STREAMS) as threads:
