@@ -15,11 +15,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.tls_arguments import add_tls_arguments, open_sync_channel, read_credentials
 
 DEFAULT_TIMEOUT_MS = 1000
 MAX_TIMEOUT_MS = 3_600_000
@@ -44,20 +45,11 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
     """Prints one line on standard error, unless the service serves."""
     parser = _build_parser()
     arguments = parser.parse_args(argv)
-    if (arguments.tls_client_cert is None) != (arguments.tls_client_key is None):
-        parser.error("--tls-client-cert and --tls-client-key belong together")
-    tls_flags = (arguments.tls_ca_cert, arguments.tls_client_cert, arguments.tls_server_name)
-    credentials = None
-    if arguments.tls or any(flag is not None for flag in tls_flags):
-        try:
-            credentials = _read_credentials(arguments)
-        except OSError as error:
-            parser.error(f"{error.filename!r} cannot be read: {error.strerror}")
     code, message = probe(
         arguments.address,
         arguments.service,
         arguments.timeout_ms / 1000,
-        credentials=credentials,
+        credentials=read_credentials(parser, arguments),
         server_name=arguments.tls_server_name,
     )
     if code is not ExitCode.SERVING:
@@ -79,14 +71,7 @@ def probe(
     `service` is a full proto name, or empty for the whole server. Without `credentials` it speaks plain text;
     `server_name` is what the server's certificate must be of, if that is not the address.
     """
-    options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
-    if server_name is not None:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    if credentials is None:
-        channel = grpc.insecure_channel(address, options=options)
-    else:
-        channel = grpc.secure_channel(address, credentials, options=options)
-    with channel:
+    with open_sync_channel(address, credentials, server_name) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
             status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status
@@ -112,11 +97,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="longest time that the answer may take (%(default)s)",
     )
-    parser.add_argument("--tls", action="store_true", help="speak TLS; the flags below ask for it too")
-    parser.add_argument("--tls-ca-cert", type=Path, metavar="FILE", help="PEM of who signed the server's certificate")
-    parser.add_argument("--tls-client-cert", type=Path, metavar="FILE", help="PEM of our own, where both have one")
-    parser.add_argument("--tls-client-key", type=Path, metavar="FILE", help="its key")
-    parser.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate (the address)")
+    add_tls_arguments(parser)
     return parser
 
 
@@ -125,14 +106,6 @@ def _milliseconds(text: str) -> int:
     if not 1 <= value <= MAX_TIMEOUT_MS:
         raise argparse.ArgumentTypeError(f"{value} is not between 1 and {MAX_TIMEOUT_MS}")
     return value
-
-
-def _read_credentials(arguments: argparse.Namespace) -> grpc.ChannelCredentials:
-    ca_cert, key, cert = (
-        None if file is None else file.read_bytes()
-        for file in (arguments.tls_ca_cert, arguments.tls_client_key, arguments.tls_client_cert)
-    )
-    return grpc.ssl_channel_credentials(ca_cert, key, cert)
 
 
 if __name__ == "__main__":

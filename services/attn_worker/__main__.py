@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.servicer import AttentionServicer
 from services.common.channel.shm_cleanup import remove_stale_regions
 from services.common.cli import parse_service_args
+from services.common.client import read_peer_tls
 from services.common.config import Config
 from services.common.logs import configure_logs
 from services.common.metrics import new_registry, serving_metrics
@@ -39,7 +40,8 @@ async def serve(config: Config) -> None:
 async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer) -> None:
     """See `serve`."""
     section = config.attention
-    server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes)
+    tls = read_peer_tls(config.peers)
+    server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
     model = resolve_model(config.model, section.device)
     use_device(model.device, section.num_threads)
     if removed := remove_stale_regions():

@@ -17,7 +17,8 @@ from pydantic import Field
 
 from services.common.errors import ConfigError
 
-API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"
+API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # of the gateway
+API_KEY_VARIABLE = "TWOSTROKE_API_KEY"  # of clients
 MAX_PORT = 65535
 MAX_PROMPTS = 1024  # that the schema of HTTP requests admits
 BALANCED_SCHEMES = ("dns:", "ipv4:", "ipv6:")
@@ -56,6 +57,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
 Target = Annotated[str, pydantic.AfterValidator(_check_target)]
 TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers know no Unix sockets
+SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
 
@@ -84,6 +86,10 @@ class GatewaySection(Section):
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
     queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step
+    tls_certificate: Path | None = None  # PEM, for gRPC and HTTP alike; read at start
+    tls_key: Path | None = None  # PEM, its key
+    tls_client_ca: Path | None = None  # PEM; clients must have a certificate that it signed
+    local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes and launcher
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0  # from SIGTERM, for requests under way to end; SIGINT: none
     api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
@@ -148,6 +154,10 @@ class PeerSection(Section):
     connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
     rpc_timeout_s: Seconds = 10.0  # of one unary call between services
     max_message_bytes: Count = 64 * 2**20  # of one gRPC message between services
+    tls_certificate: Path | None = None  # PEM; with it services speak TLS among each other, and all must show one
+    tls_key: Path | None = None  # PEM, its key
+    tls_ca: Path | None = None  # PEM; who must have signed the others'
+    tls_server_name: str | None = None  # in the workers' certificates; None: the host of their address
 
 
 class LaunchSection(Section):
@@ -199,6 +209,13 @@ class Config(Section):
                 f"scheduler.max_num_batched_tokens {scheduler.max_num_batched_tokens}: "
                 "a step could not give every sequence a token"
             )
+        if (self.gateway.tls_certificate is None) != (self.gateway.tls_key is None):
+            raise ValueError("gateway.tls_certificate and gateway.tls_key belong together")
+        if self.gateway.tls_client_ca is not None and self.gateway.tls_certificate is None:
+            raise ValueError("gateway.tls_client_ca needs gateway.tls_certificate and gateway.tls_key")
+        peers = self.peers
+        if len({file is None for file in (peers.tls_certificate, peers.tls_key, peers.tls_ca)}) > 1:
+            raise ValueError("peers.tls_certificate, peers.tls_key and peers.tls_ca belong together")
         if not model.path.is_dir():
             raise ValueError(f"model.path {str(model.path)!r} is not a directory")
         addresses = [self.gateway.address, self.gateway.http_address, self.dense.address, self.attention.address]
@@ -231,6 +248,17 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
 def api_keys_of_environment() -> str:
     """`NAME=KEY,NAME=KEY`, for keys that should not lie in a file; may be empty. See gateway/api_keys.py."""
     return os.environ.get(API_KEYS_VARIABLE, "")
+
+
+def add_api_key(name: str, key: str) -> None:
+    """One more for the gateways that this process starts."""
+    pairs = api_keys_of_environment()
+    os.environ[API_KEYS_VARIABLE] = f"{pairs},{name}={key}" if pairs else f"{name}={key}"
+
+
+def api_key_of_environment() -> str | None:
+    """The key that a client sends if it is told none."""
+    return os.environ.get(API_KEY_VARIABLE)
 
 
 def dump_config(config: Config) -> str:

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common.config import BALANCED_SCHEMES
 from services.common.error_details import rich_status
 from services.common.errors import ConfigError, TwostrokeError
+from services.common.tls import TlsFiles, warn_if_exposed
 from services.pb import stall_pb2
 
 log = structlog.get_logger()
@@ -47,9 +48,14 @@ class GrpcServer:
         address: str,
         service_names: list[str],
         max_message_bytes: int,
+        tls: TlsFiles | None = None,
+        local_address: str | None = None,
         options: Sequence[tuple[str, object]] = (),
     ) -> None:
+        """`local_address`: a Unix socket where it listens too, and without TLS."""
         self._address = address
+        self._tls = tls
+        self._local_address = local_address
         self._service_names = service_names
         self._is_serving = False
         self._stall: stall_pb2.Stall | None = None
@@ -73,18 +79,27 @@ class GrpcServer:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
         if self._address.startswith(BALANCED_SCHEMES):
             raise ConfigError(f"cannot listen on {self._address}: that is a name for clients")
-        if self._address.startswith("unix:"):
-            check_socket_free(self._address.removeprefix("unix:"))
-        try:
-            port = self.server.add_insecure_port(self._address)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._address}: port in use or address not of this host") from error
+        port = self._bind(self._address, self._tls)
+        if self._local_address is not None:
+            self._bind(self._local_address, None)
+        if self._tls is None:
+            warn_if_exposed(self._address)
         await self.set_serving(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
         if self._address.startswith("unix:"):
             return self._address
         return f"{self._address.rpartition(':')[0]}:{port}"
+
+    def _bind(self, address: str, tls: TlsFiles | None) -> int:
+        if address.startswith("unix:"):
+            check_socket_free(address.removeprefix("unix:"))
+        try:
+            if tls is None:
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, tls.server_credentials())
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: port in use or address not of this host") from error
 
     async def set_serving(self, is_serving: bool) -> None:
         """What `grpc.health.v1` answers for the whole server and each of its services, unless it is stalled."""

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.channel import ChannelSpec
 from services.common.cli import parse_service_args
+from services.common.client import read_peer_tls
 from services.common.config import Config, ModelSection
 from services.common.logs import configure_logs
 from services.common.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -63,12 +64,14 @@ async def serve_watched(
     tracer: Tracer,
 ) -> None:
     """See `serve`."""
+    tls = read_peer_tls(config.peers)
     model = resolve_model(config.model, config.dense.device)
     use_device(model.device, config.dense.num_threads)
     server = GrpcServer(
         config.dense.address,
         [SERVICE_NAME],
         config.peers.max_message_bytes,
+        tls and tls.files,
         options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
     )
     servicer = DenseServicer(metrics, SequenceTracer(tracer))

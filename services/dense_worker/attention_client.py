@@ -18,7 +18,7 @@ import torch
 
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import map_channel
-from services.common.client import open_channel
+from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, TwostrokeError
 from services.dense_worker.scheduler import StepPlan
@@ -98,7 +98,7 @@ class AttentionClient:
         self._connect_timeout_s = peers.connect_timeout_s
         self._rpc_timeout_s = peers.rpc_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._grpc = open_channel(address, peers.max_message_bytes)
+        self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
         self._attachment: Attachment | None = None
         self._to_send: asyncio.Queue[tuple[Attachment, StepPlan | Sequence | AttachmentEnd]] = asyncio.Queue()

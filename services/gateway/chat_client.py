@@ -10,12 +10,14 @@ import os
 import readline  # noqa: F401  line editing and history for input()
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 
 from services.common.cli import dashed
-from services.common.config import GatewaySection
+from services.common.config import API_KEY_VARIABLE, GatewaySection, api_key_of_environment
+from services.common.tls_arguments import add_tls_arguments, open_sync_channel, read_credentials
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 INFO_TIMEOUT_S = 5.0
@@ -33,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = _request(arguments)
     except ValueError as error:  # a number too large for its field
         parser.error(str(error))
-    with grpc.insecure_channel(arguments.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub = gateway_pb2_grpc.GatewayStub(channel)
+    credentials = read_credentials(parser, arguments)
+    with open_sync_channel(arguments.address, credentials, arguments.tls_server_name) as channel:
+        api_key = arguments.api_key or api_key_of_environment()
+        stub = gateway_pb2_grpc.GatewayStub(grpc.intercept_channel(channel, _ApiKey(api_key)) if api_key else channel)
         try:
             if arguments.prompt is None:
                 converse(stub, request, arguments)
@@ -120,6 +124,29 @@ def converse(
             del messages[-1]  # so that roles keep alternating
 
 
+class _ApiKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Sends an API key with every call."""
+
+    def __init__(self, api_key: str) -> None:
+        self._metadata = [("authorization", f"Bearer {api_key}")]
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
+        return continuation(_CallDetails(details.method, details.timeout, self._metadata), request)
+
+    def intercept_unary_stream(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
+        return continuation(_CallDetails(details.method, details.timeout, self._metadata), request)
+
+
+class _CallDetails(grpc.ClientCallDetails):
+    def __init__(self, method: str, timeout: float | None, metadata: Sequence[tuple[str, str]]) -> None:
+        self.method, self.timeout, self.metadata = method, timeout, metadata
+        self.credentials = self.wait_for_ready = self.compression = None
+
+
 def _request(arguments: argparse.Namespace) -> gateway_pb2.GenerateRequest:
     request = gateway_pb2.GenerateRequest(
         sampling=sampling_pb2.SamplingParams(
@@ -154,6 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     address = GatewaySection().address
     parser.add_argument("--address", default=address, help="of the gateway (default: %(default)s)")
+    add_tls_arguments(parser)
+    parser.add_argument("--api-key", metavar="KEY", help=f"others can see it; better set {API_KEY_VARIABLE}")
     parser.add_argument("--prompt", help="text to continue")
     parser.add_argument("--chat", action="store_true", help="send --prompt as a user's message")
     parser.add_argument("--system", help="system message of the chat")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import grpc
 import structlog
 
-from services.common.client import open_channel
+from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.dense_info import read_dense_info
 from services.common.errors import (
@@ -89,6 +89,7 @@ class DenseClient:
         """`accept` may refuse a worker by a `PeerError`; `adopt` may add to the sequences that will continue."""
         self._address = address
         self._peers = peers
+        self._tls = read_peer_tls(peers)
         self._journal = journal
         self._on_connection = on_connection
         self._crashes = CrashRecord(journal)
@@ -180,7 +181,7 @@ class DenseClient:
                         self._meet(await self._answered(call))
                         await self._converse(call)
                 else:
-                    async with open_channel(self._address, self._peers.max_message_bytes) as channel:
+                    async with open_channel(self._address, self._peers.max_message_bytes, self._tls) as channel:
                         stub = dense_pb2_grpc.DenseWorkerStub(channel)
                         self._meet(await self._ask(stub))
                         await self._converse(stub.Connect())

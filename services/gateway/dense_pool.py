@@ -16,7 +16,7 @@ from functools import partial
 import grpc
 import structlog
 
-from services.common.client import is_balanced, open_channel
+from services.common.client import is_balanced, open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.errors import PeerError, RequestAborted
 from services.common.server import run_together
@@ -164,7 +164,9 @@ class DensePool:
         async with contextlib.AsyncExitStack() as stack:
             channel: grpc.aio.Channel | None = None
             if is_balanced(self._address):  # taking turns is a channel's business: one for all streams
-                channel = await stack.enter_async_context(open_channel(self._address, self._peers.max_message_bytes))
+                channel = await stack.enter_async_context(
+                    open_channel(self._address, self._peers.max_message_bytes, read_peer_tls(self._peers))
+                )
             streams = [share.client.run(channel) for share in self._shares]
             await run_together(self._rebalance(), *streams)
 

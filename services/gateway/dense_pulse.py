@@ -12,7 +12,7 @@ import contextlib
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.client import open_channel
+from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.watchdog import CHECKS_PER_BOUND, Progress
 from services.gateway.dense_pool import DensePool
@@ -27,6 +27,7 @@ class DensePulse:
     ) -> None:
         self._address = address
         self._max_message_bytes = peers.max_message_bytes
+        self._tls = read_peer_tls(peers)
         self._journal = journal
         self._dense = dense
         self._interval_s = stall_timeout_s / CHECKS_PER_BOUND
@@ -45,7 +46,7 @@ class DensePulse:
 
     async def run(self) -> None:
         """Asks until cancelled."""
-        async with open_channel(self._address, self._max_message_bytes) as channel:
+        async with open_channel(self._address, self._max_message_bytes, self._tls) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while True:
                 await asyncio.sleep(self._interval_s)

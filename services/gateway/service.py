@@ -12,6 +12,7 @@ from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
 from services.common.server import GrpcServer, run_until
+from services.common.tls import is_exposed, tls_files
 from services.common.tracing import Tracer, tracing
 from services.common.watchdog import Watchdog
 from services.gateway.access import Access
@@ -54,7 +55,11 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     section = config.gateway
     metrics = GatewayMetrics(registry)
     access = Access(section.api_keys_file, api_keys_of_environment(), metrics.on_rejected)
-    server = GrpcServer(config.gateway.address, [SERVICE_NAME], config.gateway.max_message_bytes)
+    tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
+    server = GrpcServer(section.address, [SERVICE_NAME], section.max_message_bytes, tls, section.local_address)
+    for exposed in filter(is_exposed, (section.address, section.http_address)):
+        if not access.needs_key:
+            log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
     journal = Journal()
     admission = Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens)
 
@@ -78,7 +83,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
     worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
     app = build_app(frontend, config.gateway, registry, worker_load)
-    http_server = HttpServer(app, config.gateway)
+    http_server = HttpServer(app, config.gateway, tls)
     address = await server.start()
     http_address = ""
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import grpc
 
-from services.common.client import open_channel
+from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
@@ -48,7 +48,8 @@ class WorkerLoad:
 
     def __init__(self, dense_address: str, attention_address: str, peers: PeerSection) -> None:
         addresses = (dense_address, attention_address)
-        self._channels = [open_channel(address, peers.max_message_bytes) for address in addresses]
+        tls = read_peer_tls(peers)
+        self._channels = [open_channel(address, peers.max_message_bytes, tls) for address in addresses]
         self._dense = dense_pb2_grpc.DenseWorkerStub(self._channels[0])
         self._attention = attn_pb2_grpc.AttentionWorkerStub(self._channels[1])
         self._reading: asyncio.Task[Load] | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from services.common.client import read_peer_tls
 from services.common.config import Config
 from services.common.errors import ConfigError
+from services.common.tls import tls_files
 
 
 def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
@@ -14,6 +16,8 @@ def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
     places = {"dense": {"address": "dense"}, "attention": {"address": "attention"}}
     if is_private:
         places["gateway"] = {"address": "gateway", "http_address": "http"}
+    if config.gateway.tls_certificate is not None:
+        places.setdefault("gateway", {})["local_address"] = "local"  # where the launcher needs no certificate
     update = {}
     for name, keys in places.items():
         section = getattr(config, name)
@@ -32,6 +36,13 @@ def with_dense_address(config: Config, address: str) -> Config:
 def control_address(run_dir: Path) -> str:
     """Where the launcher of that directory answers `ctl`."""
     return f"unix:{run_dir}/launch.sock"
+
+
+def check_tls(config: Config) -> None:
+    """Raises `ConfigError` for files that the services could not use: sooner than they would, and once."""
+    gateway = config.gateway
+    tls_files(gateway.tls_certificate, gateway.tls_key, gateway.tls_client_ca)
+    read_peer_tls(config.peers)
 
 
 def check_free(address: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common.client import PeerTls, read_peer_tls
 from services.common.config import Config, dump_config
 from services.common.errors import PeerError
 
@@ -68,9 +69,16 @@ class Child:
 
     @property
     def address(self) -> str:
-        """Where its gRPC server listens."""
-        sections = {"dense_worker": "dense", "attn_worker": "attention", "gateway": "gateway"}
+        """Where its gRPC server listens, for this process to ask."""
+        if self.role == "gateway":
+            return self.config.gateway.local_address or self.config.gateway.address
+        sections = {"dense_worker": "dense", "attn_worker": "attention"}
         return getattr(self.config, sections[self.role]).address
+
+    @property
+    def tls(self) -> PeerTls | None:
+        """How to speak to it there. Raises `ConfigError` for files that cannot be used any more."""
+        return None if self.role == "gateway" else read_peer_tls(self.config.peers)
 
     @property
     def is_running(self) -> bool:

@@ -100,7 +100,7 @@ class HealthWatch:
     async def _check(self, child: Child, pulse: Pulse) -> None:
         """Asks one service for its health, and for its stall if it does not serve."""
         timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
-        async with open_channel(child.address, MAX_MESSAGE_BYTES) as channel:
+        async with open_channel(child.address, MAX_MESSAGE_BYTES, child.tls) as channel:
             try:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

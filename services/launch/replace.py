@@ -157,7 +157,7 @@ class DenseReplacer:
     async def _check_service(self, new: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseInfo:
         """Raises what shows that the new worker, which is attached, cannot serve."""
         timeout_s = new.config.peers.rpc_timeout_s
-        async with open_channel(self._attention_address, new.config.peers.max_message_bytes) as channel:
+        async with open_channel(self._attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
             before = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
             if not await compute_one_token(stub, timeout_s):  # the gateways' sequences may fill all steps
@@ -231,7 +231,7 @@ async def _end(child: Child, watcher: asyncio.Task[None]) -> None:
 
 @contextlib.asynccontextmanager
 async def _dense_stub(child: Child) -> AsyncIterator[dense_pb2_grpc.DenseWorkerStub]:
-    async with open_channel(child.config.dense.address, child.config.peers.max_message_bytes) as channel:
+    async with open_channel(child.config.dense.address, child.config.peers.max_message_bytes, child.tls) as channel:
         yield dense_pb2_grpc.DenseWorkerStub(channel)
 
 

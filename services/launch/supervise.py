@@ -24,12 +24,13 @@ from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
 from services.common.server import GrpcServer
 from services.gateway import chat_client
-from services.launch.addresses import check_free, control_address, place_sockets, with_dense_address
+from services.launch.addresses import check_free, check_tls, control_address, place_sockets, with_dense_address
 from services.launch.child import Child
 from services.launch.children import Children
 from services.launch.dense_place import DensePlace
 from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
+from services.launch.own_key import make_own_key
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.servicer import SERVICE_NAME, LauncherServicer
@@ -58,7 +59,9 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
         config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
     ):
         check_free(address)
+    check_tls(config)
     place = DensePlace(config.dense.address, run_dir)
+    api_key = make_own_key(config)
     mps = start_mps(config, run_dir)
     children = Children()
     registry = new_registry("launch")
@@ -76,7 +79,7 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     place.point_to(dense_config.dense.address)
     for role in ROLES:
         children.start(make_child(role, role, dense_config if role == "dense_worker" else config))
-    main = asyncio.create_task(use(config, arguments, children, mps))
+    main = asyncio.create_task(use(config, arguments, children, mps, api_key))
     health = asyncio.create_task(HealthWatch(children, config.watchdog, config.launch.start_timeout_s).run())
     drained = asyncio.create_task(drain_gateways(drain, config, children))
     failure = asyncio.create_task(children.wait_failure())
@@ -111,11 +114,16 @@ async def drain_gateways(drain: asyncio.Event, config: Config, children: Childre
 
 
 async def use(
-    config: Config, arguments: argparse.Namespace, children: Children, mps: MpsDaemon | None
+    config: Config,
+    arguments: argparse.Namespace,
+    children: Children,
+    mps: MpsDaemon | None,
+    api_key: str | None,
 ) -> None:
     """What the user sees: one answer and out, or a served address."""
     address = config.gateway.address
-    await wait_serving(address, config.launch.start_timeout_s)
+    own_address = config.gateway.local_address or address
+    await wait_serving(own_address, config.launch.start_timeout_s)
     for child in children:
         child.may_restart = True
     if mps is not None:
@@ -126,19 +134,21 @@ async def use(
             log.info("both workers are MPS clients")
     prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
     if prompt is not None:
-        client = ["--address", address, "--prompt", prompt, "--max-tokens", str(arguments.max_tokens)]
+        client = ["--address", own_address, "--prompt", prompt, "--max-tokens", str(arguments.max_tokens)]
+        client += [] if api_key is None else ["--api-key", api_key]
         if await asyncio.to_thread(chat_client.main, client) not in (0, chat_client.BROKEN_PIPE_STATUS):
             raise PeerError("the prompt was not answered")
     if arguments.prompt is not None:
         return
     http_address = config.gateway.http_address
-    page = "" if http_address.startswith("unix:") else f"  in a browser: http://{http_address}/\n"
+    scheme = "http" if config.gateway.tls_certificate is None else "https"
+    page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
     print(
         f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
         f"{http_address}. Stop with Ctrl-C.\n{page}"
-        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {address} "
+        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {own_address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"
-        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {address}",
+        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {own_address}",
         file=sys.stderr,
         flush=True,
     )

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import resource
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvicorn
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError
 from services.common.server import check_socket_free
+from services.common.tls import TlsFiles, warn_if_exposed
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
 
@@ -28,8 +31,9 @@ START_TIMEOUT_S = 10.0
 class HttpServer:
     """Serves one ASGI application at `section.address`."""
 
-    def __init__(self, app: ASGIApp, section: GatewaySection) -> None:
+    def __init__(self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None = None) -> None:
         self._section = section
+        self._tls = tls
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
         config = uvicorn.Config(
@@ -44,6 +48,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=section.keep_alive_timeout_s,  # type: ignore[arg-type]  any number will do
+            **({} if tls is None else _tls_options(tls)),
         )
         self._server = _Server(config)
 
@@ -51,6 +56,8 @@ class HttpServer:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
         _raise_open_files()
         self._socket = bind(self._section.http_address)
+        if self._tls is None:
+            warn_if_exposed(self._section.http_address)
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         async with asyncio.timeout(START_TIMEOUT_S):
             while not self._server.started:
@@ -101,6 +108,15 @@ def bind(address: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
     listener.setblocking(False)
     return listener
+
+
+def _tls_options(tls: TlsFiles) -> dict[str, Any]:
+    return {
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_ca_certs": None if tls.ca is None else str(tls.ca),
+        "ssl_cert_reqs": ssl.CERT_NONE if tls.ca is None else ssl.CERT_REQUIRED,
+    }
 
 
 def _protocol_of(section: GatewaySection) -> type[BoundedProtocol]:

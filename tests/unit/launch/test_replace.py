@@ -23,6 +23,8 @@ State = dense_pb2.DenseStatus
 class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
     """A dense worker and the launcher's `Child` in one. It notes in `calls`, shared by all, what it is asked for."""
 
+    tls = None
+
     def __init__(self, name: str, config: Config, calls: list[str], directory: Path) -> None:
         self.name, self.role, self.calls = name, "dense_worker", calls
         self.config_file = directory / f"{name}.toml"

@@ -1,0 +1,150 @@
+"""TLS and mutual TLS of both fronts, with certificates made here, and who is told of an open door."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from pathlib import Path
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from services.common.errors import ConfigError
+from services.common.tls import is_exposed, tls_files
+from services.pb import gateway_pb2, gateway_pb2_grpc
+from tests.certificates import Authority, Pair
+from tests.fake_dense import FakeDense
+from tests.running_gateway import RunningGateway, run, running_gateway
+
+
+def free_address() -> str:
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{finder.getsockname()[1]}"
+
+
+def options(tmp_path: Path, server: Pair, client_ca: Path | None = None) -> dict[str, object]:
+    return {
+        "address": free_address(),
+        "local_address": f"unix:{tmp_path}/local.sock",
+        "tls_certificate": server.certificate,
+        "tls_key": server.key,
+        "tls_client_ca": client_ca,
+    }
+
+
+async def ask_grpc(gateway: RunningGateway, ca: Path, client: Pair | None = None) -> list[int]:
+    """Tokens of an answer over TLS. Raises `AioRpcError`."""
+    key, certificate = (None, None) if client is None else (client.key.read_bytes(), client.certificate.read_bytes())
+    credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key, certificate)
+    async with grpc.aio.secure_channel(gateway.address, credentials) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        response = await stub.Generate(gateway_pb2.GenerateRequest(prompt="hi", max_tokens=3), timeout=20)
+        return list(response.completions[0].token_ids)
+
+
+async def ask_http(tmp_path: Path, ca: Path, client: Pair | None = None) -> bytes:
+    """The status line of /ready over TLS. Raises `ssl.SSLError` or `ConnectionError`."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if client is not None:
+        context.load_cert_chain(client.certificate, client.key)
+    reader, writer = await asyncio.open_unix_connection(
+        f"{tmp_path}/http.sock", ssl=context, server_hostname="localhost"
+    )
+    try:
+        writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        line = await reader.readline()
+    finally:
+        writer.close()
+    if not line:
+        raise ConnectionResetError("the server closed the connection")
+    return line
+
+
+def test_both_fronts_speak_tls_and_nothing_else(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "good")
+
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * 3)
+        async with running_gateway(tmp_path, dense, **options(tmp_path, authority.sign("server"))) as gateway:
+            assert await ask_grpc(gateway, authority.file) == [5] * 3
+            assert await ask_http(tmp_path, authority.file) == b"HTTP/1.1 200 OK\r\n"
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask_grpc(gateway, Authority(tmp_path, "other").file)
+            async with grpc.aio.insecure_channel(gateway.address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await gateway_pb2_grpc.GatewayStub(channel).ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=5)
+            reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/http.sock")
+            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"HTTP" not in await reader.read(100)
+            writer.close()
+
+    run(test())
+
+
+def test_mutual_tls_serves_only_whom_the_authority_signed(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path, "good"), Authority(tmp_path, "stranger")
+    server, client, impostor = authority.sign("server"), authority.sign("client"), stranger.sign("impostor")
+
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [5] * 3)
+        async with running_gateway(tmp_path, dense, **options(tmp_path, server, authority.file)) as gateway:
+            assert await ask_grpc(gateway, authority.file, client) == [5] * 3
+            assert await ask_http(tmp_path, authority.file, client) == b"HTTP/1.1 200 OK\r\n"
+            for refused in (None, impostor):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await ask_grpc(gateway, authority.file, refused)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                with pytest.raises((ssl.SSLError, ConnectionError)):
+                    await ask_http(tmp_path, authority.file, refused)
+            assert len(dense.submits) == 1
+            await gateway.wait_serving()  # by the local address, where nobody needs a certificate
+
+    run(test())
+
+
+def test_files_that_cannot_work_are_named_at_the_start(tmp_path: Path) -> None:
+    one, other = (Authority(tmp_path, name).sign(name + "-server") for name in ("one", "other"))
+    with pytest.raises(ConfigError, match=r"/nowhere/cert\.pem"):
+        tls_files(Path("/nowhere/cert.pem"), one.key, None)
+    with pytest.raises(ConfigError, match=r"one-server\.pem.*other-server\.key.*MISMATCH"):
+        tls_files(one.certificate, other.key, None)
+    (tmp_path / "garbage.pem").write_text("garbage")
+    with pytest.raises(ConfigError, match=r"garbage\.pem"):
+        tls_files(one.certificate, one.key, tmp_path / "garbage.pem")
+    assert tls_files(one.certificate, one.key, tmp_path / "one-ca.pem") is not None
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("unix:/tmp/x", False),
+        ("127.0.0.1:1", False),
+        ("127.1.2.3:1", False),
+        ("[::1]:1", False),
+        ("localhost:1", False),
+        ("0.0.0.0:1", True),
+        ("[::]:1", True),
+        ("192.168.1.2:1", True),
+        ("example.org:1", True),
+    ],
+)
+def test_what_others_can_reach(address: str, expected: bool) -> None:
+    assert is_exposed(address) is expected
+
+
+def test_an_open_door_is_said_aloud(tmp_path: Path) -> None:
+    address = f"0.0.0.0:{free_address().rpartition(':')[2]}"
+
+    async def test() -> None:
+        with capture_logs() as logs:
+            async with running_gateway(tmp_path, FakeDense(lambda submit: [5]), address=address):
+                pass
+        warnings = [each["event"] for each in logs if each["log_level"] == "warning" and each.get("address") == address]
+        assert len(warnings) == 2
+        assert any("nothing is encrypted" in each for each in warnings)
+        assert any("no API keys" in each for each in warnings)
+
+    run(test())
