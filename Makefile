@@ -1,9 +1,9 @@
-# make setup | run | test | bench | protos | clean
+# make setup | run | test | chaos | bench | protos | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test bench protos clean
+.PHONY: setup run test chaos bench protos clean
 
 setup: $(VENV)/.installed
 
@@ -20,6 +20,13 @@ run: setup
 test: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m pytest --hypothesis-profile=ci tests # the same examples every time; without the option, new ones
+
+# Random kills and stops of the workers under load; a failure names its seed.
+CHAOS_SEEDS ?= 20
+CHAOS_FIRST_SEED ?= 1
+
+chaos: setup
+	$(RUN) -m tests.chaos --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 
 bench: setup
 	$(RUN) bench/cpu.py

@@ -34,7 +34,7 @@ _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A mapped data region and what the attention worker said of its cache. Owned by the client."""
+    """A mapped data region, which the listener closes, and what the attention worker said of its cache."""
 
     epoch: int
     attachment_id: int

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from services.common.channel import Channel
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.token_logprobs import TokenLogprobs
 from services.common.watchdog import Progress
@@ -111,6 +112,7 @@ class Engine:
         self._current: StepPlan | None = None  # being launched or completed
         self._num_completed = 0  # steps
         self._attachment: Attachment | None = None
+        self._channel: Channel | None = None  # of the last attachment, owned by the engine
         self._claim_deadline: float | None = None
         self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
         self._num_errors = 0  # of the attachment, in the results that have come
@@ -334,6 +336,9 @@ class Engine:
         self._published.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)
+        if self._channel is not None:  # of the attachment before: nobody works in it any more
+            self._channel.close()
+        self._channel = attachment.channel
         self._attachment = attachment  # from now on the watchdog looks; on a GPU to get here takes its time
         ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
         self._scheduler.reset(ledger, attachment.held_blocks)

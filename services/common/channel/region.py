@@ -6,6 +6,7 @@ region from one that a killed process left behind, and remove it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -86,7 +87,11 @@ class SharedRegion:
 
     @property
     def is_aborted(self) -> bool:
-        return bool(self.words[_ABORT])
+        """A closed region counts as aborted: whoever asks still is too late."""
+        try:
+            return bool(self.words[_ABORT])
+        except ValueError:  # released
+            return True
 
     def add_errors(self, count: int) -> None:
         """See `Channel.add_errors`; there is one writer."""
@@ -97,15 +102,24 @@ class SharedRegion:
         return self.words[_NUM_ERRORS]
 
     def abort(self) -> None:
-        """Sets the abort mark, which is never cleared: the next attachment gets a new region."""
-        self.words[_ABORT] = 1
+        """Sets the abort mark, which is never cleared: the next attachment gets a new region.
+
+        Called from other threads than `close`, and perhaps after it: then nobody waits any more.
+        """
+        with contextlib.suppress(ValueError):  # released
+            self.words[_ABORT] = 1
 
     def close(self) -> None:
-        """Lets go of the memory, which lives on until the last view of it is gone; the owner removes the file."""
+        """Unmaps the memory, at once and not when the last exception that saw it is forgotten; the owner removes it.
+
+        Tensors over it must not be used afterwards.
+        """
         self.words.release()
         if self._is_owner:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
+        with contextlib.suppress(BufferError):  # a thread that releases a GPU's waits has a view: it goes with that
+            self.memory.close()
 
 
 def flag_word(flag: int) -> int:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,20 @@ def test_a_wait_without_a_peer_ends_and_names_flag_and_bound(owner: ShmChannel) 
     with pytest.raises(ChannelTimeout, match=r"QKV_READY.*0\.05 s"):
         peer.wait(Flag.QKV_READY)
     peer.close()
+
+
+def test_a_closed_region_is_unmapped_at_once_and_may_still_be_aborted(owner: ShmChannel) -> None:
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(owner.handle.decode())
+
+    peer = map_peer(owner)
+    peer.abort()
+    with pytest.raises(ChannelAborted) as caught:
+        peer.wait(Flag.QKV_READY)
+    assert num_mapped() == 2
+    peer.close()
+    assert num_mapped() == 1, f"{caught.value!r} must not keep it"
+    peer.abort()  # by another thread, which has not heard of it
 
 
 def test_a_stale_epoch_or_attachment_is_refused(owner: ShmChannel) -> None:

@@ -1,0 +1,45 @@
+"""`python -m tests.chaos --seeds N`: the long chaos run. Prints a line a seed; ends at the first failure."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.chaos.chaos import LONG, POLICIES, arena, run
+
+RUNS_PER_CLUSTER = 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.chaos", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs, %(default)s by default")
+    parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="the others follow")
+    arguments = parser.parse_args(argv)
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for cluster_number in sorted({seed // RUNS_PER_CLUSTER for seed in seeds}):
+        policy = POLICIES[cluster_number % len(POLICIES)]
+        directory = Path(tempfile.mkdtemp(prefix="chaos-"))
+        seed = None
+        try:
+            with arena(directory, policy, LONG) as where:
+                for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
+                    start = time.monotonic()
+                    deeds = run(where, seed)
+                    print(f"seed {seed}, {policy}: {', '.join(deeds)}: {time.monotonic() - start:.1f} s", flush=True)
+        except Exception:
+            traceback.print_exc()
+            print(f"FAILED: seed {seed}, {policy}; again: python -m tests.chaos --first-seed {seed} --seeds 1\n"
+                  f"logs: {directory}", file=sys.stderr)
+            return 1
+        shutil.rmtree(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Streams of every kind for the chaos runs, drawn from a seed; each can be sent over gRPC or HTTP, streamed or whole.
+
+Whoever sends it gets the same `Collected`, so that a disturbed run over one API is held against a quiet one over
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import grpc
+import httpx2
+
+from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2
+from tests.cluster import Cluster, request
+from tests.http_clients import socket_path
+from tests.streams import Collected
+
+MAX_PROMPT_CHARACTERS = 1200
+STOPS = (". ", " the", "\n", "not in any text")
+TRANSPORTS = ("grpc_stream", "grpc", "http_stream", "http")
+TIMEOUT_S = 300.0
+
+
+class Cancelled(Exception):
+    """Raised by a client that has seen enough."""
+
+
+def draw_messages(random: Random, count: int, max_tokens: int) -> list[gateway_pb2.GenerateRequest]:
+    """Greedy and seeded, long and short, with everything that takes part in a restart."""
+    return [_draw_message(random, max_tokens) for _ in range(count)]
+
+
+def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateRequest:
+    text = (EMBEDDED_MODEL / "documents.txt").read_text()
+    start = random.choice([0, 0, 500, random.randrange(len(text) - MAX_PROMPT_CHARACTERS)])  # many share a prefix
+    options: dict[str, Any] = {"ignore_eos": random.random() < 0.8}
+    if random.random() < 0.7:
+        options |= {"temperature": random.uniform(0.3, 1.2), "seed": random.randrange(2**63)}
+        options |= random.choice([{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 20}])
+    if random.random() < 0.3:
+        options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    if random.random() < 0.2:
+        options["logit_bias"] = {random.randrange(1, 500): 2.0}
+    if random.random() < 0.3:
+        options |= {"stop": [random.choice(STOPS)], "include_stop_str_in_output": random.random() < 0.5}
+    if random.random() < 0.3:
+        options["n"] = random.randint(2, 3)
+    if random.random() < 0.3:
+        options["logprobs"] = random.randint(0, 3)
+    if random.random() < 0.15:
+        options["cache_salt"] = random.choice("ab")
+    options["priority"] = random.choice([0, 0, 0, -1, 1])
+    length = random.randint(20, MAX_PROMPT_CHARACTERS)
+    return request(text[start : start + length], random.randint(max_tokens // 8, max_tokens), **options)
+
+
+def send(
+    cluster: Cluster, message: gateway_pb2.GenerateRequest, transport: str, on_chunk: Callable[[], None]
+) -> Collected:
+    """The whole answer. `on_chunk` is called after each chunk, and may raise `Cancelled`: then what came so far."""
+    collected = Collected()
+    kind, _, is_streamed = transport.partition("_")
+    if kind == "grpc":
+        _send_grpc(cluster, message, collected, on_chunk if is_streamed else None)
+    else:
+        _send_http(cluster, message, collected, on_chunk if is_streamed else None)
+    return collected
+
+
+def _send_grpc(
+    cluster: Cluster,
+    message: gateway_pb2.GenerateRequest,
+    collected: Collected,
+    on_chunk: Callable[[], None] | None,
+) -> None:
+    if on_chunk is None:
+        for completion in cluster.gateway.Generate(message, timeout=TIMEOUT_S).completions:
+            _add_grpc(collected, completion)
+        return
+    call = cluster.gateway.GenerateStream(message, timeout=TIMEOUT_S)
+    try:
+        for chunk in call:
+            assert chunk.index not in collected.reasons, "nothing may follow the finish"
+            _add_grpc(collected, chunk)
+            on_chunk()
+    except Cancelled:
+        call.cancel()
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+
+
+def _add_grpc(collected: Collected, part: gateway_pb2.GenerateChunk | gateway_pb2.Completion) -> None:
+    finish = (part.finish.reason, part.finish.stop_string) if part.HasField("finish") else None
+    _add(collected, part.index, part.token_ids, part.text, [each.logprob for each in part.logprobs], finish)
+
+
+def _send_http(
+    cluster: Cluster,
+    message: gateway_pb2.GenerateRequest,
+    collected: Collected,
+    on_chunk: Callable[[], None] | None,
+) -> None:
+    transport = httpx2.HTTPTransport(uds=socket_path(cluster.http_address))
+    body = _http_body(message) | {"stream": on_chunk is not None}
+    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=TIMEOUT_S) as client:
+        if on_chunk is None:
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            _add_http(collected, response.json())
+            return
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            with contextlib.suppress(Cancelled):
+                for event in _events(response):
+                    _add_http(collected, event)
+                    on_chunk()
+
+
+def _events(response: httpx2.Response) -> Iterator[Any]:
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("the stream of events broke off")
+
+
+def _add_http(collected: Collected, answer: Any) -> None:
+    assert "error" not in answer, answer
+    reasons = {"stop": gateway_pb2.FINISH_REASON_STOP, "length": gateway_pb2.FINISH_REASON_LENGTH}
+    for choice in answer["choices"]:
+        finish = None
+        if choice["finish_reason"] is not None:
+            stop = choice.get("stop_reason")
+            finish = (reasons[choice["finish_reason"]], stop if isinstance(stop, str) else "")
+        logprobs = (choice["logprobs"] or {}).get("token_logprobs", [])
+        _add(collected, choice["index"], choice.get("token_ids", []), choice["text"], logprobs, finish)
+
+
+def _http_body(message: gateway_pb2.GenerateRequest) -> dict[str, Any]:
+    sampling = {field.name: value for field, value in message.sampling.ListFields() if field.name != "logit_bias"}
+    body = {"prompt": message.prompt, "max_tokens": message.max_tokens, "return_token_ids": True, **sampling}
+    if message.sampling.logit_bias:
+        body["logit_bias"] = {str(key): value for key, value in message.sampling.logit_bias.items()}
+    if message.stop:
+        body["stop"] = list(message.stop)
+    for name in ("n", "logprobs"):
+        if message.HasField(name):
+            body[name] = getattr(message, name)
+    names = ("ignore_eos", "include_stop_str_in_output", "priority", "cache_salt")
+    return body | {name: getattr(message, name) for name in names if getattr(message, name)}
+
+
+def _add(
+    collected: Collected,
+    index: int,
+    token_ids: Any,
+    text: str,
+    logprobs: list[float],
+    finish: tuple[int, str] | None,
+) -> None:
+    collected.token_ids[index] += token_ids
+    collected.text[index] += text
+    if logprobs:
+        collected.logprobs[index] += logprobs
+    if finish is not None:
+        collected.reasons[index] = finish

@@ -1,0 +1,21 @@
+"""The short chaos run; `make chaos` has the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.chaos import POLICIES, SHORT, arena, run
+
+SEED = 1
+
+
+@pytest.mark.timeout(300)
+def test_streams_survive_a_monkey_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+    with arena(tmp_path, POLICIES[1], SHORT) as where:
+        try:
+            deeds = run(where, SEED)
+        except AssertionError as error:
+            raise AssertionError(f"seed {SEED}: {error}\n{where.cluster.log_file.read_text()[-4000:]}") from error
+    assert deeds
