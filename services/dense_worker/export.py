@@ -200,9 +200,11 @@ def _parser() -> argparse.ArgumentParser:
         help="dummy: a random embedding; config.json is all that is needed",
     )
     parser.add_argument(
-        "--test", action="store_true", help="generate with the export and with Hugging Face, compare"
+        "--test",
+        action="store_true",
+        help="continue --input with the export and with Hugging Face, compare",
     )
-    parser.add_argument("--input", metavar="TEXT", help="what --test continues")
+    parser.add_argument("--input", metavar="TEXT", help="what --test continues; it needs one")
     parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="of --test; default: 16")
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs, %(default)s by default")
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="the others follow")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through everything that has to be closed
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for cluster_number in sorted({seed // RUNS_PER_CLUSTER for seed in seeds}):
         policy = POLICIES[cluster_number % len(POLICIES)]

@@ -71,6 +71,26 @@ def test_streams_end_as_without_the_kill(
         assert computed <= needed + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE * len(lengths), "a prompt was prefilled again"
 
 
+def test_a_killed_gateway_breaks_its_streams_and_leaves_nothing_at_the_workers(
+    services: PlainServices, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
+) -> None:
+    starts = dict(services.num_starts)
+    stream = services.gateway.GenerateStream(messages[0])
+    next(stream)
+    os.kill(services.pid_of("gateway"), signal.SIGKILL)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    services.wait_idle(timeout_s=60.0)
+    assert (services.dense_status().num_running, services.dense_status().num_waiting) == (0, 0)
+    stream = services.gateway.GenerateStream(messages[0], wait_for_ready=True)
+    token_ids = [token_id for chunk in stream for token_id in chunk.token_ids]
+    assert token_ids == undisturbed[0].token_ids[0]
+    assert {role: services.num_starts[role] - starts[role] for role in starts} == {
+        "attn_worker": 0, "dense_worker": 0, "gateway": 1
+    }
+
+
 def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -> None:
     with plain_services(tmp_path, modules={"dense_worker": "tests.poisoned_dense_worker"}) as services:
         innocent = [request(f"Count from {i}", 120, temperature=0.9, seed=i, ignore_eos=True) for i in range(12)]
