@@ -35,7 +35,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.options import REPOSITORY, counts, positive, run_facts, whole_number
 from bench.process_load import children, cpu_s
-from bench.stats import GatewayFigures, Summary, WireRun, gateway_figures
+from bench.stats import GatewayFigures, WireRun, gateway_figures
 from bench.stub_dense import RECEIPT, Stub, StubSettings, running_stub
 from bench.wire_clients import Connection, GrpcConnection, SseConnection, StreamLog, WireError, read_streams
 from services.pb import gateway_pb2, sampling_pb2
@@ -73,7 +73,7 @@ class Gateway:
     """A running gateway process, or several that share the addresses."""
 
     pids: list[int]
-    addresses: dict[str, tuple[str, int]]  # by protocol
+    addresses: dict[str, str]  # by protocol
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,15 +123,15 @@ def format_table(rows: Sequence[tuple[Case, GatewayFigures]]) -> str:
     """Markdown, a row a case."""
     lines = [
         "| protocol | streams | step, ms | tok/s | gateway CPU, us/token | tok per CPU second | tokens a message "
-        "| gateway, cores | clients, cores | added latency P50 / P99, ms |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| gateway, cores | clients, cores | added latency P50 / P99, ms | first / last of a step, ms |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, figures in rows:
-        latency = "-" if figures.added_ms is None else _latency(figures.added_ms)
+        latency, spread = _latency(figures)
         lines.append(
             f"| {case.protocol} | {case.num_streams} | {case.pace_ms or 'free'} | {figures.output_throughput:,.0f} "
             f"| {figures.cpu_us_per_token:.1f} | {figures.tokens_per_cpu_s:,.0f} | {figures.tokens_per_message:.2f} "
-            f"| {figures.gateway_cores:.2f} | {figures.client_cores:.2f} | {latency} |"
+            f"| {figures.gateway_cores:.2f} | {figures.client_cores:.2f} | {latency} | {spread} |"
         )
     return "\n".join(lines)
 
@@ -139,24 +139,27 @@ def format_table(rows: Sequence[tuple[Case, GatewayFigures]]) -> str:
 @contextlib.contextmanager
 def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[Gateway]:
     """The real process, in front of the stub, serving; stopped at the end."""
-    ports = _free_ports(2)
+    if arguments.sockets == "unix":
+        addresses = {protocol: f"unix:{directory}/{protocol}.sock" for protocol in PROTOCOLS}
+    else:
+        ports = _free_ports(len(PROTOCOLS))
+        addresses = {protocol: f"127.0.0.1:{port}" for protocol, port in zip(PROTOCOLS, ports, strict=True)}
     overrides = [
-        f"gateway.address=127.0.0.1:{ports[0]}",
+        f"gateway.address={addresses['grpc']}",
+        f"gateway.http_address={addresses['sse']}",
         f"dense.address=unix:{directory}/dense.sock",
         "log.level=warning",
         *arguments.set,
     ]
-    if "sse" in arguments.protocols:
-        overrides.append(f"gateway.http_address=127.0.0.1:{ports[1]}")
     command = [sys.executable, "-m", "services.gateway"]
     for override in overrides:
         command += ["--set", override]
     with (directory / "gateway.log").open("w+") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log)
         try:
-            _wait_serving(process, f"127.0.0.1:{ports[0]}", directory / "gateway.log")
+            _wait_serving(process, addresses["grpc"], directory / "gateway.log")
             pids = [process.pid, *children(process.pid)]
-            yield Gateway(pids, {"grpc": ("127.0.0.1", ports[0]), "sse": ("127.0.0.1", ports[1])})
+            yield Gateway(pids, addresses)
         finally:
             process.terminate()
             try:
@@ -205,7 +208,7 @@ def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments
     )
 
 
-def _run_clients(case: Case, address: tuple[str, int], receipts: Path, parent: Pipe) -> None:
+def _run_clients(case: Case, address: str, receipts: Path, parent: Pipe) -> None:
     """In the client process: all streams of a case, until the parent says stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
     receipt = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -224,7 +227,7 @@ def _run_clients(case: Case, address: tuple[str, int], receipts: Path, parent: P
         parent.send(error)
 
 
-def _connections(case: Case, address: tuple[str, int]) -> list[Connection]:
+def _connections(case: Case, address: str) -> list[Connection]:
     if case.protocol == "sse":
         return [
             SseConnection(address, index, "/v1/completions", _sse_body(index), TOKEN_MARK)
@@ -324,8 +327,11 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     return free + paced
 
 
-def _latency(summary: Summary) -> str:
-    return f"{summary.median:.2f} / {summary.p99:.2f}"
+def _latency(figures: GatewayFigures) -> tuple[str, str]:
+    added, first, last = figures.added_ms, figures.first_of_step_ms, figures.last_of_step_ms
+    if added is None or first is None or last is None:
+        return "-", "-"
+    return f"{added.median:.2f} / {added.p99:.2f}", f"{first.median:.2f} / {last.median:.2f}"
 
 
 def _protocols(text: str) -> list[str]:
@@ -358,6 +364,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="under way in free-running cases (%(default)s)",
     )
+    add("--sockets", choices=["tcp", "unix"], default="tcp", help="between gateway and clients (%(default)s)")
     add("--connections", type=whole_number, default=8, metavar="N", help="that gRPC streams share (%(default)s)")
     add("--duration", type=positive, default=5.0, metavar="S", help="of each measurement, seconds (%(default)g)")
     add("--warmup", type=positive, default=1.0, metavar="S", help="seconds before each measurement (%(default)g)")

@@ -15,6 +15,7 @@ ITL   from one such chunk to the next: one value per chunk, also where a chunk c
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -121,6 +122,8 @@ class GatewayFigures:
     client_cores: float
     stub_cores: float
     added_ms: Summary | None  # from the stub to the client, of every token of a paced run
+    first_of_step_ms: Summary | None  # the same of the token of each step that arrived first
+    last_of_step_ms: Summary | None  # ... and last: between them the gateway handed out all others
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
@@ -227,17 +230,16 @@ def gateway_figures(run: WireRun) -> GatewayFigures:
     """The figures of one run of `bench/gateway.py`."""
     duration_s = (run.end_ns - run.start_ns) / NS_PER_S
     streams = list(zip(run.first_step, run.chunk_ns, run.chunk_num_tokens, strict=True))
-    latencies_ms: list[float] = []
+    latencies_ms: dict[int, list[float]] = defaultdict(list)  # by step
     num_tokens = 0
     for first_step, times, counts in streams:
         arrivals = np.repeat(np.asarray(times, dtype=np.int64), counts)  # one entry a token
         is_measured = (arrivals >= run.start_ns) & (arrivals < run.end_ns)
         num_tokens += int(is_measured.sum())
         if run.is_paced:
-            is_reported = np.arange(first_step, first_step + len(arrivals)) < len(run.step_ns)
-            sent = np.asarray(run.step_ns[first_step : first_step + len(arrivals)], dtype=np.int64)
-            kept = arrivals[: len(sent)] - sent
-            latencies_ms += (kept[is_measured[: len(sent)] & is_reported[: len(sent)]] / NS_PER_MS).tolist()
+            for step, (arrival, is_counted) in enumerate(zip(arrivals.tolist(), is_measured, strict=True), first_step):
+                if is_counted and step < len(run.step_ns):  # the stub's report is older than the last arrivals
+                    latencies_ms[step].append((arrival - run.step_ns[step]) / NS_PER_MS)
     total_tokens = sum(map(sum, run.chunk_num_tokens))
     gateway_cpu_s = run.cpu_s["gateway"]
     return GatewayFigures(
@@ -249,5 +251,7 @@ def gateway_figures(run: WireRun) -> GatewayFigures:
         gateway_cores=gateway_cpu_s / duration_s,
         client_cores=run.cpu_s["client"] / duration_s,
         stub_cores=run.cpu_s["stub"] / duration_s,
-        added_ms=summarize(latencies_ms),
+        added_ms=summarize([value for step in latencies_ms.values() for value in step]),
+        first_of_step_ms=summarize([min(step) for step in latencies_ms.values()]),
+        last_of_step_ms=summarize([max(step) for step in latencies_ms.values()]),
     )

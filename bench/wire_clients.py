@@ -60,12 +60,12 @@ class Connection(Protocol):
 class GrpcConnection:
     """Several `GenerateStream` calls over one HTTP/2 connection."""
 
-    def __init__(self, address: tuple[str, int], requests: dict[int, bytes]) -> None:
+    def __init__(self, address: str, requests: dict[int, bytes]) -> None:
         """`requests`: serialized messages by the index of their stream."""
         self.socket = _connect(address)
         self.logs = [StreamLog(index) for index in requests]
         self._messages = list(requests.values())
-        self._authority = b"%s:%d" % (address[0].encode(), address[1])
+        self._authority = _host_of(address).encode()
         self._pending = b""  # the begun frame
         self._begun = [b""] * len(self.logs)  # the begun gRPC message of each stream
 
@@ -127,11 +127,11 @@ class GrpcConnection:
 class SseConnection:
     """One streamed HTTP request. Tokens are told by `mark`, a byte that each one's text holds exactly once."""
 
-    def __init__(self, address: tuple[str, int], index: int, path: str, body: bytes, mark: bytes) -> None:
+    def __init__(self, address: str, index: int, path: str, body: bytes, mark: bytes) -> None:
         self.socket = _connect(address)
         self.logs = [StreamLog(index)]
         self._request = (
-            f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {_host_of(address)}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode() + body
         self._mark = mark
@@ -198,10 +198,21 @@ def read_streams(
             report(num_tokens)
 
 
-def _connect(address: tuple[str, int]) -> socket.socket:
-    connected = socket.create_connection(address, CONNECT_TIMEOUT_S)
+def _connect(address: str) -> socket.socket:
+    """`address` is unix:PATH or HOST:PORT."""
+    if address.startswith("unix:"):
+        connected = socket.socket(socket.AF_UNIX)
+        connected.settimeout(CONNECT_TIMEOUT_S)
+        connected.connect(address.removeprefix("unix:"))
+        return connected
+    host, _, port = address.rpartition(":")
+    connected = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
+
+
+def _host_of(address: str) -> str:
+    return "localhost" if address.startswith("unix:") else address
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

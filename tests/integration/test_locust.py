@@ -31,9 +31,9 @@ def run_locust(*options: str) -> subprocess.CompletedProcess[str]:
 
 def test_users_stream_over_http_and_grpc_and_report_first_tokens_and_rates(tmp_path: Path) -> None:
     settings = StubSettings(f"unix:{tmp_path}/dense.sock", tmp_path / "receipts.sock", TOKEN_IDS, PACE_S, 1)
-    arguments = argparse.Namespace(set=[], protocols=["grpc", "sse"])
+    arguments = argparse.Namespace(set=[], sockets="tcp")
     with running_stub(settings) as stub, running_gateway(tmp_path, arguments) as gateway:
-        http, grpc = (f"{host}:{port}" for host, port in (gateway.addresses["sse"], gateway.addresses["grpc"]))
+        http, grpc = gateway.addresses["sse"], gateway.addresses["grpc"]
         load = ["-u", "4", "-r", "4", "-t", f"{RUN_S}s", "--stop-timeout", "20", "--think-s", "0.1"]
         where = ["--host", f"http://{http}", "--grpc-address", grpc, "--max-tokens", str(MAX_TOKENS)]
         result = run_locust(*load, *where)

@@ -30,7 +30,12 @@ SECOND = 1_000_000_000
 def address() -> Any:
     """Of a socket that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()
+        yield host_and_port(server)
+
+
+def host_and_port(server: socket.socket) -> str:
+    host, port = server.getsockname()
+    return f"{host}:{port}"
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -61,7 +66,7 @@ def test_grpc_tokens_are_counted_however_frames_and_reads_cut_them(frame_cuts: l
     data += b"".join(frame(0, 0, 3, piece) for piece in pieces_of(messages, frame_cuts))
     data += frame(0, 0, 1, grpc_message(5, is_last=True)) + frame(1, 5, 1, b"trailers") + frame(1, 5, 3, b"trailers")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = GrpcConnection(server.getsockname(), {7: b"", 9: b""})
+        connection = GrpcConnection(host_and_port(server), {7: b"", 9: b""})
         with connection.socket:
             pieces = pieces_of(data, read_cuts)
             assert sum(connection.receive(piece, now) for now, piece in enumerate(pieces)) == 70_008
@@ -70,7 +75,7 @@ def test_grpc_tokens_are_counted_however_frames_and_reads_cut_them(frame_cuts: l
     assert (second.index, sum(second.chunk_num_tokens), second.num_messages, second.is_done) == (9, 70_003, 3, True)
 
 
-def test_a_grpc_stream_without_a_finish_is_an_error(address: tuple[str, int]) -> None:
+def test_a_grpc_stream_without_a_finish_is_an_error(address: str) -> None:
     connection = GrpcConnection(address, {0: b""})
     with connection.socket, pytest.raises(WireError, match="without a finish"):
         connection.receive(frame(0, 0, 1, grpc_message(1)) + frame(1, 5, 1, b"trailers"), 0)
@@ -82,14 +87,14 @@ def test_sse_tokens_are_counted_however_reads_cut_them(cuts: list[int]) -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-TTT: T\r\n\r\n"
     data = head + b'data: {"text":" The"}\n\n' * 5 + b'data: {"text":"TwoT"}\n\n' + b"data: [DONE]\n\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = SseConnection(server.getsockname(), 3, "/v1/completions", b"{}", TOKEN_MARK)
+        connection = SseConnection(host_and_port(server), 3, "/v1/completions", b"{}", TOKEN_MARK)
         with connection.socket:
             assert sum(connection.receive(piece, now) for now, piece in enumerate(pieces_of(data, cuts))) == 7
     [log] = connection.logs
     assert (sum(log.chunk_num_tokens), log.is_done) == (7, True)
 
 
-def test_an_sse_error_is_told(address: tuple[str, int]) -> None:
+def test_an_sse_error_is_told(address: str) -> None:
     connection = SseConnection(address, 0, "/v1/completions", b"{}", TOKEN_MARK)
     with connection.socket, pytest.raises(WireError, match="503 Service Unavailable"):
         connection.receive(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}", 0)
@@ -122,6 +127,9 @@ def test_figures_are_those_of_the_measured_seconds() -> None:
     latencies = [3.0, 9.0, 4.0, 995.0, 5.0]
     assert figures.added_ms.mean == pytest.approx(statistics.fmean(latencies))
     assert figures.added_ms.max == 995.0
+    assert figures.first_of_step_ms is not None and figures.last_of_step_ms is not None
+    assert figures.first_of_step_ms.mean == pytest.approx((3 + 9 + 5) / 3)
+    assert figures.last_of_step_ms.mean == pytest.approx((4 + 995 + 5) / 3)
 
 
 @pytest.mark.parametrize("pace", [["--no-paced"], ["--no-free"]])
@@ -155,11 +163,11 @@ def test_printed_figures_follow_from_the_raw_timestamps(
     total_tokens = sum(map(sum, raw["chunk_num_tokens"]))
     assert cells[6] == f"{total_tokens / raw['num_messages']:.2f}"
     if pace == ["--no-paced"]:
-        assert cells[-1] == "-"
+        assert cells[-2:] == ["-", "-"]
         return
     assert min(latencies) > 0, "no token arrives before it was sent"
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
-    assert cells[-1] == f"{statistics.median(latencies):.2f} / {cuts[98]:.2f}"
+    assert cells[-2] == f"{statistics.median(latencies):.2f} / {cuts[98]:.2f}"
 
 
 def test_the_kernel_tells_cpu_time_memory_and_files_of_a_process() -> None:
