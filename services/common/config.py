@@ -100,7 +100,7 @@ class GatewaySection(Section):
     header_timeout_s: Seconds = 10.0  # from connecting until a request's headers are complete
     body_timeout_s: Seconds = 60.0  # from there until its body is complete
     keep_alive_timeout_s: Seconds = 30.0  # of an idle HTTP connection
-    slow_reader_timeout_s: Seconds = 30.0  # how long an HTTP client may leave a full buffer unread
+    slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread
     first_news_timeout_s: Seconds = 1.0  # a streamed answer's status waits so long for a token or an error
     num_dense_streams: Count = 1  # to dense workers; as many of their replicas can be used
 

@@ -80,7 +80,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         section.queue_timeout_s,
         tracer,
     )
-    gateway_pb2_grpc.add_GatewayServicer_to_server(GatewayServicer(frontend), server.server)
+    servicer = GatewayServicer(frontend, section.slow_reader_timeout_s)
+    gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
     worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
     app = build_app(frontend, config.gateway, registry, worker_load)
     http_server = HttpServer(app, config.gateway, tls)

@@ -13,6 +13,7 @@ from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt
 from services.gateway.journal import FinishReason
+from services.gateway.slow_reader import SlowReaders
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
@@ -29,8 +30,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     Errors leave as `TwostrokeError` and become statuses in `services.common.server`.
     """
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float) -> None:
         self._frontend = frontend
+        self._slow_readers = SlowReaders(slow_reader_timeout_s)
 
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -45,7 +47,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             )
         generation = await self._start(request, caller, context)
         while not generation.is_finished:
-            yield _encode_chunk(generation.request_id, await generation.next_chunk())
+            chunk = _encode_chunk(generation.request_id, await generation.next_chunk())
+            with self._slow_readers.cut_unless_sent(context, generation.request_id):
+                yield chunk
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext

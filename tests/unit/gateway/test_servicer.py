@@ -290,6 +290,31 @@ def test_a_call_that_nobody_reads_can_be_cancelled(tmp_path: Path) -> None:
     with_gateway(tmp_path, dense, test)
 
 
+@pytest.mark.parametrize("reads_on", [True, False])
+def test_a_call_that_nobody_reads_is_cut(reads_on: bool, tmp_path: Path) -> None:
+    def num_tellers() -> int:
+        return sum("SlowReaders" in task.get_coro().__qualname__ for task in asyncio.all_tasks())
+
+    async def test(gateway: RunningGateway) -> None:
+        with capture_logs() as events:
+            async with unread_call(gateway, dense, max_tokens=NUM_UNREAD + 1) as call:
+                await until(lambda: not dense.running)
+                await until(lambda: num_tellers() == 1)
+                if reads_on:
+                    with pytest.raises(grpc.aio.AioRpcError, match=r"not read for 0\.5 s") as caught:
+                        while await call.read() is not grpc.aio.EOF:
+                            pass
+                    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                else:
+                    call.cancel()
+                await until(lambda: num_tellers() == 0)
+        assert [event["request_id"] for event in events if event["event"] == "call cut"] == ["r" * 128]
+        assert (await stream(gateway, max_tokens=3)).token_ids  # others are served
+
+    dense = FakeDense(say(ids("x") * NUM_UNREAD), max_model_len=2 * NUM_UNREAD)
+    with_gateway(tmp_path, dense, test, slow_reader_timeout_s=0.5)
+
+
 def test_a_deadline_is_a_cancel(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
