@@ -55,6 +55,12 @@ class NotFound(TwostrokeError):
     code = "not_found"
 
 
+class UnknownModel(NotFound):
+    """Another model than the served one."""
+
+    code = "model_not_found"  # OpenAI's
+
+
 class CapacityError(TwostrokeError):
     """The request is fine but does not fit: queue, KV cache or shared memory. `retry_after_s` in seconds."""
 

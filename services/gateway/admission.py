@@ -112,10 +112,11 @@ class Ticket:
         self._is_closed = False
 
     def admit(self, request: GenerationRequest) -> None:
-        """The request is known and about to wait. Raises `CapacityError` or `RateLimited`."""
+        """The request is known and about to wait. Raises `CapacityError`, `RateLimited` or `PermissionDenied`."""
         usage = self._caller.usage
         self._end_preparation()
         self._admission.check_queue(request.best_of, request.best_of * len(request.prompt_token_ids))
+        usage.check_size(request.best_of)
         usage.add_answers(request.best_of - 1)
         self._num_answers = request.best_of
         usage.add_tokens(len(request.prompt_token_ids))

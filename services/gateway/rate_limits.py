@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from services.common.errors import RateLimited
+from services.common.errors import PermissionDenied, RateLimited
 
 MINUTE_S = 60.0
 CONCURRENCY_RETRY_S = 1.0  # when one of a caller's own requests ends, nobody knows
@@ -83,6 +83,15 @@ class Usage:
                 raise self._limited(f"has used up its {limits.requests_per_minute:g} requests a minute", wait_s)
             self._requests.take(1, now_s)
         self.num_open_answers += 1
+
+    def check_size(self, num_answers: int) -> None:
+        """Raises `PermissionDenied` for a request of so many answers that it would be refused at any time."""
+        limit = self._limits.max_concurrent_answers
+        if limit is not None and num_answers > limit:
+            raise PermissionDenied(
+                f"it asks for {num_answers} answers at once, the limit of the API key {self._name!r} is {limit}",
+                "n",
+            )
 
     def add_answers(self, count: int) -> None:
         """A request that is open has so many more. Raises `RateLimited`, and counts nothing then."""

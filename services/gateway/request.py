@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.common.errors import InvalidRequest, NotFound
+from services.common.errors import InvalidRequest, UnknownModel
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import SamplingParams
 from services.gateway.tokenizer import Message, Tokenizer
@@ -64,10 +64,10 @@ async def read_request(
 ) -> GenerationRequest:
     """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
 
-    Raises `NotFound` for another model than the served one.
+    Raises `UnknownModel` for another model than the served one.
     """
     if message.model and message.model != limits.model_name:
-        raise NotFound(f"model {message.model!r} is not served here, {limits.model_name!r} is", "model")
+        raise UnknownModel(f"model {message.model!r} is not served here, {limits.model_name!r} is", "model")
     _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     _check_name("user", message.user, MAX_USER_CHARACTERS)
     n, best_of = _read_counts(message, limits.max_n)

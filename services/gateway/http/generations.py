@@ -26,6 +26,7 @@ class Generations:
         self, frontend: Frontend, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
     ) -> None:
         """Raises a `TwostrokeError` for the first that is refused."""
+        caller.usage.check_size(sum(max(1, message.n, message.best_of) for message in messages))
         for message in messages:
             self.running.append(await frontend.start(message, caller))
 

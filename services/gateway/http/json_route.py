@@ -40,6 +40,8 @@ class _StrictRequest(Request):
 
 
 def _require_json_type(request: Request) -> None:
-    content_type = request.headers.get("content-type", "application/json")
+    content_type = request.headers.get("content-type")
+    if content_type is None:
+        raise HTTPException(415, "there is no content-type, must be application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, f"content-type is {content_type[:100]!r}, must be application/json")

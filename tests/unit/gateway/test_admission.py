@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.common.errors import CapacityError, Draining, RateLimited
+from services.common.errors import CapacityError, Draining, PermissionDenied, RateLimited, TwostrokeError
 from services.gateway.access import Access, Caller
 from services.gateway.admission import Admission, Ticket
 from services.gateway.journal import Journal, JournalEntry, News
@@ -33,7 +33,7 @@ class Queue:
         request = make_request(f"r{self._num_requests}", prompt_token_ids=[1] * num_tokens, best_of=best_of)
         try:
             ticket.admit(request)
-        except CapacityError:
+        except TwostrokeError:
             ticket.close()
             raise
         return ticket, self.journal.open(request, News())
@@ -123,9 +123,12 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     queue = Queue()
     caller = Caller(None, Usage("team", RateLimits(max_concurrent_answers=1)))
     for _ in range(5):
-        with pytest.raises(RateLimited):
+        with pytest.raises(PermissionDenied):  # it would never fit
             queue.enter(best_of=2, caller=caller)
     queue.enter(caller=caller)
+    for _ in range(5):
+        with pytest.raises(RateLimited):
+            queue.enter(caller=caller)
     assert caller.usage.num_open_answers == 1
 
 

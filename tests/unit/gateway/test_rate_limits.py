@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import RateLimited
+from services.common.errors import PermissionDenied, RateLimited
 from services.gateway.rate_limits import RateLimits, TokenBucket, Usage
 
 events = st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 50)), max_size=60)  # pause in seconds, amount
@@ -62,6 +62,10 @@ def test_every_limit_refuses_with_its_number_and_counts_nothing() -> None:
     usage.close_answers(2)
     usage.open_request()
     assert usage.num_open_answers == 1
+
+    with pytest.raises(PermissionDenied, match=r"3 answers at once, the limit of the API key 'team' is 2"):
+        usage.check_size(3)  # whenever it comes
+    usage.check_size(2)
 
     usage = Usage("team", RateLimits(requests_per_minute=2))
     usage.open_request()

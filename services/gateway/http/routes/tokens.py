@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.errors import InvalidRequest, NotFound
+from services.common.errors import InvalidRequest, UnknownModel
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import StrictJsonRoute
@@ -54,6 +54,6 @@ def token_routes(frontend: Frontend) -> APIRouter:
 
 
 def check_model(frontend: Frontend, name: str | None) -> None:
-    """Raises `NotFound` for another model than the served one."""
+    """Raises `UnknownModel` for another model than the served one."""
     if name and name != frontend.model_name:
-        raise NotFound(f"model {name!r} is not served here, {frontend.model_name!r} is", "model")
+        raise UnknownModel(f"model {name!r} is not served here, {frontend.model_name!r} is", "model")

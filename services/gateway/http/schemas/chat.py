@@ -80,6 +80,11 @@ class ChatRequest(GenerationFields):
         "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
+        "kv_transfer_params": (),
+        "vllm_xargs": ({},),
+        # of completions
+        "prompt": (),
+        "suffix": ("",),
         "mm_processor_kwargs": ({},),
     }
 

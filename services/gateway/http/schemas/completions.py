@@ -40,9 +40,17 @@ class CompletionRequest(GenerationFields):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
         "add_special_tokens": (True,),
-        "suffix": ("",),
+        "kv_transfer_params": (),
         "prompt_embeds": (),
         "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "vllm_xargs": ({},),
+        # of chats
+        "functions": ([],),
+        "max_completion_tokens": (),
+        "messages": (),
+        "tools": ([],),
+        "top_logprobs": (),
     }
 
     prompt: Prompt = Field(description="A text, token ids, or a list of either")

@@ -97,6 +97,12 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, PROMPT | {"suffix": "x"}, "suffix", ("not supported",)),
     (COMPLETIONS, PROMPT | {"guided_json": {}}, "guided_json", ("not supported",)),
     (COMPLETIONS, PROMPT | {"response_format": {"type": "json_object"}}, "response_format", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"max_completion_tokens": 5}, "max_completion_tokens", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"top_logprobs": 2}, "top_logprobs", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"messages": USER}, "messages", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"tools": [{}]}, "tools", ("not supported",)),
+    (CHATS, CHAT | {"prompt": "x"}, "prompt", ("not supported",)),
+    (CHATS, CHAT | {"suffix": "x"}, "suffix", ("not supported",)),
     (CHATS, {}, "messages", ("required",)),
     (CHATS, {"messages": []}, "messages", ("at least 1",)),
     (CHATS, {"messages": "Hi"}, "messages", ("'Hi'",)),
@@ -173,6 +179,9 @@ def test_broken_json_is_a_400(path: str, tmp_path: Path) -> None:
         for content_type in ("text/plain", "application/x-www-form-urlencoded"):
             response = await client.post(path, content=b'{"prompt": "a"}', headers={"content-type": content_type})
             check_error(response, 415, None, content_type)
+        request = client.build_request("POST", path, content=b'{"prompt": "a"}')
+        assert "content-type" not in request.headers
+        check_error(await client.send(request), 415, None, "no content-type")
 
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
 
@@ -182,6 +191,7 @@ def test_an_unknown_model_is_a_404(tmp_path: Path) -> None:
         bodies = {COMPLETIONS: PROMPT, CHATS: CHAT, "/tokenize": PROMPT, "/detokenize": {"tokens": [5]}}
         for path, body in bodies.items():
             check_error(await client.post(path, json=body | {"model": "gpt-5"}), 404, "model", "gpt-5", MODEL)
+            assert (await client.post(path, json=body | {"model": "x"})).json()["error"]["code"] == "model_not_found"
             for name in (MODEL, None):
                 assert (await client.post(path, json=body | {"model": name})).status_code == 200
         check_error(await client.get("/v1/models/a/b"), 404, "model", "a/b")
