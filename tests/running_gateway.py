@@ -103,12 +103,13 @@ async def running_gateway(
     dense: FakeDense | None,
     *,
     address: str | None = None,
+    http_address: str | None = None,
     connect_timeout_s: float = 20.0,
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway with its sockets in `directory`; with `dense`, it is serving already."""
     address = address or f"unix:{directory}/gateway.sock"
-    http_address = f"unix:{directory}/http.sock"
+    http_address = http_address or f"unix:{directory}/http.sock"
     dense_address = f"unix:{directory}/dense.sock"
     config = Config(
         gateway=GatewaySection(address=address, http_address=http_address, **gateway_options),

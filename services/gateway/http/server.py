@@ -50,7 +50,7 @@ class HttpServer:
             timeout_keep_alive=section.keep_alive_timeout_s,  # type: ignore[arg-type]  any number will do
             **({} if tls is None else _tls_options(tls)),
         )
-        self._server = _Server(config)
+        self._server = _Server(config, section.header_timeout_s)
 
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
@@ -82,6 +82,32 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s  # of TLS
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens itself where it speaks TLS: uvicorn gives every handshake a minute."""
+        if self.config.ssl is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            server = await loop.create_server(
+                self._make_protocol,
+                sock=listener,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+                backlog=self.config.backlog,
+            )
+            self.servers.append(server)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the service's, which stops this server in its turn."""

@@ -84,6 +84,21 @@ def test_both_fronts_speak_tls_and_nothing_else(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_handshake_that_never_comes_is_cut(tmp_path: Path) -> None:
+    pair = Authority(tmp_path, "good").sign("server")
+
+    async def test() -> None:
+        limits = {"http_address": free_address(), "header_timeout_s": 0.3}
+        async with running_gateway(tmp_path, FakeDense(lambda submit: [5]), **options(tmp_path, pair), **limits) as it:
+            for sent in (b"", b"\x16\x03\x01"):
+                reader, writer = await asyncio.open_connection(*it.http_address.split(":"))
+                writer.write(sent)
+                assert await reader.read() == b""  # `run` bounds the wait to less than uvicorn's minute
+                writer.close()
+
+    run(test())
+
+
 def test_mutual_tls_serves_only_whom_the_authority_signed(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path, "good"), Authority(tmp_path, "stranger")
     server, client, impostor = authority.sign("server"), authority.sign("client"), stranger.sign("impostor")
