@@ -89,7 +89,9 @@ class GatewaySection(Section):
     tls_certificate: Path | None = None  # PEM, for gRPC and HTTP alike; read at start
     tls_key: Path | None = None  # PEM, its key
     tls_client_ca: Path | None = None  # PEM; clients must have a certificate that it signed
-    local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes and launcher
+    local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes, launcher and siblings
+    shares_ports: bool = False  # with other gateways of this machine, by SO_REUSEPORT; the launcher's doing
+    sibling_addresses: tuple[SocketAddress, ...] = ()  # local ones of these gateways: an Abort is passed on to them
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0  # from SIGTERM, for requests under way to end; SIGINT: none
     api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
@@ -170,6 +172,7 @@ class LaunchSection(Section):
     mps: Literal["auto", "on", "off"] = "auto"  # auto: when both workers share a GPU
     restart_delay_s: Seconds = 0.2  # before the first restart; doubles with each further one in the window
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9103
+    gateway_processes: Count = 1  # at the same ports; limits of the section gateway and of API keys hold for each
 
 
 class LogSection(Section):
@@ -300,5 +303,7 @@ def _toml_value(value: object) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

@@ -51,8 +51,10 @@ class GrpcServer:
         tls: TlsFiles | None = None,
         local_address: str | None = None,
         options: Sequence[tuple[str, object]] = (),
+        *,
+        shares_port: bool = False,
     ) -> None:
-        """`local_address`: a Unix socket where it listens too, and without TLS."""
+        """`local_address`: a Unix socket where it listens too, and without TLS. `shares_port`: with other processes."""
         self._address = address
         self._tls = tls
         self._local_address = local_address
@@ -64,7 +66,7 @@ class GrpcServer:
             options=[
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 *options,
-                ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
+                ("grpc.so_reuseport", int(shares_port)),  # else a second server on the same port is an error
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
             ],

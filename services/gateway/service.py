@@ -25,6 +25,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.journal import Journal
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
+from services.gateway.siblings import Siblings
 from services.gateway.tokenizer import load_tokenizer
 from services.gateway.worker_load import WorkerLoad
 from services.pb import gateway_pb2_grpc, stall_pb2
@@ -56,7 +57,14 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     metrics = GatewayMetrics(registry)
     access = Access(section.api_keys_file, api_keys_of_environment(), metrics.on_rejected)
     tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-    server = GrpcServer(section.address, [SERVICE_NAME], section.max_message_bytes, tls, section.local_address)
+    server = GrpcServer(
+        section.address,
+        [SERVICE_NAME],
+        section.max_message_bytes,
+        tls,
+        section.local_address,
+        shares_port=section.shares_ports,
+    )
     for exposed in filter(is_exposed, (section.address, section.http_address)):
         if not access.needs_key:
             log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
@@ -80,7 +88,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         section.queue_timeout_s,
         tracer,
     )
-    servicer = GatewayServicer(frontend, section.slow_reader_timeout_s)
+    siblings = Siblings(section.sibling_addresses, section.max_message_bytes)
+    servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
     gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
     worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
     app = build_app(frontend, config.gateway, registry, worker_load)

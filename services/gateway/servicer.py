@@ -13,6 +13,7 @@ from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt
 from services.gateway.journal import FinishReason
+from services.gateway.siblings import Siblings
 from services.gateway.slow_reader import SlowReaders
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
@@ -30,9 +31,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     Errors leave as `TwostrokeError` and become statuses in `services.common.server`.
     """
 
-    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float) -> None:
+    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings | None = None) -> None:
+        """`siblings`: the gateways at the same port, whose requests an Abort may be meant for."""
         self._frontend = frontend
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
+        self._siblings = siblings
 
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -84,9 +87,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.AbortResponse:
-        """Ends a running request of the same caller."""
+        """Ends a running request of the same caller, in whichever process it runs."""
         caller = self._frontend.access.identify_call(context)
-        return gateway_pb2.AbortResponse(was_running=self._frontend.abort(request.request_id, caller))
+        was_running = self._frontend.abort(request.request_id, caller)
+        if self._siblings is not None and await self._siblings.abort(request, context.invocation_metadata() or ()):
+            was_running = True
+        return gateway_pb2.AbortResponse(was_running=was_running)
 
     async def ModelInfo(
         self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext

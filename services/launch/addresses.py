@@ -28,11 +28,6 @@ def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
     return config.model_copy(update=update)
 
 
-def with_dense_address(config: Config, address: str) -> Config:
-    """A dense worker's own config; the others' say where they find whichever is the present one."""
-    return config.model_copy(update={"dense": config.dense.model_copy(update={"address": address})})
-
-
 def control_address(run_dir: Path) -> str:
     """Where the launcher of that directory answers `ctl`."""
     return f"unix:{run_dir}/launch.sock"

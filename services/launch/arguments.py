@@ -19,6 +19,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
     parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy: random weights")
     parser.add_argument("--num-layers", type=int, metavar="N", help="run only the first N layers")
+    parser.add_argument("--gateway-processes", type=int, metavar="N", help="gateways at the same ports (1)")
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then go on serving")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="length of that answer (64)")
@@ -27,6 +28,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
         "model.path": arguments.model,
         "model.load_format": arguments.load_format,
         "model.num_layers": arguments.num_layers,
+        "launch.gateway_processes": arguments.gateway_processes,
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
     try:

@@ -48,14 +48,14 @@ class Replaced:
 
 
 class DenseReplacer:
-    """One replacement at a time. `make_child(name, config)` makes the new one; the launcher's `children` change."""
+    """One replacement at a time. `make_child(name, role, config)` makes the new one; `children` change."""
 
     def __init__(
         self,
         children: Children,
         place: DensePlace,
         attention_address: str,
-        make_child: Callable[[str, Config], Child],
+        make_child: Callable[[str, str, Config], Child],
     ) -> None:
         self._children = children
         self._place = place
@@ -73,7 +73,7 @@ class DenseReplacer:
         self._task = asyncio.current_task()
         try:
             self._num_started += 1
-            new = self._make_child(f"{ROLE}-{self._num_started}", config)
+            new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config)
             return await self._replace(old, new, drops_caches=drops_caches)
         finally:
             self._task = None

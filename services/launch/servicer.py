@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 
+from services.common.server import GrpcServer
+from services.launch.addresses import control_address
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
 from services.pb import launch_pb2, launch_pb2_grpc
 
+MAX_MESSAGE_BYTES = 1 << 20
 SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
+
+
+def make_control(run_dir: Path, children: Children, replacer: DenseReplacer) -> GrpcServer:
+    """The server, not started yet."""
+    server = GrpcServer(control_address(run_dir), [SERVICE_NAME], MAX_MESSAGE_BYTES)
+    launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer), server.server)
+    return server
 
 
 class LauncherServicer(launch_pb2_grpc.LauncherServicer):

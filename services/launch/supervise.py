@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import sys
 import time
 from pathlib import Path
@@ -22,9 +23,8 @@ from services.common.client import open_channel
 from services.common.config import Config
 from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
-from services.common.server import GrpcServer
 from services.gateway import chat_client
-from services.launch.addresses import check_free, check_tls, control_address, place_sockets, with_dense_address
+from services.launch.addresses import check_free, check_tls, place_sockets
 from services.launch.child import Child
 from services.launch.children import Children
 from services.launch.dense_place import DensePlace
@@ -33,15 +33,13 @@ from services.launch.metrics import LaunchMetrics
 from services.launch.own_key import make_own_key
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
-from services.launch.servicer import SERVICE_NAME, LauncherServicer
+from services.launch.service_configs import service_configs
+from services.launch.servicer import make_control
 from services.mps import MpsDaemon, has_mps
-from services.pb import launch_pb2_grpc
 
 log = structlog.get_logger()
 
-ROLES = ("attn_worker", "dense_worker", "gateway")  # in starting order; stopped in reverse
 MAX_HEALTH_BYTES = 4096
-MAX_CONTROL_BYTES = 1 << 20  # of one message
 
 
 async def launch(config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
@@ -60,25 +58,18 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     ):
         check_free(address)
     check_tls(config)
-    place = DensePlace(config.dense.address, run_dir)
     api_key = make_own_key(config)
+    place = DensePlace(config.dense.address, run_dir)
+    services = service_configs(config, run_dir, place)
     mps = start_mps(config, run_dir)
+    make_child = functools.partial(Child, run_dir=run_dir, environment=mps.environment if mps else None)
     children = Children()
     registry = new_registry("launch")
     LaunchMetrics(registry, lambda: children)
-
-    def make_child(name: str, role: str, config: Config) -> Child:
-        return Child(name, role, config, run_dir, mps.environment if mps else None)
-
-    replacer = DenseReplacer(
-        children, place, config.attention.address, lambda name, config: make_child(name, "dense_worker", config)
-    )
-    control = GrpcServer(control_address(run_dir), [SERVICE_NAME], MAX_CONTROL_BYTES)
-    launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer), control.server)
-    dense_config = with_dense_address(config, place.new_address())
-    place.point_to(dense_config.dense.address)
-    for role in ROLES:
-        children.start(make_child(role, role, dense_config if role == "dense_worker" else config))
+    replacer = DenseReplacer(children, place, config.attention.address, make_child)
+    control = make_control(run_dir, children, replacer)
+    for name, role, own_config in services:
+        children.start(make_child(name, role, own_config))
     main = asyncio.create_task(use(config, arguments, children, mps, api_key))
     health = asyncio.create_task(HealthWatch(children, config.watchdog, config.launch.start_timeout_s).run())
     drained = asyncio.create_task(drain_gateways(drain, config, children))
@@ -123,7 +114,8 @@ async def use(
     """What the user sees: one answer and out, or a served address."""
     address = config.gateway.address
     own_address = config.gateway.local_address or address
-    await wait_serving(own_address, config.launch.start_timeout_s)
+    timeout_s = config.launch.start_timeout_s
+    await asyncio.gather(*(wait_serving(gateway.address, timeout_s) for gateway in children.of_role("gateway")))
     for child in children:
         child.may_restart = True
     if mps is not None:

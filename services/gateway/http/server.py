@@ -55,7 +55,7 @@ class HttpServer:
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
         _raise_open_files()
-        self._socket = bind(self._section.http_address)
+        self._socket = bind(self._section.http_address, shares_port=self._section.shares_ports)
         if self._tls is None:
             warn_if_exposed(self._section.http_address)
         self._task = asyncio.create_task(self._server.serve([self._socket]))
@@ -114,8 +114,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(address: str) -> socket.socket:
-    """A bound socket at HOST:PORT or unix:PATH. Raises `ConfigError`."""
+def bind(address: str, *, shares_port: bool = False) -> socket.socket:
+    """A bound socket at HOST:PORT, with `shares_port` beside others, or at unix:PATH. Raises `ConfigError`."""
     try:
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")
@@ -129,6 +129,8 @@ def bind(address: str) -> socket.socket:
             family, kind, protocol, _, target = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, kind, protocol)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(target)
     except OSError as error:
         raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from error

@@ -11,10 +11,10 @@ import pytest
 
 from services.common.config import Config, dump_config, load_config
 from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
-from services.launch.addresses import with_dense_address
 from services.launch.children import Children
 from services.launch.dense_place import DensePlace
 from services.launch.replace import DenseReplacer
+from services.launch.service_configs import with_dense_address
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 State = dense_pb2.DenseStatus
@@ -142,7 +142,7 @@ class World:
         self.children = Children()
         self.spoil_new: Callable[[FakeChild], None] = lambda child: None
 
-        def make_child(name: str, config: Config) -> FakeChild:
+        def make_child(name: str, role: str, config: Config) -> FakeChild:
             assert self.new is None and config.dense.standby
             self.new = FakeChild("new", config, self.calls, directory)
             self.spoil_new(self.new)

@@ -1,0 +1,54 @@
+"""`Siblings`: the other gateways at the same ports, where the kernel deals out connections and not requests.
+
+A client's Abort may come to another process than its request. It is passed on to all siblings, at sockets of their
+own and with the caller's credentials, so that each decides by itself whether the request is this caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import grpc
+import structlog
+
+from services.common.client import open_channel
+from services.pb import gateway_pb2, gateway_pb2_grpc
+
+log = structlog.get_logger()
+
+PASSED_ON = "twostroke-passed-on"  # metadata of an Abort that a sibling sends
+TIMEOUT_S = 2.0
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class Siblings:
+    """Asked in the event loop; keeps no connections, for an Abort is rare and siblings come and go."""
+
+    def __init__(self, addresses: Sequence[str], max_message_bytes: int) -> None:
+        self._addresses = addresses
+        self._max_message_bytes = max_message_bytes
+
+    async def abort(self, request: gateway_pb2.AbortRequest, metadata: Metadata) -> bool:
+        """Whether it ran at a sibling; `metadata` is the caller's. What a sibling passes on goes no further."""
+        by_name = dict(metadata)
+        if PASSED_ON in by_name:
+            return False
+        passed_on = [(PASSED_ON, "1")]
+        if "authorization" in by_name:
+            passed_on.append(("authorization", by_name["authorization"]))
+        answers = await asyncio.gather(*(self._abort_at(address, request, passed_on) for address in self._addresses))
+        return any(answers)
+
+    async def _abort_at(
+        self, address: str, request: gateway_pb2.AbortRequest, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> bool:
+        async with open_channel(address, self._max_message_bytes) as channel:
+            stub = gateway_pb2_grpc.GatewayStub(channel)
+            try:
+                reply = await stub.Abort(request, metadata=metadata, timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:  # one that is being started again has no requests
+                log.warning("a sibling was not asked to abort", address=address, reason=error.details())
+                return False
+            return reply.was_running

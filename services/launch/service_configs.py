@@ -1,0 +1,79 @@
+"""What each of the launcher's services is started with: the common config, and what is its own.
+
+Several gateways serve at the same ports, among which the kernel deals out connections (SO_REUSEPORT). What each has
+for itself is a Unix socket, where the launcher and its siblings reach it and no other one, and a port for its metrics.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.common.config import MAX_PORT, Config
+from services.common.errors import ConfigError
+from services.launch.dense_place import DensePlace
+
+METRICS_PORT_STEP = 10  # 9100, 9110, ...: the ports between belong to the other services by custom
+
+
+def service_configs(config: Config, run_dir: Path, place: DensePlace) -> list[tuple[str, str, Config]]:
+    """Name, role and config of each, in starting order. From now on gateways find the dense worker at its `place`."""
+    dense = with_dense_address(config, place.new_address())
+    place.point_to(dense.dense.address)
+    gateways = gateway_configs(config, run_dir)
+    names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
+    return [
+        ("attn_worker", "attn_worker", config),
+        ("dense_worker", "dense_worker", dense),
+        *((name, "gateway", gateway) for name, gateway in zip(names, gateways, strict=True)),
+    ]
+
+
+def with_dense_address(config: Config, address: str) -> Config:
+    """A dense worker's own config; the others' say where they find whichever is the present one."""
+    return config.model_copy(update={"dense": config.dense.model_copy(update={"address": address})})
+
+
+def gateway_configs(config: Config, run_dir: Path) -> list[Config]:
+    """One a process. Raises `ConfigError` for an address that only one process can have."""
+    section, num_processes = config.gateway, config.launch.gateway_processes
+    if num_processes == 1:
+        return [config]
+    for key in ("address", "http_address"):
+        _check_shareable(f"gateway.{key}", getattr(section, key), num_processes)
+    own = [f"unix:{run_dir}/gateway-{index}.sock" for index in range(num_processes)]
+    own[0] = section.local_address or own[0]
+    return [
+        config.model_copy(
+            update={
+                "gateway": section.model_copy(
+                    update={
+                        "shares_ports": True,
+                        "local_address": own[index],
+                        "sibling_addresses": tuple(address for address in own if address != own[index]),
+                        "metrics_address": _metrics_address(section.metrics_address, index),
+                    }
+                )
+            }
+        )
+        for index in range(num_processes)
+    ]
+
+
+def _check_shareable(key: str, address: str, num_processes: int) -> None:
+    if address.startswith("unix:") or address.endswith(":0"):
+        raise ConfigError(
+            f"launch.gateway_processes is {num_processes} and {key} is {address}: several processes can share a TCP "
+            "port with a number, and nothing else"
+        )
+
+
+def _metrics_address(first: str | None, index: int) -> str | None:
+    if first is None:
+        return None
+    host, _, port = first.rpartition(":")
+    own_port = int(port) + METRICS_PORT_STEP * index if int(port) else 0
+    if own_port > MAX_PORT:
+        raise ConfigError(
+            f"gateway.metrics_address is {first}: process {index} would have port {own_port}, the last is {MAX_PORT}"
+        )
+    return f"{host}:{own_port}"

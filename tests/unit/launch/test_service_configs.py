@@ -1,0 +1,48 @@
+"""What each of the services is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.config import dump_config, load_config
+from services.common.errors import ConfigError
+from services.launch.service_configs import gateway_configs
+
+RUN_DIR = Path("/run/x")
+
+
+def test_each_process_shares_the_ports_and_has_a_socket_and_metrics_of_its_own(tmp_path: Path) -> None:
+    config = load_config(None, ["launch.gateway_processes=3", "gateway.metrics_address=127.0.0.1:9100"])
+    configs = gateway_configs(config, RUN_DIR)
+    assert {(each.gateway.address, each.gateway.http_address) for each in configs} == {
+        ("127.0.0.1:50051", "127.0.0.1:8080")
+    }
+    assert all(each.gateway.shares_ports for each in configs)
+    own = [each.gateway.local_address for each in configs]
+    assert own == ["unix:/run/x/gateway-0.sock", "unix:/run/x/gateway-1.sock", "unix:/run/x/gateway-2.sock"]
+    assert configs[1].gateway.sibling_addresses == (own[0], own[2])
+    assert [each.gateway.metrics_address for each in configs] == [f"127.0.0.1:{port}" for port in (9100, 9110, 9120)]
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(configs[1]))
+    assert load_config(file) == configs[1], "as the process reads it"
+
+
+def test_one_process_shares_nothing() -> None:
+    config = load_config(None)
+    assert gateway_configs(config, RUN_DIR) == [config]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("gateway.address=unix:/a.sock", "gateway.address is unix:/a.sock"),
+        ("gateway.http_address=127.0.0.1:0", "gateway.http_address is 127.0.0.1:0"),
+        ("gateway.metrics_address=127.0.0.1:65530", "process 1 would have port 65540"),
+    ],
+)
+def test_what_cannot_be_shared_is_named(override: str, words: str) -> None:
+    config = load_config(None, ["launch.gateway_processes=2", override])
+    with pytest.raises(ConfigError, match=words):
+        gateway_configs(config, RUN_DIR)
