@@ -1,4 +1,4 @@
-"""A dense worker that loses one handoff: the 50th signal of its life never reaches the attention worker."""
+"""A dense worker that loses one handoff: the 130th signal of its life never reaches the attention worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.common.channel import Flag
 from services.common.channel.shm import ShmChannel
 from services.dense_worker.__main__ import main
 
-LOST = 50
+LOST = 130
 
 signal = ShmChannel.signal
 numbers = itertools.count(1)

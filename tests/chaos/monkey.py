@@ -8,15 +8,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 
 import grpc
 
-from tests.cluster import Cluster
+from services.pb import launch_pb2, launch_pb2_grpc
+from tests.cluster import Cluster, children_of
 
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 MAX_PAUSE_S = 0.8  # before the next deed
 MAX_STOP_S = 1.5  # that nobody should notice
+MAX_REPLACEMENT_S = 8.0
 RECOVERY_S = 120.0
 # Two crashes of a sequence without a token in between make it a suspect: so every one must get its token.
 MIN_STEPS_BETWEEN_CRASHES = 60
@@ -46,6 +50,8 @@ class Monkey:
             self._stop_some,
             self._kill_stopped,
             self._terminate,
+            self._replace,
+            self._replace_and_kill,
         ]
         if stall_timeout_s is not None:
             self._kinds.append(self._stop_for_good)
@@ -74,7 +80,7 @@ class Monkey:
         pid = self._pid_of(DENSE)
         self._signal(signal.SIGKILL, DENSE)
         deadline = time.monotonic() + RECOVERY_S
-        while self._pid_of(DENSE) == pid:
+        while pid in self._pids_of(DENSE):
             assert time.monotonic() < deadline
         time.sleep(self._random.uniform(0.0, 3.0))
         return self._signal(signal.SIGKILL, self._random.choice([DENSE, ATTENTION]))
@@ -93,6 +99,30 @@ class Monkey:
 
     def _terminate(self) -> bool:
         return self._signal(signal.SIGTERM, self._random.choice([DENSE, ATTENTION]))
+
+    def _replace(self) -> bool:
+        """Another dense worker takes over, as planned."""
+        self._killed = []
+        self._ask_for_replacement()
+        return True
+
+    def _replace_and_kill(self) -> bool:
+        """Either it takes over, or the old one goes on."""
+        with ThreadPoolExecutor(1) as threads:
+            replacement = threads.submit(self._ask_for_replacement)
+            time.sleep(self._random.uniform(0.0, MAX_REPLACEMENT_S))
+            self._signal(signal.SIGKILL, self._random.choice([DENSE, DENSE, ATTENTION]))
+            replacement.result()
+        return True
+
+    def _ask_for_replacement(self) -> None:
+        [line] = [line for line in self._cluster.log_file.read_text().splitlines() if "event=control" in line]
+        with grpc.insecure_channel(line.partition("address=")[2].split()[0]) as channel:
+            try:
+                launch_pb2_grpc.LauncherStub(channel).ReplaceDense(launch_pb2.ReplaceDenseRequest(), timeout=RECOVERY_S)
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.ABORTED, f"not rolled back: {error.details()}"
+                self.deeds[-1] += " (rolled back)"
 
     def _stop_for_good(self) -> bool:
         return self._signal(signal.SIGSTOP, self._random.choice([DENSE, ATTENTION]))
@@ -117,13 +147,20 @@ class Monkey:
         return True
 
     def _pid_of(self, role: str) -> int:
+        """Of one of them, while there are two."""
         deadline = time.monotonic() + RECOVERY_S
-        while True:
-            try:
-                return self._cluster.pid_of(role)
-            except (AssertionError, OSError):  # between two lives
-                assert time.monotonic() < deadline, f"no {role} comes back"
-                time.sleep(0.01)
+        while not (pids := self._pids_of(role)):
+            assert time.monotonic() < deadline, f"no {role} comes back"
+            time.sleep(0.01)
+        return self._random.choice(pids)
+
+    def _pids_of(self, role: str) -> list[int]:
+        pids = []
+        for pid in children_of(self._cluster.process.pid):
+            with contextlib.suppress(OSError):  # it has ended
+                if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
+                    pids.append(pid)
+        return pids
 
     def _await_recovery(self) -> None:
         """Until the killed are replaced, and everybody has had a turn."""
@@ -134,8 +171,7 @@ class Monkey:
 
     def _has_recovered(self) -> bool:
         with contextlib.suppress(AssertionError, OSError, grpc.RpcError):
-            pids = [self._cluster.pid_of(role) for role in (DENSE, ATTENTION)]
-            if set(self._killed) & set(pids):
+            if {*self._killed} & {*self._pids_of(DENSE), *self._pids_of(ATTENTION)}:
                 return False
             status = self._cluster.dense_status()
             return status.state == status.SERVING and status.num_steps >= MIN_STEPS_BETWEEN_CRASHES

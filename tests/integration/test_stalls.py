@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -13,11 +14,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.config import WatchdogSection
 from services.common.server import LIVENESS
+from services.launch.health_watch import HealthWatch
 from services.pb import stall_pb2
 from tests.cluster import Cluster, request, running_cluster
 from tests.deaf_dense_worker import LOST
-from tests.plain_services import plain_services
+from tests.plain_services import PlainServices, plain_services
 from tests.slow_dense_worker import LAYER_S
 from tests.streams import Collected, collect, collect_all
 
@@ -64,11 +67,13 @@ def test_a_stopped_gateway_is_restarted(cluster: Cluster) -> None:
     assert cluster.generate("Count", 20, ignore_eos=True).token_ids == expected
 
 
-def test_a_lost_signal_is_named_by_all_and_overcome(tmp_path: Path) -> None:
-    settings = ("watchdog.stall_timeout_s=2", "channel.wait_timeout_s=12")
+def test_a_lost_signal_is_named_by_all_and_costs_the_dense_worker_its_life(tmp_path: Path) -> None:
+    section = WatchdogSection(stall_timeout_s=2.0)
+    settings = (f"watchdog.stall_timeout_s={section.stall_timeout_s}",)
     with plain_services(tmp_path, *settings, modules={"dense_worker": "tests.deaf_dense_worker"}) as services:
+        lucky = collect(services.gateway, request("Count", 20, temperature=0.9, seed=5, ignore_eos=True))
         answers: list[Collected] = []
-        message = request("Count", 60, temperature=0.9, seed=5, ignore_eos=True, request_id="unlucky")
+        message = request("Count", 20, temperature=0.9, seed=5, ignore_eos=True, request_id="unlucky")
         thread = threading.Thread(target=lambda: answers.append(collect(services.gateway, message)))
         thread.start()
         wait_until(lambda: services.dense_status().HasField("stall") and services.attention_status().HasField("stall"))
@@ -81,12 +86,46 @@ def test_a_lost_signal_is_named_by_all_and_overcome(tmp_path: Path) -> None:
         for name in ("dense", "attention"):
             assert health(tmp_path, name) == NOT_SERVING
             assert health(tmp_path, name, LIVENESS) == SERVING, "to restart one that waits helps nobody"
-        thread.join(DEADLINE_S)  # the wait has a bound, and the step is run again
-        [lucky] = collect_all(services.gateway, [request("Count", 60, temperature=0.9, seed=5, ignore_eos=True)])
+
+        children = [WatchedService(services, role, tmp_path) for role in services.num_starts]
+        asyncio.run(watch_until(HealthWatch(children, section, 100.0), lambda: not thread.is_alive()))
         answers[0].assert_equals(lucky)
         services.wait_idle()
         wait_until(lambda: all(health(tmp_path, name) == SERVING for name in ("gateway", "dense", "attention")))
-        assert services.num_starts == {"attn_worker": 1, "dense_worker": 1, "gateway": 1}
+        [reason] = [reason for child in children for reason in child.reasons]
+        assert "unlucky" in reason and "layer" in reason
+        assert services.num_starts == {"attn_worker": 1, "dense_worker": 2, "gateway": 1}
+
+
+class WatchedService:
+    """A service of `PlainServices`, as the launcher sees its `Child`."""
+
+    tls = None
+    is_running = True
+
+    def __init__(self, services: PlainServices, role: str, directory: Path) -> None:
+        self._services = services
+        self.role = role
+        names = {"dense_worker": "dense", "attn_worker": "attention", "gateway": "gateway"}
+        self.address = f"unix:{directory}/{names[role]}.sock"
+        self.reasons: list[str] = []
+
+    @property
+    def pid(self) -> int:
+        return self._services.pid_of(self.role)
+
+    def kill(self, reason: str) -> None:
+        self.reasons.append(reason)
+        os.kill(self.pid, signal.SIGKILL)
+
+
+async def watch_until(watch: HealthWatch, is_over: Callable[[], bool]) -> None:
+    task = asyncio.create_task(watch.run())
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_over():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_slow_steps_are_no_stall(tmp_path: Path) -> None:
