@@ -117,6 +117,17 @@ def read_to_end(bare: socket.socket) -> bytes:
     return data
 
 
+def read_until(bare: socket.socket, end: bytes) -> bytes:
+    """Everything up to `end`."""
+    bare.settimeout(LATE_S)
+    data = b""
+    while end not in data:
+        piece = bare.recv(65536)
+        assert piece, data[-500:]
+        data += piece
+    return data
+
+
 def test_prompts_of_megabytes(cluster: Cluster) -> None:
     with client(cluster.http_address) as http:
         headers = {"content-type": "application/json"}
@@ -219,6 +230,41 @@ def test_headers_without_end(cluster: Cluster) -> None:
         answer = read_to_end(bare)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+BODY = b'{"prompt": "a"}'
+CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    ("start", "endless"),
+    [
+        (CHUNKED + CHUNK + b"0\r\nx: ", b"y" * 1000),
+        (CHUNKED + CHUNK + b"0\r\n", b"x: y\r\n" * 200),
+        (CHUNKED + b"1;", b"y" * 1000),
+    ],
+    ids=["trailer", "trailers", "chunk extension"],
+)
+def test_frames_of_a_body_without_end(cluster: Cluster, start: bytes, endless: bytes) -> None:
+    with connect_socket(cluster.http_address) as bare:
+        with contextlib.suppress(ConnectionError):
+            bare.sendall(start)
+            for _ in range(2000):
+                bare.sendall(endless)
+            raise AssertionError("two megabytes around a body were taken")
+        # The reset may have overtaken the answer.
+        answer = read_to_end(bare)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 "), answer
+
+
+def test_small_chunks_and_a_trailer_are_read_but_a_trailer_is_no_header(cluster: Cluster) -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY.replace(b"a", b"word " * 1000))
+    with connect_socket(cluster.http_address) as bare:
+        bare.sendall(CHUNKED + chunks + b"0\r\nx-request-id: trailer\r\n\r\nGET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        answers = read_until(bare, b'{"status":"ok"}')
+        assert answers.startswith(b"HTTP/1.1 200 ")
+        assert b"trailer" not in answers
 
 
 def test_what_is_not_http(cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ def build_app(
     frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad
 ) -> FastAPI:
     """Of one gateway. Its pages of documentation are left out: they would load scripts from elsewhere."""
-    app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Authorize, access=frontend.access)
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))

@@ -38,6 +38,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._num_header_bytes = 0  # of the request whose headers are coming in
         self._is_in_headers = True  # or before them
+        self._num_frame_bytes = 0  # since the last bytes of a body: of chunks' sizes and extensions, and trailers
         self._is_refused = False  # an answer is out that ends the connection
         self._read_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
@@ -61,13 +62,22 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._read_deadline is None:
                 self._limit_reading(self.limits.header_timeout_s)
             self._num_header_bytes += len(data)
+        else:
+            self._num_frame_bytes += len(data)  # until `on_body` finds otherwise
         super().data_received(data)
         # What came with it beyond the headers is not counted, or it would not be in the headers any more.
         if self._is_in_headers and self._num_header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
+        elif not self._is_in_headers and self._num_frame_bytes > self.limits.max_header_bytes:
+            limit = self.limits.max_header_bytes
+            self._refuse(431, f"the frame of the body has more than {limit} bytes, the limit", "headers_too_large")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_headers:  # what follows a body changes nothing, so it is not kept
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_in_headers = False
+        self._is_in_headers, self._num_frame_bytes = False, 0
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
@@ -77,6 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._num_frame_bytes = 0
         if not self._is_refused:
             super().on_body(body)
 
@@ -120,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._is_refused = True
-        if self.cycle is None or self.cycle.response_complete:
+        if self._may_answer():
             body = error_body(message, status=status, code=code)
             self.transport.write(
                 STATUS_LINE[status]
@@ -129,6 +140,12 @@ class BoundedProtocol(HttpToolsProtocol):
                 + body
             )
         self._close()
+
+    def _may_answer(self) -> bool:
+        """Whether what we write now would be taken for the answer to the last request."""
+        if self.cycle is None or self.cycle.response_complete:
+            return True
+        return not self.cycle.response_started and not self.pipeline
 
     def _limit_reading(self, timeout_s: float) -> None:
         self._clear_read_deadline()

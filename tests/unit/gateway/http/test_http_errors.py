@@ -204,6 +204,8 @@ def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         check_error(await client.get("/v1/nothing"), 404, None)
         check_error(await client.get(COMPLETIONS), 405, None)
+        # No redirect: it would lead to whatever host the request names.
+        check_error(await client.post(f"{COMPLETIONS}/", json=PROMPT), 404, None)
         check_error(await client.request("BREW", "/health"), 400, None)  # the parser knows no such method
 
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
