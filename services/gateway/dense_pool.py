@@ -36,6 +36,7 @@ class Share:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._entries: dict[int, JournalEntry] = {}
+        self.get = self._entries.get  # see `Journal.get`; asked for every token
         self.client: DenseClient
 
     def add(self, entry: JournalEntry) -> None:
@@ -53,10 +54,6 @@ class Share:
     def instance(self) -> int:
         """See `Journal.instance`."""
         return self._journal.instance
-
-    def get(self, seq_id: int) -> JournalEntry | None:
-        """See `Journal.get`."""
-        return self._entries.get(seq_id)
 
     def unfinished(self) -> Iterator[JournalEntry]:
         """See `Journal.unfinished`."""

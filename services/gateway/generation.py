@@ -65,7 +65,7 @@ class Prompt:
     logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if asked for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make, and there is one for every token
 class Chunk:
     """What is new since the last chunk of the same answer."""
 

@@ -130,7 +130,8 @@ class JournalEntry:
         self.last_token_at = now
         self.num_crashes = 0
         self.output_token_ids.append(token_id)
-        self._announce()
+        if not self._has_news:
+            self._announce()
 
     def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Those of the prompt tokens from index `start` on; a stretch may come again after a worker died."""

@@ -98,7 +98,7 @@ class Answer(Response):
                 if first.done():
                     first.result()  # an error is still an answer of its own
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-                await self._send_events(send, first, generations)
+                await self._send_events(scope["state"]["send_body"], first, generations)
             finally:
                 first.cancel()
         finally:

@@ -29,6 +29,7 @@ class Envelope:
         except InvalidRequest as error:
             request_id, refusal = new_request_id(), error
         scope["state"]["request_id"] = request_id
+        scope["state"]["send_body"] = send  # for streams: past all that only looks at the start of an answer
         id_header = (REQUEST_ID_HEADER.encode(), request_id.encode())
 
         async def send_with_id(message: Message) -> None:
