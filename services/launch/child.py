@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -17,6 +18,8 @@ from services.common.config import Config, dump_config
 from services.common.errors import PeerError
 
 log = structlog.get_logger()
+
+MAX_WAITERS = 4  # for the end of one process: who watches, drains, stops, and kills it
 
 
 class Child:
@@ -34,6 +37,7 @@ class Child:
         self._section = config.launch
         self.configure(config)
         self._process: subprocess.Popen[bytes] | None = None
+        self._threads = ThreadPoolExecutor(MAX_WAITERS, thread_name_prefix=name)
         self._exits: list[float] = []  # times of unexpected ends, within the window that counts
         self._is_stopping = False
         self._kill_reason = ""  # why the launcher ended it
@@ -58,7 +62,7 @@ class Child:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the services
             )
-            return_code = await asyncio.to_thread(self._process.wait)
+            return_code = await self._wait(None)
             if self._is_stopping:
                 return
             self.last_end = self._describe_end(return_code)
@@ -111,11 +115,16 @@ class Child:
         if self._process is None:
             return
         try:
-            await asyncio.to_thread(self._process.wait, grace_s)
+            await self._wait(grace_s)
         except subprocess.TimeoutExpired:
             log.warning("killing", role=self.role, grace_s=grace_s)
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            await self._wait(None)
+
+    async def _wait(self, timeout_s: float | None) -> int:
+        """On threads of its own: asyncio's are few, and with many services all of them would be waiting."""
+        assert self._process is not None
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._process.wait, timeout_s)
 
     def kill(self, reason: str) -> None:
         """Ends the process at once; it is started again."""
