@@ -224,6 +224,24 @@ def test_a_request_id_is_checked_and_may_not_be_in_use(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
+@pytest.mark.parametrize("body", [{"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}, {"prompt": ["a", "b"], "n": 2}])
+def test_what_a_key_never_admits_is_not_worth_a_retry(body: dict[str, Any], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "team"\nkey = "0123456789abcdef"\nmax_concurrent_answers = 2\n')
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        headers = {"authorization": "Bearer 0123456789abcdef"}
+        response = await client.post(COMPLETIONS, json=body, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "permission_denied")
+        assert "retry-after" not in response.headers
+        assert not dense.submits
+        two = {"prompt": ["a", "b"], "max_tokens": 2}
+        assert (await client.post(COMPLETIONS, json=two, headers=headers)).status_code == 200
+
+    dense = FakeDense(lambda submit: [5] * 16)
+    with_client(tmp_path, dense, test, api_keys_file=keys)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_an_error_of_the_dense_worker_becomes_a_status(is_stream: bool, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
