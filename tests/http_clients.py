@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,8 +56,15 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 def connect_socket(address: str) -> socket.socket:
-    """The same, without an event loop."""
+    """The same, without an event loop. Waits while the server has more of them to accept than fit its backlog."""
     bare = socket.socket(socket.AF_UNIX)
     bare.settimeout(CLIENT_TIMEOUT_S)
-    bare.connect(socket_path(address))
-    return bare
+    deadline = time.monotonic() + CLIENT_TIMEOUT_S
+    while True:
+        try:
+            bare.connect(socket_path(address))
+        except BlockingIOError:
+            assert time.monotonic() < deadline, "the server accepts no connection"
+            time.sleep(0.01)
+        else:
+            return bare

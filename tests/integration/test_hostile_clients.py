@@ -188,7 +188,8 @@ def test_half_open_connections_are_cut(cluster: Cluster) -> None:
     data = request_bytes(COMPLETIONS, LONG | {"stream": False})
     end_of_headers = data.index(b"\r\n\r\n") + 4
     partial = [b"", b"PO", data[:40], data[: end_of_headers - 2], data[:end_of_headers], data[:-1]]
-    chunked = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"
+    headers = b"host: a\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunked = b"POST /tokenize HTTP/1.1\r\n" + headers + b"5\r\n{"
     kept_alive = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
     start = time.monotonic()
     bares = []
