@@ -149,7 +149,7 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
             assert isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
         for stream in whole:
             stream.result().assert_equals(undisturbed)
-    cluster.wait_idle()  # the workers have dropped what was the dead one's
+    cluster.wait_idle(WAIT_S)  # the workers have dropped what was the dead one's
     assert cluster.dense_status().num_running == 0
     until(lambda: first.pid not in (None, pid), "the killed gateway is started again")
     assert second.pid == other_pid

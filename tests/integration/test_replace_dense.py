@@ -26,6 +26,7 @@ from tests.streams import Collected, collect, collect_all, messages_of_every_kin
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 120
 CTL_TIMEOUT_S = 200.0
+WAIT_S = 60.0
 # A step is planned before the tokens of the one ahead are known: one that ends may have been computed on for nothing.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
 
@@ -114,7 +115,7 @@ def test_streams_end_as_without_the_replacement(
     undisturbed: list[Collected],
     metrics_address: str,
 ) -> None:
-    old_pid, computed, recovered = cluster.pid_of("dense_worker"), cluster.wait_idle().num_computed_tokens, 0
+    old_pid, computed, recovered = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens, 0
     recovered = num_recovered(metrics_address)
     with Load(cluster, messages) as load:
         result = ctl(cluster, "replace-dense", "--set", "dense.num_threads=1")
@@ -124,7 +125,7 @@ def test_streams_end_as_without_the_replacement(
     assert new_pid != old_pid and not is_alive(old_pid)
     assert num_recovered(metrics_address) > recovered, "no stream was open at the replacement"
     needed = load.check(undisturbed)
-    assert cluster.wait_idle().num_computed_tokens - computed <= needed, "a prompt was prefilled again"
+    assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
     assert "is_crash=True" not in cluster.log_file.read_text()
     assert f"dense_worker process {new_pid}, 0 restarts" in ctl(cluster, "status").stdout
 
@@ -132,7 +133,7 @@ def test_streams_end_as_without_the_replacement(
 def test_a_worker_that_cannot_serve_is_rolled_back(
     cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected], metrics_address: str
 ) -> None:
-    pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle().num_computed_tokens
+    pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
     with Load(cluster, messages) as load:
         not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
         no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # ends at its start
@@ -145,7 +146,7 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
     assert cluster.pid_of("dense_worker") == pid
     assert num_recovered(metrics_address) > recovered, "no stream was open when the old worker left"
     needed = load.check(undisturbed)
-    assert cluster.wait_idle().num_computed_tokens - computed <= needed, "a prompt was prefilled again"
+    assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
 
 
 def test_other_weights_need_the_caches_dropped(cluster: Cluster, tmp_path: Path) -> None:
@@ -188,4 +189,4 @@ def test_other_weights_need_the_caches_dropped(cluster: Cluster, tmp_path: Path)
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, min_new_tokens=24, do_sample=False
     )
     assert answer == expected[0, len(token_ids) :].tolist()
-    cluster.wait_idle()
+    cluster.wait_idle(WAIT_S)
