@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 return _fail(f"the launcher at {address} does not answer: {error.details()}", NO_LAUNCHER)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return _fail("no answer in time; what was not done yet is undone, see `ctl status`", FAILED)
             return _fail(error.details() or error.code().name, FAILED)
 
 

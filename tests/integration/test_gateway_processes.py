@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -64,8 +65,9 @@ class Gateway:
     @property
     def pid(self) -> int | None:
         for pid in children_of(self._cluster.process.pid):
-            if self.file in Path(f"/proc/{pid}/cmdline").read_text():
-                return pid
+            with contextlib.suppress(OSError):  # it has just ended
+                if self.file in Path(f"/proc/{pid}/cmdline").read_text():
+                    return pid
         return None
 
     def num_answers(self) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, gateway_pb2
-from tests.cluster import REPOSITORY, Cluster, free_port, is_alive, request, running_cluster
+from tests.cluster import REPOSITORY, Cluster, children_of, free_port, is_alive, request, running_cluster
 from tests.scrape import Scrape
 from tests.streams import Collected, collect, collect_all, messages_of_every_kind
 
@@ -37,11 +39,18 @@ def metrics_address() -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, metrics_address: str) -> Iterator[Cluster]:
+def dense_metrics_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, metrics_address: str, dense_metrics_address: str
+) -> Iterator[Cluster]:
     """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
     directory = tmp_path_factory.mktemp("replace")
     overrides = ("attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
-    dense_metrics = f"dense.metrics_address=127.0.0.1:{free_port()}"
+    dense_metrics = f"dense.metrics_address={dense_metrics_address}"
     with running_cluster(directory, *overrides, dense_metrics) as cluster:
         yield cluster
 
@@ -62,6 +71,14 @@ def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert found is not None
     command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", found[1], *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CTL_TIMEOUT_S)
+
+
+def has_second_worker(cluster: Cluster) -> bool:
+    num_workers = 0
+    for pid in children_of(cluster.process.pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            num_workers += "services.dense_worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    return num_workers > 1
 
 
 class Load:
@@ -105,6 +122,21 @@ class Load:
         return len(self._cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
 
 
+def start_time(address: str) -> float | None:
+    """When the process started whose metrics are there; None while there are none."""
+    try:
+        return Scrape(address).value("twostroke_process_start_time_seconds")
+    except OSError:
+        return None
+
+
+def until(is_done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.05)
+
+
 def num_recovered(metrics_address: str) -> float:
     return Scrape(metrics_address).value("twostroke_gateway_recovered_sequences_total")
 
@@ -114,9 +146,10 @@ def test_streams_end_as_without_the_replacement(
     messages: list[gateway_pb2.GenerateRequest],
     undisturbed: list[Collected],
     metrics_address: str,
+    dense_metrics_address: str,
 ) -> None:
-    old_pid, computed, recovered = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens, 0
-    recovered = num_recovered(metrics_address)
+    old_pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
+    old_start, recovered = start_time(dense_metrics_address), num_recovered(metrics_address)
     with Load(cluster, messages) as load:
         result = ctl(cluster, "replace-dense", "--set", "dense.num_threads=1")
     assert result.returncode == 0, result.stderr
@@ -128,6 +161,7 @@ def test_streams_end_as_without_the_replacement(
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
     assert "is_crash=True" not in cluster.log_file.read_text()
     assert f"dense_worker process {new_pid}, 0 restarts" in ctl(cluster, "status").stdout
+    until(lambda: start_time(dense_metrics_address) not in (None, old_start), "the new worker's metrics are there")
 
 
 def test_a_worker_that_cannot_serve_is_rolled_back(
@@ -135,10 +169,15 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
 ) -> None:
     pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
     with Load(cluster, messages) as load:
+        impatient = ctl(cluster, "replace-dense", "--timeout", "0.5")
+        until(lambda: not has_second_worker(cluster), "the new worker stops when nobody wants it any more")
         not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
+        while "under way" in not_a_key.stderr:  # the worker is gone, and the launcher about to notice
+            not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
         no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # ends at its start
         recovered = num_recovered(metrics_address)
         other_dtype = ctl(cluster, "replace-dense", "--set", "model.dtype=float16")  # when the old one has left
+    assert impatient.returncode == 1 and "no answer in time" in impatient.stderr
     assert (not_a_key.returncode, no_device.returncode, other_dtype.returncode) == (1, 1, 1)
     assert "unknown config key dense.num_thread" in not_a_key.stderr
     assert "'cuda:99'" in no_device.stderr and f"process {pid}, goes on" in no_device.stderr
