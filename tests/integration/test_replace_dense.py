@@ -32,6 +32,8 @@ WAIT_S = 60.0
 # A step is planned before the tokens of the one ahead are known: one that ends may have been computed on for nothing.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
 
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+
 
 @pytest.fixture(scope="module")
 def metrics_address() -> str:
@@ -205,7 +207,7 @@ def test_other_weights_need_the_caches_dropped(cluster: Cluster, tmp_path: Path)
     def stream_until_it_fails() -> None:
         while not is_over.is_set():
             try:
-                collect(cluster.gateway, request(PROMPT, 1200, ignore_eos=True))
+                collect(cluster.gateway, request(PROMPT, 400, ignore_eos=True))
             except grpc.RpcError as error:
                 errors.append(error)
                 return
