@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterable
 
 import grpc
@@ -49,10 +50,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 "best_of",
             )
         generation = await self._start(request, caller, context)
-        while not generation.is_finished:
-            chunk = _encode_chunk(generation.request_id, await generation.next_chunk())
-            with self._slow_readers.cut_unless_sent(context, generation.request_id):
+        with self._slow_readers.watching(context, generation.request_id) as call:
+            while not generation.is_finished:
+                chunk = _encode_chunk(generation.request_id, await generation.next_chunk())
+                call.sending_since = time.monotonic()
                 yield chunk
+                call.sending_since = None
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
