@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens of each answer (256)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side, in turn; the median counts (3)")
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--plot", type=Path, help="PNG of every run; needs matplotlib")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)  # faster than two for a model this small, for either side
@@ -93,10 +94,11 @@ def main() -> None:
             seconds["hf_16"].append(time_transformers(model, batch, arguments.max_tokens))
             seconds["twostroke_16"].append(time_cluster(cluster, batch, arguments.max_tokens))
     max_tokens = arguments.max_tokens
-    figures = {
-        f"{name}_tok_per_s": max_tokens * (NUM_STREAMS if name.endswith("16") else 1) / statistics.median(runs)
+    rates = {
+        name: [max_tokens * (NUM_STREAMS if name.endswith("16") else 1) / run for run in runs]
         for name, runs in seconds.items()
     }
+    figures = {f"{name}_tok_per_s": statistics.median(runs) for name, runs in rates.items()}
     figures["ratio_1"] = figures["twostroke_1_tok_per_s"] / figures["hf_1_tok_per_s"]
     figures["ratio_16"] = figures["twostroke_16_tok_per_s"] / figures["hf_16_tok_per_s"]
     figures["start_to_first_token_s"] = time_first_token()
@@ -108,6 +110,14 @@ def main() -> None:
     print(f"{'start to first token, s':36}{'':14}{figures['start_to_first_token_s']:12.1f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
+    if arguments.plot:
+        from bench.plots import save_comparison_plot  # it needs matplotlib
+
+        groups = [
+            ("One stream, tok/s", rates["hf_1"], rates["twostroke_1"]),
+            (f"{NUM_STREAMS} streams, tok/s", rates["hf_16"], rates["twostroke_16"]),
+        ]
+        save_comparison_plot(groups, ("transformers", "Twostroke"), "the embedded model on this CPU", arguments.plot)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,10 @@ async def _run(arguments: argparse.Namespace) -> int:
             "requests": [dataclasses.asdict(record) for record in records],
         }
         arguments.json.write_text(json.dumps(document, allow_nan=False))
+    if arguments.plot:
+        from bench.plots import save_run_plot  # it needs matplotlib
+
+        save_run_plot(records, f"{len(prompts)} prompts at once, from text to text", arguments.plot)
     return 0
 
 
@@ -185,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=non_negative, default=0, help="of the choice from a data set (%(default)s)")
     add("--timeout", type=positive, default=600.0, metavar="S", help="of one request, seconds (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="saves figures, options and the time of every chunk")
+    add("--plot", type=Path, metavar="FILE.png", help="saves latencies over time and distributions")
     return parser
 
 

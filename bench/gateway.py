@@ -67,6 +67,12 @@ class Case:
     pace_ms: float  # from one step to the next; 0: as fast as clients take the tokens
     connections: int  # that share the streams, with gRPC; with SSE each stream has its own
 
+    @property
+    def label(self) -> str:
+        """For pictures."""
+        pace = f", every {self.pace_ms:g} ms" if self.pace_ms else ""
+        return f"{self.protocol}, {self.num_streams}{pace}"
+
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
@@ -99,6 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
         }
         arguments.json.write_text(json.dumps(document))
+    if arguments.plot:
+        from bench.plots import save_gateway_plot  # it needs matplotlib
+
+        runs = [(case.label, run, figures) for case, run, figures in results]
+        save_gateway_plot(runs, "one gateway process before a stub worker", arguments.plot)
     return 0
 
 
@@ -370,6 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=positive, default=1.0, metavar="S", help="seconds before each measurement (%(default)g)")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the gateway's config")
     add("--json", type=Path, metavar="FILE", help="saves figures, options and the time of every chunk and step")
+    add("--plot", type=Path, metavar="FILE.png", help="saves rates, latencies over time and their distribution")
     add("--profile", type=Path, metavar="FILE", help="py-spy's stacks of the gateway: .svg, .txt or .json")
     return parser
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import secrets
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from bench.options import whole_number
+from bench.stats import summarize
 from services.common.channel import Channel, ChannelSpec, Flag
 from services.common.channel.factory import create_channel, map_channel
 from services.mps import MpsDaemon, has_mps
@@ -98,8 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--mps", choices=["on", "off"], default="on", help="for cuda (on)")
-    parser.add_argument("--steps", type=int, default=200, help=f"steps of {NUM_LAYERS} round trips (200)")
+    parser.add_argument("--steps", type=whole_number, default=200, help=f"steps of {NUM_LAYERS} round trips (200)")
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--plot", type=Path, help="PNG of every step; needs matplotlib")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -110,16 +112,23 @@ def main() -> None:
         run_under_mps()
         return
     values = measure(arguments.device, arguments.steps)
+    summary = summarize(values)
+    assert summary is not None, "there was at least one step"
     figures = {
         "device": arguments.device,
         "mps": arguments.mps if arguments.device == "cuda" else None,
-        "median_us": statistics.median(values),
-        "p99_us": statistics.quantiles(values, n=100)[98],
+        "median_us": summary.median,
+        "p99_us": summary.p99,
     }
     print(f"round trip between two processes, {arguments.device}: "
           f"median {figures['median_us']:.1f} us, P99 {figures['p99_us']:.1f} us")  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
+    if arguments.plot:
+        from bench.plots import save_samples_plot  # it needs matplotlib
+
+        title = f"the seam between two processes, {arguments.device}: mean of {NUM_LAYERS} round trips"
+        save_samples_plot(values, "Round trip", "us", title, arguments.plot)
 
 
 def run_under_mps() -> None:

@@ -5,6 +5,7 @@ All in one style, so that results can stand side by side; figures of other serve
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +13,25 @@ import matplotlib
 import numpy as np
 
 from bench.reference import VLLM_NAME, VLLM_RUNS, ReferenceRun
-from bench.stats import NS_PER_S, RequestRecord, ServingFigures, itls_ms, latency_ms, summarize, ttft_ms
+from bench.stats import (
+    NS_PER_S,
+    GatewayFigures,
+    RequestRecord,
+    ServingFigures,
+    WireRun,
+    added_latencies_ms,
+    itls_ms,
+    latency_ms,
+    summarize,
+    ttft_ms,
+)
 
 matplotlib.use("agg")  # no display
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2563a8", "#d9730d", "#2e8b57", "#8a8f98", "#24292f"
 STYLE = {
@@ -37,7 +50,9 @@ STYLE = {
     "grid.color": "#e6e8eb",
     "xtick.color": INK,
     "ytick.color": INK,
-    "legend.frameon": False,
+    "legend.frameon": True,
+    "legend.framealpha": 0.85,
+    "legend.edgecolor": "none",
     "legend.fontsize": 8.5,
 }
 NUM_BINS = 60
@@ -59,8 +74,8 @@ def save_run_plot(
         ttfts = [value for record in successful if (value := ttft_ms(record)) is not None]
         _histogram(first_token, "Time to first token", ttfts, GREEN)
         if reference is not None:
-            _reference_line(inter_token, reference.itl_median, f"{VLLM_NAME}: median at {reference.label}")
-            _reference_line(first_token, reference.ttft_median, f"{VLLM_NAME}: median at {reference.label}")
+            _reference_line(inter_token, reference.itl_median, f"{VLLM_NAME}:\nmedian at {reference.label}")
+            _reference_line(first_token, reference.ttft_median, f"{VLLM_NAME}:\nmedian at {reference.label}")
         _throughput_over_time(throughput, successful)
         _finish(figure, title, file)
 
@@ -77,7 +92,7 @@ def save_rate_plot(runs: Sequence[tuple[float, ServingFigures]], title: str, fil
             run.output_throughput / run.request_throughput * rate for rate, run in runs if run.request_throughput
         ]
         throughput.plot(rates[: len(offered)], offered, ":", color=INK, linewidth=1, label="offered")
-        throughput.set(title="Output tokens per second", ylim=(0, None))
+        throughput.set(title="Output tokens per second")
         for axis, name, summaries in (
             (first_token, "Time to first token, ms", [run.ttft_ms for _, run in runs]),
             (per_token, "Time per output token, ms", [run.tpot_ms for _, run in runs]),
@@ -87,8 +102,10 @@ def save_rate_plot(runs: Sequence[tuple[float, ServingFigures]], title: str, fil
                 axis.plot(rates, values, style, color=color, label=label.replace("p99", "P99"))
             axis.set(title=name, yscale="log")
             axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         if has_reference:
             _reference_rates(axes)
+        throughput.set_ylim(0, None)  # now that everything is drawn
         for axis in axes:
             axis.set(xlabel="requests per second")
             axis.legend()
@@ -119,6 +136,65 @@ def save_trend_plot(
         _finish(figure, title, file)
 
 
+def save_gateway_plot(runs: Sequence[tuple[str, WireRun, GatewayFigures]], title: str, file: Path) -> None:
+    """Named runs of `bench/gateway.py`: rates of all, and of paced ones the latency over time and its distribution."""
+    paced = [(label, added_latencies_ms(run), run) for label, run, _ in runs if run.is_paced]
+    with pyplot.rc_context(STYLE):
+        figure, (rates, over_time, distribution) = pyplot.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
+        labels = [label for label, _, _ in runs]
+        rates.barh(labels, [figures.tokens_per_cpu_s for _, _, figures in runs], color=BLUE, alpha=0.75)
+        rates.invert_yaxis()
+        rates.set(title="Tokens per second of the gateway's CPU time")
+        rates.xaxis.set_major_formatter("{x:,.0f}")
+        rates.xaxis.set_major_locator(MaxNLocator(4))
+        for (label, by_step, run), color in zip(paced, itertools.cycle((BLUE, ORANGE, GREEN, GREY))):
+            steps = sorted(by_step)
+            times_s = [(run.step_ns[step] - run.start_ns) / NS_PER_S for step in steps]
+            over_time.plot(times_s, [max(by_step[step]) for step in steps], color=color, linewidth=1, label=label)
+            values = np.sort([value for step in steps for value in by_step[step]])
+            if len(values):
+                shares = 100 * np.arange(1, len(values) + 1) / len(values)
+                p99 = np.percentile(values, 99)
+                distribution.plot(values, shares, color=color, linewidth=1.5, label=f"{label}: P99 {p99:.2f} ms")
+        over_time.set(title="Added latency of each step's last token, ms", xlabel="s", ylim=(0, None))
+        distribution.set(title="Added latency, tokens within it, %", xlabel="ms", xscale="log", ylim=(0, 101))
+        distribution.xaxis.set_major_formatter("{x:g}")
+        for axes in (over_time, distribution):
+            if paced:
+                axes.legend(loc="best")
+            else:
+                axes.text(0.5, 0.5, "no paced run", transform=axes.transAxes, ha="center", color=GREY)
+        _finish(figure, title, file)
+
+
+def save_samples_plot(values: Sequence[float], name: str, unit: str, title: str, file: Path) -> None:
+    """Repeated measurements of one thing: one after the other, and their distribution."""
+    with pyplot.rc_context(STYLE):
+        figure, (in_order, distribution) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+        in_order.plot(values, ".", color=BLUE, markersize=4)
+        in_order.set(title=f"{name}, {unit}", xlabel="measurement", ylim=(0, None))
+        _histogram(distribution, name, values, BLUE, unit)
+        _finish(figure, title, file)
+
+
+def save_comparison_plot(
+    groups: Sequence[tuple[str, Sequence[float], Sequence[float]]], names: tuple[str, str], title: str, file: Path
+) -> None:
+    """Two servers side by side: of each group the median of either's runs as a bar, and every run as a dot."""
+    with pyplot.rc_context(STYLE):
+        figure, all_axes = pyplot.subplots(1, len(groups), figsize=(4 * len(groups), 4), layout="constrained")
+        for axes, (label, *both) in zip(np.atleast_1d(all_axes), groups, strict=True):
+            for place, (name, runs, color) in enumerate(zip(names, both, (GREY, BLUE), strict=True)):
+                median = float(np.median(runs))
+                axes.bar(place, median, width=0.6, color=color, alpha=0.75, label=f"{name}: {median:,.0f}")
+                axes.plot([place] * len(runs), runs, "o", color=INK, markersize=3)
+            axes.set(title=label, xticks=range(len(names)), xticklabels=names)
+            axes.margins(y=0.3)
+            axes.grid(visible=False, axis="x")
+            axes.legend(loc="upper left")
+        _finish(figure, title, file)
+
+
 def _latency_over_time(axes: Axes, records: Sequence[RequestRecord]) -> None:
     sent_s = [record.send_ns / NS_PER_S for record in records]
     axes.scatter(sent_s, [latency_ms(each) for each in records], s=9, color=BLUE, alpha=0.6, label="whole answer")
@@ -131,8 +207,8 @@ def _latency_over_time(axes: Axes, records: Sequence[RequestRecord]) -> None:
     axes.margins(y=0.15)
 
 
-def _histogram(axes: Axes, name: str, values: Sequence[float], color: str) -> None:
-    axes.set(title=f"{name}, ms", xlabel="ms", ylabel="share of all, %")
+def _histogram(axes: Axes, name: str, values: Sequence[float], color: str, unit: str = "ms") -> None:
+    axes.set(title=f"{name}, {unit}", xlabel=unit, ylabel="share of all, %")
     summary = summarize(values)
     if summary is None:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=GREY)

@@ -226,20 +226,28 @@ def serving_figures(records: Iterable[RequestRecord]) -> ServingFigures:
     )
 
 
+def added_latencies_ms(run: WireRun) -> dict[int, list[float]]:
+    """From the stub to the clients, of every token of a paced run that arrived while it was measured; by step."""
+    latencies_ms: dict[int, list[float]] = defaultdict(list)
+    for first_step, times, counts in zip(run.first_step, run.chunk_ns, run.chunk_num_tokens, strict=True):
+        arrivals = np.repeat(np.asarray(times, dtype=np.int64), counts).tolist()  # one entry a token
+        for step, arrival in enumerate(arrivals, first_step):
+            is_measured = run.start_ns <= arrival < run.end_ns
+            if is_measured and step < len(run.step_ns):  # the stub's report is older than the last arrivals
+                latencies_ms[step].append((arrival - run.step_ns[step]) / NS_PER_MS)
+    return latencies_ms
+
+
 def gateway_figures(run: WireRun) -> GatewayFigures:
     """The figures of one run of `bench/gateway.py`."""
     duration_s = (run.end_ns - run.start_ns) / NS_PER_S
-    streams = list(zip(run.first_step, run.chunk_ns, run.chunk_num_tokens, strict=True))
-    latencies_ms: dict[int, list[float]] = defaultdict(list)  # by step
-    num_tokens = 0
-    for first_step, times, counts in streams:
-        arrivals = np.repeat(np.asarray(times, dtype=np.int64), counts)  # one entry a token
-        is_measured = (arrivals >= run.start_ns) & (arrivals < run.end_ns)
-        num_tokens += int(is_measured.sum())
-        if run.is_paced:
-            for step, (arrival, is_counted) in enumerate(zip(arrivals.tolist(), is_measured, strict=True), first_step):
-                if is_counted and step < len(run.step_ns):  # the stub's report is older than the last arrivals
-                    latencies_ms[step].append((arrival - run.step_ns[step]) / NS_PER_MS)
+    num_tokens = sum(
+        count
+        for times, counts in zip(run.chunk_ns, run.chunk_num_tokens, strict=True)
+        for time, count in zip(times, counts, strict=True)
+        if run.start_ns <= time < run.end_ns
+    )
+    latencies_ms = added_latencies_ms(run) if run.is_paced else {}
     total_tokens = sum(map(sum, run.chunk_num_tokens))
     gateway_cpu_s = run.cpu_s["gateway"]
     return GatewayFigures(
