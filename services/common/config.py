@@ -99,7 +99,7 @@ class GatewaySection(Section):
     max_header_bytes: Count = 32 * 2**10  # of one HTTP request
     max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # of one HTTP request for completions
     max_connections: Count = 4096  # of HTTP
-    header_timeout_s: Seconds = 10.0  # from connecting until a request's headers are complete
+    header_timeout_s: Seconds = 10.0  # of HTTP from connecting to the end of headers; of gRPC, of handshakes
     body_timeout_s: Seconds = 60.0  # from there until its body is complete
     keep_alive_timeout_s: Seconds = 30.0  # of an idle HTTP connection
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread

@@ -63,6 +63,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         section.max_message_bytes,
         tls,
         section.local_address,
+        # Of TLS and of HTTP/2; gRPC's own limit is two minutes.
+        options=[("grpc.server_handshake_timeout_ms", int(1e3 * section.header_timeout_s))],
         shares_port=section.shares_ports,
     )
     for exposed in filter(is_exposed, (section.address, section.http_address)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import ssl
 from pathlib import Path
@@ -90,10 +91,10 @@ def test_a_handshake_that_never_comes_is_cut(tmp_path: Path) -> None:
     async def test() -> None:
         limits = {"http_address": free_address(), "header_timeout_s": 0.3}
         async with running_gateway(tmp_path, FakeDense(lambda submit: [5]), **options(tmp_path, pair), **limits) as it:
-            for sent in (b"", b"\x16\x03\x01"):
-                reader, writer = await asyncio.open_connection(*it.http_address.split(":"))
+            for address, sent in itertools.product((it.address, it.http_address), (b"", b"\x16\x03\x01")):
+                reader, writer = await asyncio.open_connection(*address.split(":"))
                 writer.write(sent)
-                assert await reader.read() == b""  # `run` bounds the wait to less than uvicorn's minute
+                assert await reader.read() == b""  # `run` bounds the wait to less than the minutes of uvicorn and gRPC
                 writer.close()
 
     run(test())
