@@ -57,6 +57,7 @@ STYLE = {
 }
 NUM_BINS = 60
 MAX_TIME_BINS = 60
+MAX_SHOWN_P99S = 1.5  # what lies beyond so many times the 99th percentile is left out of a distribution
 
 
 def save_run_plot(
@@ -139,6 +140,7 @@ def save_trend_plot(
 def save_gateway_plot(runs: Sequence[tuple[str, WireRun, GatewayFigures]], title: str, file: Path) -> None:
     """Named runs of `bench/gateway.py`: rates of all, and of paced ones the latency over time and its distribution."""
     paced = [(label, added_latencies_ms(run), run) for label, run, _ in runs if run.is_paced]
+    p99s: list[float] = []
     with pyplot.rc_context(STYLE):
         figure, (rates, over_time, distribution) = pyplot.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
         labels = [label for label, _, _ in runs]
@@ -154,11 +156,11 @@ def save_gateway_plot(runs: Sequence[tuple[str, WireRun, GatewayFigures]], title
             values = np.sort([value for step in steps for value in by_step[step]])
             if len(values):
                 shares = 100 * np.arange(1, len(values) + 1) / len(values)
-                p99 = np.percentile(values, 99)
-                distribution.plot(values, shares, color=color, linewidth=1.5, label=f"{label}: P99 {p99:.2f} ms")
+                p99s.append(float(np.percentile(values, 99)))
+                distribution.plot(values, shares, color=color, linewidth=1.5, label=f"{label}: P99 {p99s[-1]:.2f} ms")
         over_time.set(title="Added latency of each step's last token, ms", xlabel="s", ylim=(0, None))
-        distribution.set(title="Added latency, tokens within it, %", xlabel="ms", xscale="log", ylim=(0, 101))
-        distribution.xaxis.set_major_formatter("{x:g}")
+        distribution.set(title="Added latency, tokens within it, %", xlabel="ms", ylim=(0, 101))
+        distribution.set_xlim(0, max([MAX_SHOWN_P99S * p99 for p99 in p99s], default=1))
         for axes in (over_time, distribution):
             if paced:
                 axes.legend(loc="best")
