@@ -22,16 +22,22 @@ class Collected:
     text: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     reasons: dict[int, tuple[int, str]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def assert_equals(self, expected: Collected) -> None:
         """Tokens, texts and ends alike; log-probabilities but for rounding, which the batch's size decides."""
         assert self.token_ids == expected.token_ids
         assert self.text == expected.text
         assert self.reasons == expected.reasons
-        assert self.logprobs.keys() == expected.logprobs.keys()
-        for index, logprobs in self.logprobs.items():
-            assert len(logprobs) == len(expected.logprobs[index])
-            assert all(abs(a - b) < 1e-3 for a, b in zip(logprobs, expected.logprobs[index], strict=True))
+        _assert_close(self.logprobs, expected.logprobs)
+        _assert_close(self.prompt_logprobs, expected.prompt_logprobs)
+
+
+def _assert_close(found: dict[int, list[float]], expected: dict[int, list[float]]) -> None:
+    assert found.keys() == expected.keys()
+    for index, logprobs in found.items():
+        assert len(logprobs) == len(expected[index])
+        assert all(abs(a - b) < 1e-3 for a, b in zip(logprobs, expected[index], strict=True))
 
 
 def collect(
@@ -47,6 +53,8 @@ def collect(
         collected.text[chunk.index] += chunk.text
         if chunk.logprobs:
             collected.logprobs[chunk.index] += [each.logprob for each in chunk.logprobs]
+        if chunk.prompt.logprobs:
+            collected.prompt_logprobs[chunk.index] += [each.logprob for each in chunk.prompt.logprobs]
         if chunk.HasField("finish"):
             collected.reasons[chunk.index] = (chunk.finish.reason, chunk.finish.stop_string)
         on_chunk()

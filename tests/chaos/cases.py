@@ -24,6 +24,7 @@ from tests.streams import Collected
 MAX_PROMPT_CHARACTERS = 1200
 STOPS = (". ", " the", "\n", "not in any text")
 TRANSPORTS = ("grpc_stream", "grpc", "http_stream", "http")
+GRPC_TRANSPORTS = TRANSPORTS[:2]
 TIMEOUT_S = 300.0
 
 
@@ -53,6 +54,8 @@ def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateReques
         options["n"] = random.randint(2, 3)
     if random.random() < 0.3:
         options["logprobs"] = random.randint(0, 3)
+    if random.random() < 0.1:
+        options["prompt_logprobs"] = random.randint(0, 2)
     if random.random() < 0.15:
         options["cache_salt"] = random.choice("ab")
     options["priority"] = random.choice([0, 0, 0, -1, 1])
@@ -61,7 +64,10 @@ def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateReques
 
 
 def send(
-    cluster: Cluster, message: gateway_pb2.GenerateRequest, transport: str, on_chunk: Callable[[], None]
+    cluster: Cluster,
+    message: gateway_pb2.GenerateRequest,
+    transport: str,
+    on_chunk: Callable[[], None] = lambda: None,
 ) -> Collected:
     """The whole answer. `on_chunk` is called after each chunk, and may raise `Cancelled`: then what came so far."""
     collected = Collected()
@@ -80,14 +86,17 @@ def _send_grpc(
     on_chunk: Callable[[], None] | None,
 ) -> None:
     if on_chunk is None:
-        for completion in cluster.gateway.Generate(message, timeout=TIMEOUT_S).completions:
+        response = cluster.gateway.Generate(message, timeout=TIMEOUT_S)
+        for completion in response.completions:
             _add_grpc(collected, completion)
+            _add_prompt(collected, completion.index, response.prompt)
         return
     call = cluster.gateway.GenerateStream(message, timeout=TIMEOUT_S)
     try:
         for chunk in call:
             assert chunk.index not in collected.reasons, "nothing may follow the finish"
             _add_grpc(collected, chunk)
+            _add_prompt(collected, chunk.index, chunk.prompt)
             on_chunk()
     except Cancelled:
         call.cancel()
@@ -98,6 +107,11 @@ def _send_grpc(
 def _add_grpc(collected: Collected, part: gateway_pb2.GenerateChunk | gateway_pb2.Completion) -> None:
     finish = (part.finish.reason, part.finish.stop_string) if part.HasField("finish") else None
     _add(collected, part.index, part.token_ids, part.text, [each.logprob for each in part.logprobs], finish)
+
+
+def _add_prompt(collected: Collected, index: int, prompt: gateway_pb2.PromptEcho) -> None:
+    if prompt.logprobs:
+        collected.prompt_logprobs[index] += [each.logprob for each in prompt.logprobs]
 
 
 def _send_http(

@@ -17,7 +17,7 @@ from random import Random
 
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2
-from tests.chaos.cases import TRANSPORTS, Cancelled, draw_messages, send
+from tests.chaos.cases import GRPC_TRANSPORTS, TRANSPORTS, Cancelled, draw_messages, send
 from tests.chaos.monkey import Monkey
 from tests.cluster import Cluster, children_of, free_port, request, running_cluster
 from tests.http_clients import client
@@ -41,11 +41,12 @@ class Size:
     num_streams: int  # of a run
     max_tokens: int  # of an answer
     max_deeds: int
-    stall_timeout_s: float | None  # None: nobody is stopped for good
+    wait_timeout_s: float | None = None  # of a step, which some deeds exceed
+    stall_timeout_s: float | None = None  # None: nobody is stopped for good
 
 
-SHORT = Size(num_messages=12, num_streams=12, max_tokens=150, max_deeds=3, stall_timeout_s=None)
-LONG = Size(num_messages=60, num_streams=48, max_tokens=500, max_deeds=8, stall_timeout_s=6.0)
+SHORT = Size(num_messages=12, num_streams=12, max_tokens=150, max_deeds=3)
+LONG = Size(num_messages=60, num_streams=48, max_tokens=500, max_deeds=8, wait_timeout_s=3.0, stall_timeout_s=8.0)
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ def arena(directory: Path, policy: str, size: Size) -> Iterator[Arena]:
     ]
     if size.stall_timeout_s is not None:
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
+    if size.wait_timeout_s is not None:
+        settings.append(f"channel.wait_timeout_s={size.wait_timeout_s}")
     with running_cluster(directory, *settings) as cluster:
         messages = draw_messages(Random(POOL_SEED), size.num_messages, size.max_tokens)
         with ThreadPoolExecutor(len(messages)) as threads:
-            expected = list(threads.map(lambda message: collect(cluster.gateway, message), messages))
+            expected = list(threads.map(lambda message: send(cluster, message, "grpc_stream"), messages))
         cluster.wait_idle(IDLE_TIMEOUT_S)
         yield Arena(cluster, directory, size, messages, expected, _num_files(cluster.pid_of("gateway")))
 
@@ -87,7 +90,7 @@ def arena(directory: Path, policy: str, size: Size) -> Iterator[Arena]:
 def run(arena: Arena, seed: int) -> list[str]:
     """Raises `AssertionError` for whatever is not as it should be; returns the monkey's deeds."""
     random, size, cluster = Random(seed), arena.size, arena.cluster
-    monkey = Monkey(cluster, Random(seed + 1), size.max_deeds, size.stall_timeout_s)
+    monkey = Monkey(cluster, Random(seed + 1), size.max_deeds, size.wait_timeout_s, size.stall_timeout_s)
     gateway_pid = cluster.pid_of("gateway")
     indexes = random.sample(range(size.num_messages), size.num_streams)
     with ThreadPoolExecutor(size.num_streams + 1) as threads:
@@ -110,7 +113,7 @@ def _check_stream(arena: Arena, index: int, seed: int) -> None:
     """Sends one message of the pool, with or without cancelling it, over any API."""
     random, message, expected = Random(seed), arena.messages[index], arena.expected[index]
     time.sleep(random.uniform(0.0, 1.5))
-    transport = random.choice(TRANSPORTS)
+    transport = random.choice(GRPC_TRANSPORTS if message.HasField("prompt_logprobs") else TRANSPORTS)
     chunks_left = random.randint(1, 60) if random.random() < 0.2 else None
 
     def on_chunk() -> None:

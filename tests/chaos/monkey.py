@@ -29,11 +29,22 @@ MIN_STEPS_BETWEEN_CRASHES = 60
 class Monkey:
     """`run` until `is_over` is set, or for `max_deeds`; `deeds` tells what it did.
 
-    With `stall_timeout_s` it also stops a worker for good, which then has to be found and replaced.
+    With `wait_timeout_s` it also stops a worker for longer than the other one waits in a step; with
+    `stall_timeout_s` for good: then it has to be found and replaced.
     """
 
-    def __init__(self, cluster: Cluster, random: Random, max_deeds: int, stall_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        random: Random,
+        max_deeds: int,
+        wait_timeout_s: float | None,
+        stall_timeout_s: float | None,
+    ) -> None:
         self._cluster = cluster
+        self._wait_timeout_s = wait_timeout_s
+        self._killed: list[int] = []
+        self._before: tuple[set[int], int] = (set(), 0)  # processes and steps of dense workers
         self._random = random
         self._max_deeds = max_deeds
         self.is_over = threading.Event()
@@ -53,6 +64,8 @@ class Monkey:
             self._replace,
             self._replace_and_kill,
         ]
+        if wait_timeout_s is not None:
+            self._kinds.append(self._stop_for_longer_than_a_wait)
         if stall_timeout_s is not None:
             self._kinds.append(self._stop_for_good)
 
@@ -61,6 +74,8 @@ class Monkey:
         while len(self.deeds) < self._max_deeds and not self.is_over.wait(self._random.uniform(0.02, MAX_PAUSE_S)):
             deed = self._random.choice(self._kinds)
             self.deeds.append(deed.__name__.strip("_"))
+            self._killed.clear()
+            self._before = {*self._pids_of(DENSE)}, self._cluster.dense_status().num_steps
             if deed():
                 self._await_recovery()
 
@@ -102,7 +117,6 @@ class Monkey:
 
     def _replace(self) -> bool:
         """Another dense worker takes over, as planned."""
-        self._killed = []
         self._ask_for_replacement()
         return True
 
@@ -124,6 +138,13 @@ class Monkey:
                 assert error.code() is grpc.StatusCode.ABORTED, f"not rolled back: {error.details()}"
                 self.deeds[-1] += " (rolled back)"
 
+    def _stop_for_longer_than_a_wait(self) -> bool:
+        """The other one gives the step up, and the stopped one finds out when it goes on."""
+        assert self._wait_timeout_s is not None
+        with self._stopped(self._random.choice([DENSE, ATTENTION])):
+            time.sleep(self._wait_timeout_s + self._random.uniform(-0.5, 1.5))
+        return True
+
     def _stop_for_good(self) -> bool:
         return self._signal(signal.SIGSTOP, self._random.choice([DENSE, ATTENTION]))
 
@@ -140,8 +161,8 @@ class Monkey:
                     os.kill(pid, signal.SIGCONT)
 
     def _signal(self, number: signal.Signals, *roles: str) -> bool:
-        self._killed = [self._pid_of(role) for role in roles]
-        for pid in self._killed:
+        for pid in [self._pid_of(role) for role in roles]:
+            self._killed.append(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         return True
@@ -173,6 +194,8 @@ class Monkey:
         with contextlib.suppress(AssertionError, OSError, grpc.RpcError):
             if {*self._killed} & {*self._pids_of(DENSE), *self._pids_of(ATTENTION)}:
                 return False
+            pids, num_steps = self._before
+            num_needed = MIN_STEPS_BETWEEN_CRASHES + (num_steps if pids == {*self._pids_of(DENSE)} else 0)
             status = self._cluster.dense_status()
-            return status.state == status.SERVING and status.num_steps >= MIN_STEPS_BETWEEN_CRASHES
+            return status.state == status.SERVING and status.num_steps >= num_needed
         return False
