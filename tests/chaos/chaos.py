@@ -46,7 +46,7 @@ class Size:
 
 
 SHORT = Size(num_messages=12, num_streams=12, max_tokens=150, max_deeds=3)
-LONG = Size(num_messages=60, num_streams=48, max_tokens=500, max_deeds=8, wait_timeout_s=3.0, stall_timeout_s=8.0)
+LONG = Size(num_messages=40, num_streams=36, max_tokens=300, max_deeds=8, wait_timeout_s=3.0, stall_timeout_s=8.0)
 
 
 @dataclass(frozen=True)
