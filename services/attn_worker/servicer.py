@@ -54,6 +54,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._section = section
         self._model = model
         self._engine: AttentionEngine | None = None
+        self._building: asyncio.Task[AttentionEngine] | None = None
         self._tracer = tracer
         self._metrics = AttentionMetrics(registry, lambda: self._engine)
         self._epoch = epoch
@@ -78,11 +79,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._model.device, spec, self._epoch, attachment_id, lane=0, wait_timeout_s=self._wait_timeout_s
         )
         self._channel = channel
-        if self._engine is None:
-            limits = StepLimits(request.max_num_seqs, request.max_num_batched_tokens)
-            self._engine = await asyncio.to_thread(build_engine, self._section, self._model, limits, self._metrics)
-        engine = self._engine
-        await asyncio.wrap_future(engine.submit(engine.attach, channel, attachment_id, request.weights_hash))
+        try:
+            engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
+        except BaseException:  # cancelled, too: the dense worker may die while it waits
+            channel.close()
+            raise
+        attaching = engine.submit(engine.attach, channel, attachment_id, request.weights_hash)
+        await asyncio.shield(asyncio.wrap_future(attaching))  # the engine has the channel now, come what may
         log.info("attached", attachment_id=attachment_id, peer=context.peer(), channel=channel.kind)
         cache = engine.cache
         held_blocks = cache.held_blocks
@@ -204,6 +207,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """Ends the engine thread; blocks until it has."""
         if self._engine is not None:
             self._engine.stop()
+
+    async def _built_engine(self, limits: StepLimits) -> AttentionEngine:
+        """Built once, whoever waits for it: a second KV cache would not fit beside the first."""
+        if self._building is None:
+            build = asyncio.to_thread(build_engine, self._section, self._model, limits, self._metrics)
+            self._building = asyncio.create_task(build)
+        try:
+            self._engine = await asyncio.shield(self._building)
+        finally:
+            if self._building.done() and (self._building.cancelled() or self._building.exception() is not None):
+                self._building = None  # the next one may be luckier
+        return self._engine
 
     def _require_engine(self) -> AttentionEngine:
         if self._engine is None:
