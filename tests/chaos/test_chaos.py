@@ -11,7 +11,7 @@ from tests.chaos.chaos import POLICIES, SHORT, arena, run
 SEED = 1
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)  # it takes about 20 s on a quiet machine
 def test_streams_survive_a_monkey_and_nothing_is_left_of_it(tmp_path: Path) -> None:
     with arena(tmp_path, POLICIES[1], SHORT) as where:
         try:

@@ -17,6 +17,8 @@ from tests.plain_services import PlainServices, plain_services
 from tests.poisoned_dense_worker import POISON
 from tests.streams import Collected, collect, collect_all, messages_of_every_kind
 
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 150
 # An aborted step is computed again, and a token that was sampled may not have reached the gateway.
