@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -187,14 +188,20 @@ class AttentionClient:
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
         tasks: set[asyncio.Task[None]] = set()
-        tasks.add(asyncio.create_task(self._receive(attachment, call, listener)))
-        tasks.add(asyncio.create_task(self._send(attachment, call, listener, tasks)))
+        done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()  # `asyncio.wait` would not see later openings
+
+        def start(work: Coroutine[Any, Any, None]) -> None:
+            task = asyncio.create_task(work)
+            tasks.add(task)
+            task.add_done_callback(done.put_nowait)
+
+        start(self._receive(attachment, call, listener))
+        start(self._send(attachment, call, listener, start))
         try:
             while True:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                tasks -= done
-                for task in done:
-                    task.result()  # of an opening; the other two end with an error only
+                task = await done.get()
+                tasks.discard(task)
+                task.result()  # of an opening; the other two end with an error only
         except _Ended as error:
             return error.end
         finally:
@@ -220,8 +227,9 @@ class AttentionClient:
         attachment: Attachment,
         call: grpc.aio.StreamStreamCall,
         listener: AttentionListener,
-        tasks: set[asyncio.Task[None]],
+        start: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
+        """Each opening is a task of its own, which `start` starts."""
         while True:
             wanted_by, message = await self._to_send.get()
             if wanted_by is not attachment:
@@ -233,7 +241,7 @@ class AttentionClient:
                     log.debug("a plan could not be sent", reason=repr(error))
                     return  # the stream is over, and `_receive` knows why
             elif isinstance(message, Sequence):
-                tasks.add(asyncio.create_task(self._open(attachment, message, listener)))
+                start(self._open(attachment, message, listener))
             else:
                 raise _Ended(message)
 
