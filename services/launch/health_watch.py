@@ -5,7 +5,8 @@
     it is stalled waiting for the other worker,       → the dense worker, which costs no KV cache;
     which says the same, or has nothing to say          if that does not help, both
 
-A process that has not served yet may be silent for as long as a start may take: while it loads or builds.
+A process that has not served yet may be silent while it loads or builds: several times as long as the slowest start of
+its role has taken, and at first for as long as a start may take at all.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 1 << 20
 CHECKS_PER_BOUND = 5
+START_FACTOR = 4.0  # by which a start may be slower than those before
 MIN_MISSED = 3  # checks: that the launcher itself was stopped for a while is no fault of its children
 DENSE_ROLE, ATTENTION_ROLE = "dense_worker", "attn_worker"
 
@@ -37,6 +39,7 @@ DENSE_ROLE, ATTENTION_ROLE = "dense_worker", "attn_worker"
 class Pulse:
     """What is known of one process."""
 
+    first_seen_at: float = field(default_factory=time.monotonic)
     answered_at: float = field(default_factory=time.monotonic)  # last answer, or when it was first seen
     num_missed: int = 0  # checks since then
     has_served: bool = False
@@ -51,6 +54,7 @@ class HealthWatch:
         self._stall_timeout_s = section.stall_timeout_s
         self._start_timeout_s = start_timeout_s
         self._pulses: dict[int, Pulse] = {}  # by process id
+        self._start_s: dict[str, float] = {}  # until it served, of the slowest start, by role
         self._dense_ended_at = float("-inf")
 
     async def run(self) -> None:
@@ -65,13 +69,19 @@ class HealthWatch:
                 log.error("restarting a service that makes no progress", role=child.role, reason=reason)
                 child.kill(reason)
 
+    def note_start(self, role: str, start_s: float) -> None:
+        """A process of that role serves, `start_s` seconds after it was first seen."""
+        self._start_s[role] = max(start_s, self._start_s.get(role, 0.0))
+
     def find_culprits(self, pulses: Sequence[tuple[Child, Pulse]], now: float) -> list[tuple[Child, str]]:
         """Who is to be ended, and why; `now` is on the monotonic clock."""
         silent = []
         for child, pulse in pulses:
             bound_s, silent_s = self._stall_timeout_s, now - pulse.answered_at
             if not pulse.has_served:
-                bound_s = max(bound_s, self._start_timeout_s)
+                start_s = self._start_s.get(child.role)
+                usual_s = self._start_timeout_s if start_s is None else bound_s + START_FACTOR * start_s
+                bound_s = max(bound_s, min(usual_s, self._start_timeout_s))
             if silent_s > bound_s and pulse.num_missed >= MIN_MISSED:
                 silent.append((child, f"no answer to {pulse.num_missed} health checks in {silent_s:.1f} s"))
         if silent:
@@ -109,7 +119,9 @@ class HealthWatch:
                 return
             pulse.num_missed, pulse.answered_at, pulse.stall = 0, time.monotonic(), None
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                pulse.has_served = True
+                if not pulse.has_served:
+                    pulse.has_served = True
+                    self.note_start(child.role, pulse.answered_at - pulse.first_seen_at)
                 return
             try:
                 pulse.stall = await _read_stall(child.role, channel, timeout_s)

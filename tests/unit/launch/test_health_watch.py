@@ -21,14 +21,14 @@ class FakeChild:
 
 def stall(role: str, waits_for: str = "", stalled_s: float = BOUND_S) -> Pulse:
     said = stall_pb2.Stall(role=role, step_id=7, layer=3, request_ids=["a"], waits_for=waits_for, stalled_s=stalled_s)
-    return Pulse(1000.0, has_served=True, stall=said)
+    return Pulse(0.0, 1000.0, has_served=True, stall=said)
 
 
 def silent(since_s: float, *, has_served: bool = True) -> Pulse:
-    return Pulse(1000.0 - since_s, MIN_MISSED, has_served)
+    return Pulse(0.0, 1000.0 - since_s, MIN_MISSED, has_served)
 
 
-FINE = Pulse(1000.0, has_served=True)
+FINE = Pulse(0.0, 1000.0, has_served=True)
 
 
 def blame(watch: HealthWatch, now: float = 1000.0, **pulses: Pulse) -> list[str]:
@@ -49,12 +49,22 @@ def test_who_does_not_answer_is_blamed_alone(watch: HealthWatch) -> None:
 
 
 def test_a_long_silence_with_few_questions_proves_nothing(watch: HealthWatch) -> None:
-    assert blame(watch, gateway=Pulse(0.0, MIN_MISSED - 1, has_served=True)) == []
+    assert blame(watch, gateway=Pulse(0.0, 0.0, MIN_MISSED - 1, has_served=True)) == []
 
 
 def test_who_has_not_served_yet_may_load_for_as_long_as_a_start_may_take(watch: HealthWatch) -> None:
     assert blame(watch, dense_worker=silent(START_S - 1, has_served=False)) == []
     assert blame(watch, dense_worker=silent(START_S + 1, has_served=False)) == [DENSE]
+
+
+def test_a_start_may_take_several_times_as_long_as_those_before(watch: HealthWatch) -> None:
+    watch.note_start(ATTENTION, 6.0)
+    watch.note_start(ATTENTION, 5.0)
+    watch.note_start(DENSE, 200.0)
+    assert blame(watch, attn_worker=silent(33, has_served=False), dense_worker=FINE) == []
+    assert blame(watch, attn_worker=silent(35, has_served=False), dense_worker=FINE) == [ATTENTION]
+    assert blame(watch, attn_worker=FINE, dense_worker=silent(START_S - 1, has_served=False)) == []
+    assert blame(watch, attn_worker=FINE, dense_worker=silent(START_S + 1, has_served=False)) == [DENSE]
 
 
 def test_who_computes_for_too_long_is_blamed_and_not_who_waits_for_it(watch: HealthWatch) -> None:
