@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 import structlog
@@ -187,28 +186,17 @@ class AttentionClient:
         call = self._stub.Execute(
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
-        tasks: set[asyncio.Task[None]] = set()
-        done: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()  # `asyncio.wait` would not see later openings
-
-        def start(work: Coroutine[Any, Any, None]) -> None:
-            task = asyncio.create_task(work)
-            tasks.add(task)
-            task.add_done_callback(done.put_nowait)
-
-        start(self._receive(attachment, call, listener))
-        start(self._send(attachment, call, listener, start))
+        end: AttachmentEnd | None = None
         try:
-            while True:
-                task = await done.get()
-                tasks.discard(task)
-                task.result()  # of an opening; the other two end with an error only
-        except _Ended as error:
-            return error.end
+            async with asyncio.TaskGroup() as tasks:  # keeps those alone that still run
+                tasks.create_task(self._receive(attachment, call, listener))
+                tasks.create_task(self._send(attachment, call, listener, tasks))
+        except* _Ended as ended:
+            end = next(each.end for each in ended.exceptions if isinstance(each, _Ended))
         finally:
             call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        assert end is not None
+        return end
 
     async def _receive(
         self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener
@@ -227,9 +215,9 @@ class AttentionClient:
         attachment: Attachment,
         call: grpc.aio.StreamStreamCall,
         listener: AttentionListener,
-        start: Callable[[Coroutine[Any, Any, None]], None],
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        """Each opening is a task of its own, which `start` starts."""
+        """Each opening is a task of its own."""
         while True:
             wanted_by, message = await self._to_send.get()
             if wanted_by is not attachment:
@@ -241,7 +229,7 @@ class AttentionClient:
                     log.debug("a plan could not be sent", reason=repr(error))
                     return  # the stream is over, and `_receive` knows why
             elif isinstance(message, Sequence):
-                start(self._open(attachment, message, listener))
+                tasks.create_task(self._open(attachment, message, listener))
             else:
                 raise _Ended(message)
 
