@@ -73,8 +73,8 @@ def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
     time.sleep(delay_s)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    # Before Python has run a line of ours, its own start may be interrupted.
-    assert "services" not in stderr or "Traceback" not in stderr
+    # Python's own start may be interrupted, and the very import that puts an end to that.
+    assert "services" not in stderr or "Traceback" not in stderr or "import signal" in stderr
 
 
 def test_nobody_reading_the_answer_is_no_bug() -> None:
