@@ -57,12 +57,14 @@ class PlainServices(Stubs):
         return (self._directory / f"{role}.log").read_text()
 
     def stop(self) -> dict[str, int]:
-        """Asks all to stop; exit statuses by role."""
+        """Asks one after the other to stop, in reverse of the start; exit statuses by role."""
         self._is_stopping.set()
         self._keeper.join()
-        for process in self._processes.values():
+        statuses = {}
+        for role, process in reversed(self._processes.items()):
             process.terminate()
-        return {role: process.wait(STOP_TIMEOUT_S) for role, process in self._processes.items()}
+            statuses[role] = process.wait(STOP_TIMEOUT_S)
+        return statuses
 
     def _start(self, role: str) -> None:
         command = [sys.executable, "-m", self._modules[role]]
