@@ -64,10 +64,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self.watchdog = Watchdog("attn_worker", self._progress, on_stall, stall_timeout_s)
         self._readers: set[asyncio.Task[None]] = set()
         self._results: _Results | None = None  # of the stream of plans, while there is one
+        self._is_leaving = False  # who was told so comes back at once, and must not be let in
 
     async def Attach(
         self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttachReply:
+        if self._is_leaving:
+            raise PeerError("the attention worker is stopping")
         self._check_model(request)
         if self._results is not None:  # told before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._attachment_id} is replaced by another one"))
@@ -189,6 +192,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     async def leave(self, timeout_s: float) -> None:
         """Tells the dense worker that this is no crash, and waits until it lets go; `timeout_s` seconds at most."""
+        self._is_leaving = True
         if self._results is not None:
             self._results.put_nowait(attn_pb2.StepResult(is_leaving=True))
         deadline = asyncio.get_running_loop().time() + timeout_s

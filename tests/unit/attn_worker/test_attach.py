@@ -14,6 +14,7 @@ from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.servicer import AttentionServicer
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
+from services.common.errors import PeerError
 from services.common.resolve import resolve_model
 from services.common.tracing import NoTracer
 from services.pb import attn_pb2, stall_pb2
@@ -79,3 +80,22 @@ def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkey
 
     asyncio.run(attach_twice())
     assert num_regions() == 0
+
+
+def test_nobody_attaches_to_a_worker_that_is_stopping() -> None:
+    """A dense worker that is told so would come back within milliseconds."""
+
+    async def on_stall(stall: stall_pb2.Stall | None) -> None:
+        raise AssertionError(stall)
+
+    async def attach_late() -> None:
+        model = resolve_model(ModelSection(), "cpu")
+        servicer = AttentionServicer(
+            AttentionSection(), model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+        )
+        await servicer.leave(TIMEOUT_S)
+        with pytest.raises(PeerError, match="stopping"):
+            await servicer.Attach(attn_pb2.AttachRequest(), FakeContext())
+        assert num_regions() == 0
+
+    asyncio.run(attach_late())
