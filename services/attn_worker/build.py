@@ -78,4 +78,6 @@ def _build_runner(
     from services.attn_worker.cuda_layer_runner import CudaLayerRunner
 
     backend = TritonAttention(*shape, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
-    return CudaLayerRunner(backend, config.num_layers, limits.max_num_seqs)
+    return CudaLayerRunner(
+        backend, config.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily
+    )

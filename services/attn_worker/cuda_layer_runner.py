@@ -14,47 +14,51 @@ from services.attn_worker.layer_runner import RunningStep, run_layers
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.batch_buckets import batch_buckets, bucket_for
 from services.common.channel import Channel
-from services.common.cuda_graphs import capture_graphs
+from services.common.cuda_graphs import StepGraphs
 
 
 class CudaLayerRunner:
     """See `LayerRunner`. Graphs belong to one attachment, whose addresses they hold."""
 
-    def __init__(self, backend: TritonAttention, num_layers: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, backend: TritonAttention, num_layers: int, max_num_seqs: int, *, captures_lazily: bool
+    ) -> None:
+        self._captures_lazily = captures_lazily
         self._backend = backend
         self._num_layers = num_layers
         self._buckets = batch_buckets(max_num_seqs)
         self._stream = torch.cuda.Stream()
         self._channel: Channel | None = None
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: StepGraphs[int] | None = None
 
     def attach(self, channel: Channel) -> None:
-        """See `LayerRunner`. Captures one graph per bucket."""
+        """See `LayerRunner`. Captures one graph per bucket, unless they shall be captured when they are needed."""
         self._channel = channel
-        self._graphs.clear()  # their memory is free before the new ones need it
+        self._graphs = None  # their memory is free before the new ones need it
         backend, layers = self._backend, range(self._num_layers)
 
         def warm_up(bucket: int) -> None:
             backend.begin_step(_empty_step(), bucket)
-            backend.forward(0, channel.qkv[:bucket], channel.attn_out[:bucket])
+            # Not into the channel: the dense worker may still be reading the step before.
+            backend.forward(0, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
 
-        self._graphs = capture_graphs(
-            self._stream,
-            reversed(self._buckets),
-            warm_up,
-            lambda bucket: run_layers(backend, channel, layers, bucket),
+        self._graphs = StepGraphs(
+            self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket)
         )
+        if not self._captures_lazily:
+            self._graphs.capture_all(reversed(self._buckets))
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata) -> RunningStep:
-        """See `LayerRunner`. Never waits for the device."""
-        channel = self._channel
-        assert channel is not None, "steps need an attachment"
+        """See `LayerRunner`. Waits for the device only to capture a graph."""
+        channel, graphs = self._channel, self._graphs
+        assert channel is not None and graphs is not None, "steps need an attachment"
         with torch.cuda.stream(self._stream):
             if self._backend.is_decode_only(step):
                 bucket = bucket_for(self._buckets, len(step.num_tokens))
+                graph = graphs.find(bucket)
                 self._backend.begin_step(step, bucket)
-                self._graphs[bucket].replay()
+                graph.replay()
             else:
                 self._backend.begin_step(step)
                 run_layers(self._backend, channel, range(self._num_layers), len(step.positions))

@@ -114,6 +114,7 @@ class DenseSection(Section):
     num_threads: Count | None = None  # CPU threads of one step; None: all cores but one
     build: Literal["auto", "never"] = "auto"  # whether the start builds missing TensorRT plans, or refuses
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # may be shared by models, GPUs and workers
+    captures_lazily: bool = False  # CUDA graphs: when a step first needs one, which delays it, not all at the start
     standby: bool = False  # load, and wait for the supervisor's word before attaching: for a planned take-over
     profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for; see profiles.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9101
@@ -139,6 +140,7 @@ class AttentionSection(Section):
     kv_cache_bytes: Count = 256 * 2**20  # on a CPU
     kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # on a GPU, of what weights leave free
     enable_prefix_cache: bool = True
+    captures_lazily: bool = False  # CUDA graphs: when a step first needs one, which delays it, not all at the start
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9102
 
 

@@ -1,10 +1,10 @@
-"""Captures a step's CUDA graphs, alike in both workers."""
+"""`StepGraphs`: the captured CUDA graphs of one kind of step, alike in both workers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 import torch
@@ -14,27 +14,47 @@ log = structlog.get_logger()
 Size = TypeVar("Size")
 
 
-def capture_graphs(
-    stream: torch.cuda.Stream, sizes: Iterable[Size], warm_up: Callable[[Size], None], run: Callable[[Size], None]
-) -> dict[Size, torch.cuda.CUDAGraph]:
-    """One graph of `run(size)` for each size, all in one memory pool; start with the largest.
+class StepGraphs(Generic[Size]):
+    """One graph of `run(size)` for each size, all in one memory pool. For one thread.
 
-    `warm_up(size)` runs uncaptured before, to compile kernels. Waits for the device; logs time and memory.
+    `warm_up(size)` runs uncaptured before, to compile kernels; neither may wait for the peer.
     """
-    graphs = {}
-    start, free_before = time.monotonic(), torch.cuda.mem_get_info()[0]
-    pool = torch.cuda.graph_pool_handle()
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        for size in sizes:
-            warm_up(size)
-            graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[size], pool=pool, stream=stream, capture_error_mode="thread_local"):
-                run(size)
-    stream.synchronize()
-    log.info(
-        "captured graphs",
-        num_graphs=len(graphs),
-        seconds=round(time.monotonic() - start, 1),
-        bytes=free_before - torch.cuda.mem_get_info()[0],
-    )
-    return graphs
+
+    def __init__(
+        self, stream: torch.cuda.Stream, warm_up: Callable[[Size], None], run: Callable[[Size], None]
+    ) -> None:
+        self._stream = stream
+        self._warm_up = warm_up
+        self._run = run
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+
+    def capture_all(self, sizes: Iterable[Size]) -> None:
+        """Waits for the device. Start with the largest: the others then find memory in the pool."""
+        start = time.monotonic()
+        with torch.cuda.stream(self._stream):
+            free_before = torch.cuda.mem_get_info()[0]
+            for size in sizes:
+                self._capture(size)
+            self._stream.synchronize()
+            num_bytes = free_before - torch.cuda.mem_get_info()[0]
+        seconds = round(time.monotonic() - start, 1)
+        log.info("captured graphs", num_graphs=len(self._graphs), seconds=seconds, bytes=num_bytes)
+
+    def find(self, size: Size) -> torch.cuda.CUDAGraph:
+        """Captures it first, which waits for the device, if no step of this size has come before."""
+        graph = self._graphs.get(size)
+        if graph is None:
+            start = time.monotonic()
+            graph = self._capture(size)
+            log.info("captured a graph", size=str(size), seconds=round(time.monotonic() - start, 3))
+        return graph
+
+    def _capture(self, size: Size) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._warm_up(size)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                self._run(size)
+        self._graphs[size] = graph
+        return graph

@@ -13,7 +13,7 @@ import torch
 
 from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.channel import Channel, ChannelTimeout
-from services.common.cuda_graphs import capture_graphs
+from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.model_runner import ModelRunner, RunningStep, StepInput, run_layers
@@ -37,12 +37,15 @@ class CudaModelRunner(ModelRunner):
         max_num_seqs: int,
         max_num_tokens: int,
         wait_timeout_s: float,
+        *,
+        captures_lazily: bool,
     ) -> None:
         super().__init__(backend, sampler, config.num_layers, max_num_seqs)
         self._wait_timeout_s = wait_timeout_s
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by numbers of tokens and sampled rows
+        self._captures_lazily = captures_lazily
+        self._graphs: StepGraphs[tuple[int, int]] | None = None  # by numbers of tokens and sampled rows
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
         self._stages = [
@@ -54,19 +57,21 @@ class CudaModelRunner(ModelRunner):
         self._num_launched = 0
 
     def attach(self, channel: Channel) -> None:
-        """Captures the graphs."""
+        """Captures the graphs, unless they shall be captured when they are needed."""
         super().attach(channel)
-        self._graphs.clear()  # their memory is free before the new ones need it
-        sizes = [(rows, sampled) for rows in reversed(self._buckets) for sampled in self._sampled_sizes(rows)]
+        self._graphs = None  # their memory is free before the new ones need it
 
         def run(size: tuple[int, int]) -> None:
             self._logits[: size[1]] = self._run_rows(channel, *size)
 
-        self._graphs = capture_graphs(self._stream, sizes, lambda size: self._warm_up(channel, *size), run)
+        self._graphs = StepGraphs(self._stream, lambda size: self._warm_up(channel, *size), run)
+        if not self._captures_lazily:
+            sizes = [(rows, sampled) for rows in reversed(self._buckets) for sampled in self._sampled_sizes(rows)]
+            self._graphs.capture_all(sizes)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> RunningStep:
-        """Enqueues the whole step; never waits for the device."""
+        """Enqueues the whole step; waits for the device only to capture a graph."""
         channel = self._channel
         assert channel is not None, "steps need an attachment"
         stage = self._num_launched % _NUM_STAGES
@@ -85,6 +90,7 @@ class CudaModelRunner(ModelRunner):
         # Prompts' log-probabilities ask for `last` again, which needs the residual that a graph keeps to itself.
         is_captured = num_tokens <= self._buckets[-1] and not step.stretches
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
+        graph = self._find_graph(num_rows, num_sampled) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any token will do, and any row
@@ -94,12 +100,16 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's is pinned: the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
-        if is_captured:
-            self._graphs[num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)].replay()
+        if graph is not None:
+            graph.replay()
             logits = self._logits
         else:
             logits = self._run_rows(channel, num_rows, num_sampled)
         return self.finish(step, logits[:num_sampled], channel, self._outputs[stage][:num_sampled])
+
+    def _find_graph(self, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
+        assert self._graphs is not None, "steps need an attachment"
+        return self._graphs.find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
 
     def _run_rows(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.Tensor:
         """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size]."""

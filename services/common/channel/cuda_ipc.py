@@ -36,8 +36,12 @@ class CudaIpcChannel:
     kind = "cuda_ipc"
     waited_s = None
 
-    def __init__(self, region: SharedRegion, spec: ChannelSpec, device_pointer: int, *, is_owner: bool) -> None:
+    def __init__(
+        self, device: torch.device, region: SharedRegion, spec: ChannelSpec, device_pointer: int, *, is_owner: bool
+    ) -> None:
+        """`device` is where this process computes, and current; the memory may lie on its peer."""
         self._region = region
+        self._device = device
         self.num_waits: int | None = None
         self.is_waiting = False
         self._is_owner = is_owner
@@ -47,34 +51,42 @@ class CudaIpcChannel:
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
         _check(runtime.cudaHostRegister(address, HEADER_BYTES, flags))
         self._flags_pointer = int(_check(runtime.cudaHostGetDevicePointer(address, 0)))
-        flat = torch.as_tensor(_DeviceMemory(device_pointer, _data_bytes(spec)), device="cuda")
-        self.qkv = flat[: spec.qkv_bytes].view(spec.dtype).view(spec.max_tokens, spec.qkv_size)
-        offset = _attn_out_offset(spec)
-        attn_out = flat[offset : offset + spec.attn_out_bytes]
-        self.attn_out = attn_out.view(spec.dtype).view(spec.max_tokens, spec.attn_size)
+        self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
+        attn_out_pointer = device_pointer + _attn_out_offset(spec)
+        self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, (spec.max_tokens, spec.attn_size), device)
 
     @classmethod
-    def create(cls, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int) -> Self:
-        """Allocates region and flags on the current device; raises `CapacityError` when memory is short."""
+    def create(cls, device: torch.device, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int) -> Self:
+        """Allocates the region on `device`; raises `CapacityError` when memory is short."""
         torch.cuda.init()
-        error, pointer = runtime.cudaMalloc(_data_bytes(spec))
-        if error != runtime.cudaError_t.cudaSuccess:
-            free, _ = torch.cuda.mem_get_info()
-            raise CapacityError(f"data region needs {_data_bytes(spec)} bytes of GPU memory, {free} are free")
-        handle = _check(runtime.cudaIpcGetMemHandle(pointer))
-        region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
-        region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES] = bytes(handle.reserved)
-        return cls(region, spec, int(pointer), is_owner=True)
+        with torch.cuda.device(device):
+            error, pointer = runtime.cudaMalloc(_data_bytes(spec))
+            if error != runtime.cudaError_t.cudaSuccess:
+                free, _ = torch.cuda.mem_get_info()
+                raise CapacityError(f"data region needs {_data_bytes(spec)} bytes of GPU memory, {free} are free")
+            handle = _check(runtime.cudaIpcGetMemHandle(pointer))
+            region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
+            region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES] = bytes(handle.reserved)
+            return cls(device, region, spec, int(pointer), is_owner=True)
 
     @classmethod
-    def map(cls, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int) -> Self:
-        """Maps the peer's region; raises `StaleEpoch` for another one, `PeerError` without peer access."""
+    def map(
+        cls, device: torch.device, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int
+    ) -> Self:
+        """Maps the peer's region for work on `device`; raises `StaleEpoch` for another one.
+
+        Raises `PeerError` where `device` has no access to the memory of the peer's GPU.
+        """
         torch.cuda.init()
         region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
         ipc_handle = runtime.cudaIpcMemHandle_t()
         ipc_handle.reserved = region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES]
-        pointer = _check(runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess))
-        return cls(region, spec, int(pointer), is_owner=False)
+        with torch.cuda.device(device):
+            error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+            if error != runtime.cudaError_t.cudaSuccess:
+                region.close()
+                raise PeerError(f"{device} cannot map the attention worker's GPU memory: {error.name}")
+            return cls(device, region, spec, int(pointer), is_owner=False)
 
     @property
     def handle(self) -> bytes:
@@ -120,14 +132,15 @@ class CudaIpcChannel:
 
     def close(self) -> None:
         """See `Channel.close`. The device must be done with the region."""
-        torch.cuda.synchronize()
-        del self.qkv, self.attn_out
-        _check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
-        del self._host
-        if self._is_owner:
-            _check(runtime.cudaFree(self._device_pointer))
-        else:
-            _check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            del self.qkv, self.attn_out
+            _check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
+            del self._host
+            if self._is_owner:
+                _check(runtime.cudaFree(self._device_pointer))
+            else:
+                _check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
         self._region.close()
 
     def _address(self, flag: Flag) -> int:
@@ -143,16 +156,13 @@ class CudaIpcChannel:
         words.release()
 
 
-class _DeviceMemory:
-    """Bytes of the device, as torch takes them in without owning them."""
-
-    def __init__(self, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
+def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """A tensor over memory that torch does not own. It passes for one on `device`, even where the memory lies on
+    a peer: any public way would take the memory's own device, and kernels of `device` would refuse it.
+    """
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))
 
 
 def _attn_out_offset(spec: ChannelSpec) -> int:

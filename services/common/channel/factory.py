@@ -17,7 +17,7 @@ def create_channel(
         return ShmChannel.create(spec, epoch, attachment_id, lane, wait_timeout_s)
     from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
 
-    return CudaIpcChannel.create(spec, epoch, attachment_id, lane)
+    return CudaIpcChannel.create(device, spec, epoch, attachment_id, lane)
 
 
 def map_channel(
@@ -37,4 +37,4 @@ def map_channel(
         return ShmChannel.map(handle, spec, epoch, attachment_id, wait_timeout_s)
     from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
 
-    return CudaIpcChannel.map(handle, spec, epoch, attachment_id)
+    return CudaIpcChannel.map(device, handle, spec, epoch, attachment_id)
