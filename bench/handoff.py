@@ -47,6 +47,13 @@ def answer(channel: Channel) -> None:
         channel.signal(Flag.ATTENTION_READY)
 
 
+def gpu(name: str) -> torch.device:
+    """The device of this name, made the current one; `cuda` is the first GPU."""
+    device = torch.device("cuda", torch.device(name).index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
 def capture(channel: Channel, is_asking: bool) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -56,7 +63,7 @@ def capture(channel: Channel, is_asking: bool) -> torch.cuda.CUDAGraph:
 
 def run_peer(device: str, handle: str, epoch: int, num_steps: int) -> None:
     """The other process: maps the region and answers `num_steps` steps."""
-    torch_device = torch.device(device)
+    torch_device = torch.device("cpu") if device == "cpu" else gpu(device)
     kind = "shm" if device == "cpu" else "cuda_ipc"
     channel = map_channel(torch_device, kind, handle.encode(), SPEC, epoch, 1, WAIT_TIMEOUT_S)
     if device == "cpu":
@@ -71,11 +78,12 @@ def run_peer(device: str, handle: str, epoch: int, num_steps: int) -> None:
     torch.cuda.synchronize()
 
 
-def measure(device: str, num_steps: int) -> list[float]:
+def measure(device: str, peer_device: str, num_steps: int) -> list[float]:
     """Microseconds of one round trip, a value for each step."""
     epoch = secrets.randbits(EPOCH_BITS)
-    channel = create_channel(torch.device(device), SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
-    command = [sys.executable, __file__, "--device", device, "--peer", channel.handle.decode()]
+    torch_device = torch.device("cpu") if device == "cpu" else gpu(device)
+    channel = create_channel(torch_device, SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
+    command = [sys.executable, __file__, "--device", peer_device, "--peer", channel.handle.decode()]
     command += ["--epoch", str(epoch), "--steps", str(num_steps)]
     peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert peer.stdout is not None
@@ -97,7 +105,8 @@ def measure(device: str, num_steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--peer-device", help="of the other process, such as cuda:1 (the same)")
     parser.add_argument("--mps", choices=["on", "off"], default="on", help="for cuda (on)")
     parser.add_argument("--steps", type=whole_number, default=200, help=f"steps of {NUM_LAYERS} round trips (200)")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -108,19 +117,23 @@ def main() -> None:
     if arguments.peer:
         run_peer(arguments.device, arguments.peer, arguments.epoch, arguments.steps)
         return
-    if arguments.device == "cuda" and arguments.mps == "on" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+    peer_device = arguments.peer_device or arguments.device
+    shares_gpu = arguments.device != "cpu" and peer_device == arguments.device
+    if shares_gpu and arguments.mps == "on" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         run_under_mps()
         return
-    values = measure(arguments.device, arguments.steps)
+    values = measure(arguments.device, peer_device, arguments.steps)
     summary = summarize(values)
     assert summary is not None, "there was at least one step"
     figures = {
         "device": arguments.device,
-        "mps": arguments.mps if arguments.device == "cuda" else None,
+        "peer_device": peer_device,
+        "mps": arguments.mps if shares_gpu else None,
         "median_us": summary.median,
         "p99_us": summary.p99,
     }
-    print(f"round trip between two processes, {arguments.device}: "
+    devices = arguments.device if shares_gpu or arguments.device == "cpu" else f"{arguments.device} and {peer_device}"
+    print(f"round trip between two processes, {devices}: "
           f"median {figures['median_us']:.1f} us, P99 {figures['p99_us']:.1f} us")  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
@@ -137,6 +150,7 @@ def run_under_mps() -> None:
         raise SystemExit("this machine has no MPS: use --mps off")
     with tempfile.TemporaryDirectory() as directory:
         daemon = MpsDaemon(Path(directory) / "mps")
+        daemon.start()
         try:
             subprocess.run([sys.executable, *sys.argv], env=daemon.environment, check=True)
         finally:

@@ -205,7 +205,6 @@ def build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) ->
         model.config,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
-        config.channel.wait_timeout_s,
         captures_lazily=config.dense.captures_lazily,
     )
 

@@ -7,12 +7,10 @@ device as the input of its next step; the host reads it from pinned memory when 
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from services.common.batch_buckets import bucket_for, token_buckets
-from services.common.channel import Channel, ChannelTimeout
+from services.common.channel import Channel
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
@@ -22,7 +20,6 @@ from services.dense_worker.scheduler import StepPlan
 from services.dense_worker.step_tokens import PendingTokens, StepTokens
 
 _NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet
-_POLL_S = 20e-6
 FEW_SAMPLED = 16  # rows
 
 
@@ -36,12 +33,10 @@ class CudaModelRunner(ModelRunner):
         config: ModelConfig,
         max_num_seqs: int,
         max_num_tokens: int,
-        wait_timeout_s: float,
         *,
         captures_lazily: bool,
     ) -> None:
         super().__init__(backend, sampler, config.num_layers, max_num_seqs)
-        self._wait_timeout_s = wait_timeout_s
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._captures_lazily = captures_lazily
@@ -83,7 +78,7 @@ class CudaModelRunner(ModelRunner):
                 tokens = self._enqueue(step, channel, stage)
             event = torch.cuda.Event()
             event.record()
-        return _Launched(event, channel, tokens, self._wait_timeout_s)
+        return _Launched(event, channel, tokens)
 
     def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
@@ -141,19 +136,14 @@ def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
 
 
 class _Launched:
-    def __init__(
-        self, event: torch.cuda.Event, channel: Channel, tokens: PendingTokens | None, timeout_s: float
-    ) -> None:
+    def __init__(self, event: torch.cuda.Event, channel: Channel, tokens: PendingTokens | None) -> None:
         self._event = event
         self._channel = channel
         self._tokens = tokens
-        self._timeout_s = timeout_s
+
+    def is_done(self) -> bool:
+        return self._event.query()
 
     def collect(self) -> StepTokens:
-        deadline = time.monotonic() + self._timeout_s
-        while not self._event.query():
-            if time.monotonic() > deadline:
-                raise ChannelTimeout(f"a step did not end within {self._timeout_s} s")
-            time.sleep(_POLL_S)
         self._channel.check()
         return self._tokens.read() if self._tokens is not None else StepTokens([])

@@ -36,6 +36,7 @@ log = structlog.get_logger()
 
 # How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
 CLAIM_S = 30.0
+_POLL_S = 20e-6  # how often to look whether a GPU has ended a step
 
 
 class AttentionPort(Protocol):
@@ -206,14 +207,8 @@ class Engine:
         attachment = self._attachment
         if attachment is None:
             return None
-        plan = None
-        if not self._is_leaving:
-            if admitted := self._scheduler.next_to_open():
-                # The gateways know of it by the time that the attention worker has answered: before any step.
-                self._deliver(StepReport(0, [], [], admitted=admitted))
-            for sequence in admitted:
-                self._attention.open(attachment, sequence)
-            plan = self._scheduler.schedule()
+        self._open_next(attachment)
+        plan = None if self._is_leaving else self._scheduler.schedule()
         published = None
         if plan is not None:
             start = time.monotonic()
@@ -233,9 +228,18 @@ class Engine:
                 self._give_up(attachment, AttachmentEnd(str(error), is_crash=True))
                 return None
         self._current = None
-        if self._is_leaving:
+        if self._is_leaving and published is None:
             self._give_up(attachment, AttachmentEnd("another dense worker takes over", is_crash=False))
         return published
+
+    def _open_next(self, attachment: Attachment) -> None:
+        """Asks the attention worker to open those that are near the head of the queue."""
+        if self._is_leaving or not (admitted := self._scheduler.next_to_open()):
+            return
+        for sequence in admitted:
+            self._attention.open(attachment, sequence)
+        # The gateways know of it by the time that the attention worker has answered: before any step.
+        self._deliver(StepReport(0, [], [], admitted=admitted))
 
     def _give_up(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self._attention.drop(attachment, end)
@@ -244,6 +248,7 @@ class Engine:
     def _complete(self, in_flight: InFlight) -> None:
         plan, channel = in_flight.plan, in_flight.attachment.channel
         waited_s = channel.waited_s
+        self._await_end(in_flight)
         tokens = in_flight.step.collect()
         begin_s, end_s = max(self._last_end_s, in_flight.launch_start_s), time.monotonic()
         self._last_end_s = end_s
@@ -281,19 +286,34 @@ class Engine:
             wait_s=wait_s,
         )
 
+    def _await_end(self, in_flight: InFlight) -> None:
+        """Handles what comes while a GPU runs the step, so that new sequences are open when the next one is planned."""
+        deadline = time.monotonic() + self._result_timeout_s
+        while not in_flight.step.is_done():
+            if self._handle_one(in_flight.attachment, _POLL_S):
+                self._open_next(in_flight.attachment)
+            elif time.monotonic() > deadline:
+                raise PeerError(f"step {in_flight.plan.step_id} has not ended after {self._result_timeout_s} s")
+
     def _await_errors(self, in_flight: InFlight) -> None:
         """Handles what comes until all errors are here that the attention worker has counted."""
-        attachment, deadline = in_flight.attachment, time.monotonic() + self._result_timeout_s
-        while self._num_errors != attachment.channel.num_errors:
-            try:
-                function, arguments = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+        deadline = time.monotonic() + self._result_timeout_s
+        while self._num_errors != in_flight.attachment.channel.num_errors:
+            if not self._handle_one(in_flight.attachment, max(0.0, deadline - time.monotonic())):
                 raise PeerError(
                     f"errors up to step {in_flight.plan.step_id} are not here after {self._result_timeout_s} s"
-                ) from None
-            function(*arguments)
-            if self._attachment is not in_flight.attachment:
-                raise PeerError("the attention worker went away")
+                )
+
+    def _handle_one(self, attachment: Attachment, timeout_s: float) -> bool:
+        """Whether something has come within `timeout_s`. Raises `PeerError` if it ends the attachment."""
+        try:
+            function, arguments = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        function(*arguments)
+        if self._attachment is not attachment:
+            raise PeerError("the attention worker went away")
+        return True
 
     def _handle_inbox(self, is_idle: bool) -> None:
         """Handles all that has come, and whose time is over; when idle, sleeps until something comes or a second."""

@@ -38,6 +38,9 @@ class StepInput:
 class RunningStep(Protocol):
     """A step that has been launched."""
 
+    def is_done(self) -> bool:
+        """Whether nothing keeps `collect` from going ahead."""
+
     def collect(self) -> StepTokens:
         """What the step yields, once it is there. Raises what `Channel.wait` raises."""
 
@@ -188,6 +191,9 @@ def _known_token_ids(entry: PlanEntry) -> list[int]:
 class _LazyStep:
     runner: ModelRunner
     plan: StepPlan
+
+    def is_done(self) -> bool:
+        return True
 
     def collect(self) -> StepTokens:
         step = self.runner.prepare(self.plan)

@@ -11,7 +11,7 @@ import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.attention_client import Attachment
+from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.engine import Engine, StepReport, take_prompt_logprobs
 from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SchedulerLimits, StepPlan
@@ -28,8 +28,19 @@ DELAY_S = 0.05
 class FakeStep:
     plan: StepPlan
 
+    def is_done(self) -> bool:
+        return True
+
     def collect(self) -> StepTokens:
         return StepTokens([9 for entry in self.plan.entries if entry.is_sampled])
+
+
+@dataclass
+class SlowStep(FakeStep):
+    has_ended: threading.Event
+
+    def is_done(self) -> bool:
+        return self.has_ended.is_set()
 
 
 class FakeRunner:
@@ -70,17 +81,7 @@ class FakeAttention:
 def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(bad_step: int) -> None:
     reports: queue.Queue[StepReport] = queue.Queue()
     attention = FakeAttention(bad_step)
-    engine = Engine(
-        SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict"),
-        FakeRunner(),
-        attention,
-        reports.put,
-        lambda error: reports.put(StepReport(-1, [], [])),
-        result_timeout_s=TIMEOUT_S,
-    )
-    attention.engine = engine
-    engine.start()
-    engine.on_attached(Attachment(1, 1, attention.channel, 4, 100, 100, {}))
+    engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S)
     for seq_id in (GOOD, BAD):
         engine.submit(Sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
     num_tokens = {GOOD: 0, BAD: 0}
@@ -98,6 +99,76 @@ def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(
     assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
     assert num_tokens[GOOD] == 6
     assert num_tokens[BAD] <= bad_step - 1
+
+
+class SlowRunner(FakeRunner):
+    """Steps like a GPU's: launched, and under way until `has_ended` is set."""
+
+    def __init__(self) -> None:
+        self.is_launched = threading.Event()
+        self.has_ended = threading.Event()
+
+    def launch(self, plan: StepPlan) -> SlowStep:
+        self.is_launched.set()
+        return SlowStep(plan, self.has_ended)
+
+
+class NotingAttention(FakeAttention):
+    """Also tells when which sequence was to be opened."""
+
+    def __init__(self) -> None:
+        super().__init__(bad_step=0)
+        self.opened: queue.Queue[int] = queue.Queue()
+        self.dropped: queue.Queue[str] = queue.Queue()
+
+    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+        super().open(attachment, sequence)
+        self.opened.put(sequence.seq_id)
+
+    def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
+        self.dropped.put(end.reason)
+
+
+def started_engine(
+    runner: FakeRunner, attention: FakeAttention, reports: queue.Queue[StepReport], timeout_s: float
+) -> Engine:
+    engine = Engine(
+        SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict"),
+        runner,
+        attention,
+        reports.put,
+        lambda error: reports.put(StepReport(-1, [], [])),
+        result_timeout_s=timeout_s,
+    )
+    attention.engine = engine
+    engine.start()
+    engine.on_attached(Attachment(1, 1, attention.channel, 4, 100, 100, {}))
+    return engine
+
+
+def test_a_sequence_that_comes_while_a_step_runs_is_opened_before_that_step_ends() -> None:
+    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert runner.is_launched.wait(TIMEOUT_S)
+    assert attention.opened.get(timeout=TIMEOUT_S) == 1
+    engine.submit(Sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert attention.opened.get(timeout=TIMEOUT_S) == 2
+    assert not runner.has_ended.is_set()
+    runner.has_ended.set()
+    ended: set[int] = set()
+    while ended != {1, 2}:
+        report = reports.get(timeout=TIMEOUT_S)
+        ended |= {output.sequence.seq_id for output in report.outputs if output.finish_reason is not None}
+    engine.stop(TIMEOUT_S)
+
+
+def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
+    attention = NotingAttention()
+    engine = started_engine(SlowRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
 
 
 def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:

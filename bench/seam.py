@@ -1,0 +1,281 @@
+"""What two processes cost: a decode step through both workers' graphs, minus the same kernels in one process.
+
+`python bench/seam.py --batch 1 64 --context 512` runs the product's own segments, attention kernels and channel on
+a model's shape with random weights. In one process the very same functions run, but attention follows the dense
+kernels in one stream, where the two processes hand over. `--timeline` also names every kernel and gap of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import itertools
+
+import numpy as np
+import structlog
+import torch
+
+from bench.dense import MODELS
+from bench.device_rates import describe_environment
+from bench.handoff import EPOCH_BITS, WAIT_TIMEOUT_S, run_under_mps
+from bench.kernel_trace import record_kernels
+from bench.options import whole_number
+from bench.step_timeline import Kernel, Span, format_timeline, make_timeline
+from services.attn_worker import layer_runner
+from services.attn_worker.backends.triton_attention import TritonAttention
+from services.attn_worker.step_metadata import build_step_metadata
+from services.common.channel import Channel, ChannelSpec, Flag
+from services.common.channel.factory import create_channel, map_channel
+from services.common.cuda_graphs import StepGraphs
+from services.common.model_config import ModelConfig
+from services.dense_worker import model_runner
+from services.dense_worker.backends.cuda_backend import CudaBackend
+from services.dense_worker.weights import random_weights
+
+BLOCK_SIZE = 16
+NUM_WARM_UPS = 5
+NUM_TRACED = 5  # steps under the profiler, the middle one of which is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What both processes need to know."""
+
+    model: str
+    num_layers: int
+    batches: list[int]
+    context: int
+    num_steps: int
+    is_traced: bool
+    attention_device: str
+
+    @property
+    def config(self) -> ModelConfig:
+        config = MODELS[self.model]
+        return replace(config, num_layers=self.num_layers, sliding_windows=(None,) * self.num_layers)
+
+    @property
+    def spec(self) -> ChannelSpec:
+        config = self.config
+        return ChannelSpec(max(self.batches), config.qkv_size, config.attn_size, torch.bfloat16)
+
+
+class OneProcess:
+    """In place of a `Channel`: where the dense worker would wait, attention runs in its stream."""
+
+    def __init__(self, spec: ChannelSpec, attention: AttentionSide, batch: int) -> None:
+        self.qkv = torch.zeros(spec.max_tokens, spec.qkv_size, dtype=spec.dtype, device="cuda")
+        self.attn_out = torch.zeros(spec.max_tokens, spec.attn_size, dtype=spec.dtype, device="cuda")
+        self._attend = lambda layer: attention.backend.forward(layer, self.qkv[:batch], self.attn_out[:batch])
+        self._num_layers = attention.num_layers
+        self._layer = 0
+        self._attend(0)  # compiles it
+
+    def signal(self, flag: Flag) -> None:
+        """Nobody else needs to know."""
+
+    def wait(self, flag: Flag) -> None:
+        """The next layer's attention."""
+        self._attend(self._layer % self._num_layers)
+        self._layer += 1
+
+
+class AttentionSide:
+    """The attention worker's kernels over a cache of random keys and values."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        config = task.config
+        self._context = task.context
+        self.num_layers = config.num_layers
+        blocks_per_seq = -(-task.context // BLOCK_SIZE)
+        num_blocks = max(task.batches) * blocks_per_seq
+        self.backend = TritonAttention(
+            config, num_blocks, BLOCK_SIZE, torch.bfloat16, device, config.max_position_embeddings
+        )
+        for cache in self.backend._caches:
+            cache.normal_()  # zeros are faster than data
+        order = np.random.default_rng(0).permutation(num_blocks)
+        self._tables = order.reshape(-1, blocks_per_seq).astype(np.int32)
+        self._stream = torch.cuda.Stream()
+
+    def begin(self, batch: int) -> None:
+        """Every sequence's newest token is to be attended to."""
+        counts = np.ones(batch, np.int64)
+        lengths = np.full(batch, self._context)
+        step = build_step_metadata(counts, lengths - 1, lengths, self._tables[:batch], BLOCK_SIZE)
+        self.backend.begin_step(step, batch)
+
+    def capture(self, channel: Channel, batch: int) -> Callable[[], None]:
+        """The step as the attention worker captures it; returns what replays it."""
+        layers = range(self.num_layers)
+
+        def warm_up(batch: int) -> None:
+            self.begin(batch)
+            self.backend.forward(0, channel.qkv[:batch], torch.empty_like(channel.attn_out[:batch]))
+
+        def run(batch: int) -> None:
+            layer_runner.run_layers(self.backend, channel, layers, batch)
+
+        return _replaying(self._stream, StepGraphs(self._stream, warm_up, run), batch)
+
+
+class DenseSide:
+    """The dense worker's segments on random weights."""
+
+    def __init__(self, task: Task) -> None:
+        self._config = task.config
+        weights = random_weights(self._config, torch.bfloat16, torch.device("cuda"), seed=0)
+        self._backend = CudaBackend(weights, self._config, max(task.batches))
+        self._stream = torch.cuda.Stream()
+
+    def capture(self, channel: Channel | OneProcess, batch: int) -> Callable[[], None]:
+        """The step as the dense worker captures it, sampler aside; returns what replays it."""
+        token_ids = torch.randint(self._config.vocab_size, (batch,), device="cuda")
+        rows = torch.arange(batch, device="cuda")
+
+        def warm_up(batch: int) -> None:
+            self._backend.first(token_ids, channel.qkv[:batch])
+            self._backend.middle(0, channel.attn_out[:batch], channel.qkv[:batch])
+            self._backend.last(channel.attn_out[:batch], rows)
+
+        def run(batch: int) -> None:
+            model_runner.run_layers(self._backend, channel, self._config.num_layers, token_ids, rows)
+
+        return _replaying(self._stream, StepGraphs(self._stream, warm_up, run), batch)
+
+
+def measure_one_process(task: Task, dense: DenseSide) -> dict[int, float]:
+    """Milliseconds of a step, by batch."""
+    attention = AttentionSide(task, torch.device("cuda", torch.cuda.current_device()))
+    times = {}
+    for batch in task.batches:
+        attention.begin(batch)
+        replay = dense.capture(OneProcess(task.spec, attention, batch), batch)
+        times[batch] = time_steps(replay, task.num_steps)
+    return times
+
+
+def measure_two_processes(task: Task, dense: DenseSide) -> tuple[dict[int, float], dict[int, list[Span]]]:
+    """Milliseconds of a step, by batch, and its timeline, if wanted. This process is the dense worker."""
+    epoch = secrets.randbits(EPOCH_BITS)
+    device = torch.device("cuda", torch.cuda.current_device())
+    command = [sys.executable, __file__, "--peer", json.dumps(asdict(task)), "--epoch", str(epoch)]
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert peer.stdout is not None
+    handle = peer.stdout.readline().strip()
+    channel = map_channel(device, "cuda_ipc", handle.encode(), task.spec, epoch, 1, WAIT_TIMEOUT_S)
+    times, timelines = {}, {}
+    for batch in task.batches:
+        replay = dense.capture(channel, batch)
+        times[batch] = time_steps(replay, task.num_steps)
+        if task.is_traced:
+            kernels = record_kernels(replay, NUM_TRACED)[NUM_TRACED // 2]
+            attention_kernels = [Kernel(**each) for each in json.loads(peer.stdout.readline())]
+            timelines[batch] = make_timeline(kernels, attention_kernels)
+    peer.wait(WAIT_TIMEOUT_S)
+    channel.close()
+    return times, timelines
+
+
+def run_peer(task: Task, epoch: int) -> None:
+    """The other process, the attention worker: replays every step once for each of the dense worker's."""
+    device = torch.device(task.attention_device)
+    torch.cuda.set_device(device)
+    channel = create_channel(device, task.spec, epoch, 1, 0, WAIT_TIMEOUT_S)
+    attention = AttentionSide(task, device)
+    print(channel.handle.decode(), flush=True)
+    for batch in task.batches:
+        replay = attention.capture(channel, batch)
+        attention.begin(batch)
+        time_steps(replay, task.num_steps)
+        if task.is_traced:
+            kernels = record_kernels(replay, NUM_TRACED)[NUM_TRACED // 2]
+            print(json.dumps([asdict(kernel) for kernel in kernels]), flush=True)
+    channel.close()
+
+
+def time_steps(replay: Callable[[], None], num_steps: int) -> float:
+    """Median milliseconds between the ends of two steps that follow each other at once."""
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_WARM_UPS + num_steps)]
+    for end in ends:
+        replay()
+        end.record()
+    torch.cuda.synchronize()
+    ends = ends[NUM_WARM_UPS - 1 :]
+    return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(ends))
+
+
+def _replaying(stream: torch.cuda.Stream, graphs: StepGraphs[int], batch: int) -> Callable[[], None]:
+    with torch.inference_mode():
+        graph = graphs.find(batch)
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-2-7b", help="shape (llama-2-7b)")
+    parser.add_argument("--num-layers", type=whole_number, help="cut the model (all layers)")
+    parser.add_argument("--batch", type=whole_number, nargs="+", default=[1, 16, 64], help="sequences (1 16 64)")
+    parser.add_argument("--context", type=whole_number, default=512, help="tokens of each sequence (512)")
+    parser.add_argument("--steps", type=whole_number, default=100, help="steps to time (100)")
+    parser.add_argument("--attention-device", default="cuda:0", help="GPU of the attention worker (cuda:0)")
+    parser.add_argument("--timeline", action="store_true", help="kernels and gaps of one step through two processes")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if arguments.peer is not None:
+        run_peer(Task(**json.loads(arguments.peer)), arguments.epoch)
+        return
+    shares_gpu = arguments.attention_device == "cuda:0"
+    if shares_gpu and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+        run_under_mps()
+        return
+    task = Task(
+        arguments.model,
+        arguments.num_layers or MODELS[arguments.model].num_layers,
+        sorted(arguments.batch),
+        arguments.context,
+        arguments.steps,
+        arguments.timeline,
+        arguments.attention_device,
+    )
+    with torch.inference_mode():
+        dense = DenseSide(task)
+        one = measure_one_process(task, dense)
+        torch.cuda.empty_cache()
+        two, timelines = measure_two_processes(task, dense)
+    print(f"{'batch':>5}{'one process, ms':>17}{'two, ms':>10}{'seam, us a layer':>18}")
+    seam = {batch: 1e3 * (two[batch] - one[batch]) / task.num_layers for batch in task.batches}
+    for batch in task.batches:
+        print(f"{batch:5}{one[batch]:17.3f}{two[batch]:10.3f}{seam[batch]:18.2f}")
+    for batch, timeline in timelines.items():
+        print(f"\nOne step of batch {batch}, context {task.context}, medians over the layers:")
+        print(format_timeline(timeline))
+    if arguments.json:
+        figures = {
+            "environment": describe_environment(torch.device("cuda")),
+            "task": asdict(task),
+            "one_process_ms": one,
+            "two_processes_ms": two,
+            "seam_us_per_layer": seam,
+            "timelines": {batch: [asdict(span) for span in timeline] for batch, timeline in timelines.items()},
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
