@@ -63,7 +63,7 @@ class Channel(Protocol):
     in a graph. Rows of `qkv` hold all query heads, then all key heads, then all value heads.
     """
 
-    kind: str  # "shm" or "cuda_ipc", as in `LaneHandle`
+    kind: str  # as in `LaneHandle`
     qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim]
     waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where no host sees them

@@ -1,45 +1,56 @@
 """`CudaIpcChannel`: the seam between two processes on one GPU, or on two that reach each other's memory.
 
 The data region is device memory that the attention worker allocates outside torch's allocator and exports
-by CUDA IPC. The flags lie in host memory that both processes register with the driver: stream memory
-operations on them can be captured in a graph, and a CPU store releases a wait when the peer is dead.
+by CUDA IPC. Beside it there is a page of host memory that both processes register with the driver: what a CPU
+writes there ends all waits when the peer is dead.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
-from typing import Any, Self
+from typing import Self
 
 import torch
-from cuda.bindings import driver, runtime
+from cuda.bindings import runtime
 
 from services.common.channel import ChannelAborted, ChannelSpec, Flag, align_up
-from services.common.channel.region import HEADER_BYTES, SharedRegion, flag_word
+from services.common.channel.cuda_flags import (
+    FLAG_BYTES,
+    CudaFlags,
+    FlagKernels,
+    StreamMemoryOperations,
+    check,
+)
+from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.errors import CapacityError, PeerError
 
+SPINNING, QUEUED = KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")  # by what waits; see `cuda_flags`
 _IPC_HANDLE_OFFSET = 2048  # in the region's header
 _IPC_HANDLE_BYTES = 64
-_ALIGNMENT = 512  # of attn_out within the data region
-_RELEASE_INTERVAL_S = 50e-6
-_RELEASE_S = 2.0  # longest time to keep releasing waits: a step of any size has ended by then
+_NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
+_ALIGNMENT = 512  # of attn_out and the flags within the data region
 
 
 class CudaIpcChannel:
     """See `services.common.channel.Channel`. Use `create` in the attention worker, `map` in the dense one.
 
-    `signal` and `wait` enqueue on torch's current stream. Both processes use the same host memory for the
-    flags, so either of them can release both streams.
+    `signal` and `wait` enqueue on torch's current stream. Either process can release both streams.
     """
 
-    kind = "cuda_ipc"
     waited_s = None
 
     def __init__(
-        self, device: torch.device, region: SharedRegion, spec: ChannelSpec, device_pointer: int, *, is_owner: bool
+        self,
+        device: torch.device,
+        kind: str,
+        region: SharedRegion,
+        spec: ChannelSpec,
+        device_pointer: int,
+        *,
+        is_owner: bool,
     ) -> None:
         """`device` is where this process computes, and current; the memory may lie on its peer."""
+        self.kind = kind
         self._region = region
         self._device = device
         self.num_waits: int | None = None
@@ -49,31 +60,51 @@ class CudaIpcChannel:
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
         address = ctypes.addressof(self._host)
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
-        _check(runtime.cudaHostRegister(address, HEADER_BYTES, flags))
-        self._flags_pointer = int(_check(runtime.cudaHostGetDevicePointer(address, 0)))
+        check(runtime.cudaHostRegister(address, HEADER_BYTES, flags))
+        header_pointer = int(check(runtime.cudaHostGetDevicePointer(address, 0)))
+        self._flags = _make_flags(kind, device, region, header_pointer, device_pointer + _flags_offset(spec))
         self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
         attn_out_pointer = device_pointer + _attn_out_offset(spec)
         self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, (spec.max_tokens, spec.attn_size), device)
 
     @classmethod
-    def create(cls, device: torch.device, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int) -> Self:
-        """Allocates the region on `device`; raises `CapacityError` when memory is short."""
+    def create(
+        cls,
+        device: torch.device,
+        spec: ChannelSpec,
+        epoch: int,
+        attachment_id: int,
+        lane: int,
+        kind: str | None = None,
+    ) -> Self:
+        """Allocates the region on `device`; raises `CapacityError` when memory is short.
+
+        kind: one of KINDS; None: what is faster for processes that share the GPU, or do not, as this one does.
+        """
         torch.cuda.init()
         with torch.cuda.device(device):
+            if kind is None:
+                kind = SPINNING if _shares_gpu(device) else QUEUED
             error, pointer = runtime.cudaMalloc(_data_bytes(spec))
             if error != runtime.cudaError_t.cudaSuccess:
                 free, _ = torch.cuda.mem_get_info()
                 raise CapacityError(f"data region needs {_data_bytes(spec)} bytes of GPU memory, {free} are free")
-            handle = _check(runtime.cudaIpcGetMemHandle(pointer))
-            region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
+            try:
+                check(runtime.cudaMemset(int(pointer) + _flags_offset(spec), 0, _NUM_FLAG_BYTES))
+                check(runtime.cudaStreamSynchronize(0))
+                handle = check(runtime.cudaIpcGetMemHandle(pointer))
+                region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
+            except BaseException:
+                check(runtime.cudaFree(pointer))
+                raise
             region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES] = bytes(handle.reserved)
-            return cls(device, region, spec, int(pointer), is_owner=True)
+            return cls(device, kind, region, spec, int(pointer), is_owner=True)
 
     @classmethod
     def map(
-        cls, device: torch.device, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int
+        cls, device: torch.device, kind: str, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int
     ) -> Self:
-        """Maps the peer's region for work on `device`; raises `StaleEpoch` for another one.
+        """Maps the peer's region, of its `kind`, for work on `device`; raises `StaleEpoch` for another one.
 
         Raises `PeerError` where `device` has no access to the memory of the peer's GPU.
         """
@@ -86,7 +117,7 @@ class CudaIpcChannel:
             if error != runtime.cudaError_t.cudaSuccess:
                 region.close()
                 raise PeerError(f"{device} cannot map the attention worker's GPU memory: {error.name}")
-            return cls(device, region, spec, int(pointer), is_owner=False)
+            return cls(device, kind, region, spec, int(pointer), is_owner=False)
 
     @property
     def handle(self) -> bytes:
@@ -99,16 +130,12 @@ class CudaIpcChannel:
         return _attn_out_offset_of(self) + self.attn_out.nbytes
 
     def signal(self, flag: Flag) -> None:
-        """Enqueues the write that lets the peer's stream go on, after all work enqueued before."""
-        stream = torch.cuda.current_stream().cuda_stream
-        _check(driver.cuStreamWriteValue32(stream, self._address(flag), 1, 0))
+        """See `Channel.signal`."""
+        self._flags.signal(flag)
 
     def wait(self, flag: Flag) -> None:
-        """Enqueues a wait for 1, and the write of 0 that makes the flag ready for its next use."""
-        stream = torch.cuda.current_stream().cuda_stream
-        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        _check(driver.cuStreamWaitValue32(stream, self._address(flag), 1, equal))
-        _check(driver.cuStreamWriteValue32(stream, self._address(flag), 0, 0))
+        """See `Channel.wait`."""
+        self._flags.wait(flag)
 
     def check(self) -> None:
         """See `Channel.check`."""
@@ -125,35 +152,37 @@ class CudaIpcChannel:
         return self._region.num_errors
 
     def abort(self) -> None:
-        """See `Channel.abort`. A thread then keeps releasing waits until both streams must have run through."""
-        if not self._region.is_aborted:
-            self._region.abort()
-            threading.Thread(target=self._release_waits, name="release", daemon=True).start()
+        """See `Channel.abort`."""
+        self._region.abort()
+        self._flags.release()
 
     def close(self) -> None:
         """See `Channel.close`. The device must be done with the region."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
+            self._flags.close()
             del self.qkv, self.attn_out
-            _check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
+            check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
             del self._host
             if self._is_owner:
-                _check(runtime.cudaFree(self._device_pointer))
+                check(runtime.cudaFree(self._device_pointer))
             else:
-                _check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
+                check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
         self._region.close()
 
-    def _address(self, flag: Flag) -> int:
-        return self._flags_pointer + flag_word(flag) * 8
 
-    def _release_waits(self) -> None:
-        end = time.monotonic() + _RELEASE_S
-        words = memoryview(self._region.memory)[:HEADER_BYTES].cast("Q")  # its own: outlives `close`
-        while time.monotonic() < end:
-            for flag in Flag:
-                words[flag_word(flag)] = 1
-            time.sleep(_RELEASE_INTERVAL_S)
-        words.release()
+def _make_flags(
+    kind: str, device: torch.device, region: SharedRegion, header_pointer: int, flags_pointer: int
+) -> CudaFlags:
+    if kind == SPINNING:
+        return FlagKernels(device, flags_pointer, header_pointer)
+    return StreamMemoryOperations(region, header_pointer)
+
+
+def _shares_gpu(device: torch.device) -> bool:
+    """Whether processes run on the GPU at the same time, by MPS, and not in turns."""
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrMpsEnabled
+    return bool(check(runtime.cudaDeviceGetAttribute(attribute, device.index)))
 
 
 def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
@@ -173,13 +202,9 @@ def _attn_out_offset_of(channel: CudaIpcChannel) -> int:
     return align_up(channel.qkv.nbytes, _ALIGNMENT)
 
 
-def _data_bytes(spec: ChannelSpec) -> int:
+def _flags_offset(spec: ChannelSpec) -> int:
     return _attn_out_offset(spec) + align_up(spec.attn_out_bytes, _ALIGNMENT)
 
 
-def _check(result: tuple[Any, ...]) -> Any:
-    """The value of a CUDA call; raises `PeerError` naming the error."""
-    error, *values = result
-    if int(error) != 0:
-        raise PeerError(f"CUDA call failed: {error.name}")
-    return values[0] if values else None
+def _data_bytes(spec: ChannelSpec) -> int:
+    return _flags_offset(spec) + _NUM_FLAG_BYTES

@@ -31,10 +31,10 @@ def map_channel(
 ) -> Channel:
     """In the dense worker. Raises `StaleEpoch`, or `PeerError` when the two workers' devices cannot meet."""
     own_kind = "shm" if device.type == "cpu" else "cuda_ipc"
-    if kind != own_kind:
+    if not kind.startswith(own_kind):
         raise PeerError(f"the attention worker offers a {kind} channel, the dense worker on {device} needs {own_kind}")
     if kind == "shm":
         return ShmChannel.map(handle, spec, epoch, attachment_id, wait_timeout_s)
     from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
 
-    return CudaIpcChannel.map(device, handle, spec, epoch, attachment_id)
+    return CudaIpcChannel.map(device, kind, handle, spec, epoch, attachment_id)

@@ -18,8 +18,10 @@ from services.common.errors import CapacityError, PeerError, StaleEpoch
 
 HEADER_BYTES = 4096
 # The header is 64-bit words. Those that different processes write stand on cache lines of their own.
+WORD_BYTES = 8
 WORDS_PER_LINE = 8
-_EPOCH, _ATTACHMENT, _ABORT = 0, 1, WORDS_PER_LINE
+ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort
+_EPOCH, _ATTACHMENT = 0, 1
 _FIRST_FLAG = 2 * WORDS_PER_LINE
 _NUM_ERRORS = 4 * WORDS_PER_LINE  # beyond the two flags
 
@@ -89,7 +91,7 @@ class SharedRegion:
     def is_aborted(self) -> bool:
         """A closed region counts as aborted: whoever asks still is too late."""
         try:
-            return bool(self.words[_ABORT])
+            return bool(self.words[ABORT_WORD])
         except ValueError:  # released
             return True
 
@@ -107,7 +109,7 @@ class SharedRegion:
         Called from other threads than `close`, and perhaps after it: then nobody waits any more.
         """
         with contextlib.suppress(ValueError):  # released
-            self.words[_ABORT] = 1
+            self.words[ABORT_WORD] = 1
 
     def close(self) -> None:
         """Unmaps the memory, at once and not when the last exception that saw it is forgotten; the owner removes it.
@@ -118,7 +120,7 @@ class SharedRegion:
         if self._is_owner:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
-        with contextlib.suppress(BufferError):  # a thread that releases a GPU's waits has a view: it goes with that
+        with contextlib.suppress(BufferError):  # somebody has a tensor over it still: it goes with that
             self.memory.close()
 
 
