@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
 from services.attn_worker.backends.triton_decode import DecodeWorkspace, choose_decode_tiles, decode_attention
@@ -23,7 +24,6 @@ from services.attn_worker.backends.work_items import (
     fill_decode_items,
     prefill_items,
 )
-from services.attn_worker.rope import RotaryEmbedding, length_dependent_beyond
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
@@ -93,7 +93,7 @@ class TritonAttention:
                 torch.empty(max_num_items, config.num_heads, device=device),
                 torch.zeros(max_num_items, config.num_kv_heads, dtype=torch.int32, device=device),
             )
-            self._angles = _Angles(config, max_model_len, max_num_tokens, device)
+            self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one
             num_bytes = math.prod(cache_shape) * dtype.itemsize
@@ -200,49 +200,6 @@ class TritonAttention:
             host[...] = array
             on_device.append(device)
         return _Prefill(*on_device, tiles)
-
-
-class _Angles:
-    """The table of cosines and sines that the kernels read, and each token's row in it.
-
-    `table` is float32 [num_rows, head_dim], cosines first. Its rows are the positions; twice, where two kinds
-    of rotation exist (longrope); or the tokens of the step, computed anew each time (dynamic).
-    """
-
-    def __init__(
-        self, config: ModelConfig, max_model_len: int, max_num_tokens: int, device: torch.device
-    ) -> None:
-        self._rope = RotaryEmbedding(config.rope, max_model_len, device)
-        self._beyond = length_dependent_beyond(config.rope)
-        self._max_model_len = max_model_len
-        self._is_dynamic = config.rope.rope_type == "dynamic"
-        self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
-        if self._is_dynamic:
-            self.table = torch.zeros(max_num_tokens, config.head_dim, device=device)
-            return
-        positions = torch.arange(max_model_len, device=device)
-        lengths = [0] if self._beyond is None else [0, self._beyond + 1]
-        angles = [
-            torch.cat(self._rope(positions, torch.full_like(positions, length)), dim=1) for length in lengths
-        ]
-        self.table = torch.cat(angles)
-
-    def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
-        """Rows of the table, int32 [num_tokens]; what `compute` needs goes into `upload`."""
-        if self._is_dynamic:
-            both, on_device = upload.reserve((2, len(step.positions)))
-            both[...] = step.positions, step.rope_lens
-            self._inputs = on_device
-            return np.arange(len(step.positions), dtype=np.int32)
-        if self._beyond is not None:
-            return step.positions + np.int32(self._max_model_len) * (step.rope_lens > self._beyond)
-        return step.positions
-
-    def compute(self) -> None:
-        """Fill the table for the step, if its rows are the step's tokens."""
-        if self._inputs is not None:
-            positions, rope_lens = self._inputs.long()
-            torch.cat(self._rope(positions, rope_lens), dim=1, out=self.table[: len(positions)])
 
 
 def _decode_rows(
