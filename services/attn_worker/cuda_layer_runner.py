@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.attn_worker.backends.triton_attention import TritonAttention
+from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.layer_runner import RunningStep, run_layers
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.batch_buckets import batch_buckets, bucket_for
@@ -20,7 +20,7 @@ from services.common.cuda_graphs import capture_graphs
 class CudaLayerRunner:
     """See `LayerRunner`. Graphs belong to one attachment, whose addresses they hold."""
 
-    def __init__(self, backend: TritonAttention, num_layers: int, max_num_seqs: int) -> None:
+    def __init__(self, backend: CapturableAttention, num_layers: int, max_num_seqs: int) -> None:
         self._backend = backend
         self._num_layers = num_layers
         self._buckets = batch_buckets(max_num_seqs)

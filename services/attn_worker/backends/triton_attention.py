@@ -43,17 +43,7 @@ class _Prefill:
 
 
 class TritonAttention:
-    """An AttentionBackend for CUDA in float32, bfloat16 or float16.
-
-    A decode-only step may be captured in a CUDA graph, once for each `padded_num_seqs`: `forward` then makes
-    one launch whose grid and addresses depend on `padded_num_seqs` alone. To capture, call `begin_step` with
-    any decode-only step (one without sequences too) and that `padded_num_seqs`, run `forward` once
-    uncaptured, so that the kernel is compiled, and capture `forward` of all layers on `qkv` and `out` at
-    their final addresses. To replay, call `begin_step` with the same `padded_num_seqs` on the stream of the
-    replay, outside the graph. Steps with prompts cannot be captured: their grids depend on the batch.
-
-    Neither method waits for the device, but for `begin_step` when it runs three steps ahead of it.
-    """
+    """A CapturableAttention in float32, bfloat16 or float16; a decode-only step is one launch per layer."""
 
     def __init__(
         self,
@@ -103,16 +93,11 @@ class TritonAttention:
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
-        """Whether every sequence has one token in the step, so that a captured graph can run it."""
+        """See CapturableAttention."""
         return len(step.positions) == len(step.num_tokens)
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
-        """Plan the kernels' work and send it to the device; see AttentionBackend.
-
-        padded_num_seqs: for decode-only steps, the rows of qkv and out; those beyond the step's sequences
-        are padding, whose output becomes zero. None: no padding. Raises CapacityError for more sequences or
-        tokens than the backend was made for.
-        """
+        """Plan the kernels' work and send it to the device; see CapturableAttention."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
         padded = num_seqs if padded_num_seqs is None else padded_num_seqs
         assert padded == num_seqs or (self.is_decode_only(step) and padded > num_seqs), "no room for the step"
