@@ -63,7 +63,7 @@ def _check_flashinfer(model: ResolvedModel) -> None:
         raise ConfigError(f"{_FLASHINFER} {version} is installed, not {_FLASHINFER_VERSION}: {install}")
     try:
         importlib.import_module("flashinfer")
-    except ImportError as error:  # of a package that it needs
+    except (ImportError, OSError, RuntimeError) as error:  # for want of a package, a writable cache, a matching cache
         raise ConfigError(f"{_FLASHINFER} cannot be imported: {error}") from error
 
 
