@@ -9,6 +9,7 @@ import sys
 import structlog
 from prometheus_client import CollectorRegistry
 
+from services.attn_worker.backends.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.common.channel.shm_cleanup import remove_stale_regions
 from services.common.cli import parse_service_args
@@ -43,6 +44,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     tls = read_peer_tls(config.peers)
     server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
     model = resolve_model(config.model, section.device)
+    backend = select_backend(section, model)  # here too, so that a backend that is not there ends the start
     use_device(model.device, section.num_threads)
     if removed := remove_stale_regions():
         log.info("removed shared memory of dead processes", names=",".join(removed))
@@ -60,7 +62,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     try:
         address = await server.start()
         await server.set_serving(True)
-        log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype))
+        log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype), backend=backend)
         await servicer.watchdog.run()
     finally:
         await servicer.leave(STOP_GRACE_S)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 import torch
 
+from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.backends.select import BackendName, select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_cache import KVCache
@@ -72,12 +75,23 @@ def _build_runner(
 ) -> LayerRunner:
     config = model.config
     shape = (config, num_blocks, section.block_size, model.dtype, model.device, max_model_len)
-    if model.device.type == "cpu":
+    name = select_backend(section, model)
+    if name == "torch":
         return EagerLayerRunner(TorchAttention(*shape), config.num_layers)
-    from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
     from services.attn_worker.cuda_layer_runner import CudaLayerRunner
 
-    backend = TritonAttention(*shape, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
+    make_backend = _capturable_backend(name)
+    backend = make_backend(*shape, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
     return CudaLayerRunner(
         backend, config.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily
     )
+
+
+def _capturable_backend(name: BackendName) -> Callable[..., CapturableAttention]:
+    if name == "flashinfer":
+        from services.attn_worker.backends.flashinfer_attention import FlashInferAttention  # needs flashinfer
+
+        return FlashInferAttention
+    from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
+
+    return TritonAttention

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.attn_worker.backends.triton_attention import TritonAttention
+from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.layer_runner import RunningStep, run_layers
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.batch_buckets import batch_buckets, bucket_for
@@ -21,7 +21,7 @@ class CudaLayerRunner:
     """See `LayerRunner`. Graphs belong to one attachment, whose addresses they hold."""
 
     def __init__(
-        self, backend: TritonAttention, num_layers: int, max_num_seqs: int, *, captures_lazily: bool
+        self, backend: CapturableAttention, num_layers: int, max_num_seqs: int, *, captures_lazily: bool
     ) -> None:
         self._captures_lazily = captures_lazily
         self._backend = backend

@@ -132,7 +132,8 @@ class SchedulerSection(Section):
 
 class AttentionSection(Section):
     address: Address = "127.0.0.1:50053"
-    backend: Literal["auto", "torch"] = "auto"
+    # auto: torch on a CPU, Triton on a GPU; flashinfer: on a GPU, with `pip install flashinfer-python==0.5.3`
+    backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None
     block_size: Count = 16  # tokens of one KV cache block

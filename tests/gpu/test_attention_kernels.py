@@ -1,21 +1,21 @@
-"""The Triton kernels compute what the float32 torch reference computes, for every kind of step."""
+"""The kernels, ours and FlashInfer's, compute what the float32 torch reference does, for every kind of step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
+from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.backends.select import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
 from services.common.model_config import ModelConfig, RopeConfig
 
-triton_attention = pytest.importorskip(
-    "services.attn_worker.backends.triton_attention", reason="needs triton"
-)
-TritonAttention = triton_attention.TritonAttention
+pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use
 
 # ‖out − reference‖ / ‖reference‖. The reference is float32 throughout; a lower precision rounds rotated
 # queries, cached keys and values, attention weights and the output once each, to 2^-9 (bfloat16) or 2^-12.
@@ -24,10 +24,36 @@ MAX_MODEL_LEN = 4096
 NUM_BLOCKS = 400
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """A backend under test."""
+
+    name: str
+    make: Callable[..., CapturableAttention]
+    device: torch.device
+    dtype: torch.dtype  # its most exact one
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.dtype]
+
+
+@pytest.fixture(params=["triton", "flashinfer"])
+def kernels(request: pytest.FixtureRequest, kernel_device: torch.device) -> Kernels:
+    if request.param == "triton":
+        triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+        return Kernels("triton", triton.TritonAttention, kernel_device, torch.float32)
+    if kernel_device.type == "cpu":
+        pytest.skip("FlashInfer needs a CUDA device")
+    pytest.importorskip("flashinfer", reason="needs flashinfer-python")
+    flashinfer = pytest.importorskip("services.attn_worker.backends.flashinfer_attention")
+    return Kernels("flashinfer", flashinfer.FlashInferAttention, kernel_device, torch.float16)
+
+
 def make_config(
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    head_dim: int = 32,
+    head_dim: int = 64,
     windows: tuple[int | None, ...] = (None,),
     rope: RopeConfig | None = None,
 ) -> ModelConfig:
@@ -67,16 +93,17 @@ class Pair:
     def __init__(
         self,
         config: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        kernels: Kernels,
+        dtype: torch.dtype | None = None,
         block_size: int = 16,
         seed: int = 0,
     ) -> None:
+        device, dtype = kernels.device, dtype or kernels.dtype
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
         self.config, self.dtype, self.device, self.block_size = config, dtype, device, block_size
         self.reference = TorchAttention(config, NUM_BLOCKS, block_size, torch.float32, device, MAX_MODEL_LEN)
-        self.kernels = TritonAttention(
+        self.kernels = kernels.make(
             config, NUM_BLOCKS, block_size, dtype, device, MAX_MODEL_LEN, max_num_seqs=32, max_num_tokens=2048
         )
         self.generator = torch.Generator().manual_seed(seed)
@@ -150,21 +177,35 @@ def check_all_kinds_of_steps(pair: Pair) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(2, 2, 128), (8, 2, 64), (7, 1, 32), (3, 3, 80), (4, 2, 96), (2, 1, 16), (5, 5, 64), (40, 1, 32)],
+    [
+        (2, 2, 128),
+        (8, 2, 64),
+        (7, 1, 32),
+        (7, 1, 64),
+        (3, 3, 80),
+        (4, 2, 96),
+        (2, 1, 16),
+        (5, 5, 64),
+        (40, 1, 32),
+        (40, 1, 64),
+    ],
 )
 def test_every_dtype_and_head_shape(
-    kernel_device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    kernels: Kernels, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    check_all_kinds_of_steps(Pair(make_config(num_heads, num_kv_heads, head_dim), kernel_device, dtype))
+    if kernels.name == "flashinfer" and not (dtype in FLASHINFER_DTYPES and head_dim in FLASHINFER_HEAD_DIMS):
+        pytest.skip(f"FlashInfer has no kernels for {dtype} heads of {head_dim}")
+    check_all_kinds_of_steps(Pair(make_config(num_heads, num_kv_heads, head_dim), kernels, dtype))
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 32, 64])
-def test_every_block_size(kernel_device: torch.device, block_size: int) -> None:
-    check_all_kinds_of_steps(Pair(make_config(), kernel_device, block_size=block_size))
+def test_every_block_size(kernels: Kernels, block_size: int) -> None:
+    check_all_kinds_of_steps(Pair(make_config(), kernels, block_size=block_size))
 
 
-def test_windows_differ_by_layer(kernel_device: torch.device) -> None:
-    pair = Pair(make_config(windows=(None, 20, 1, 300)), kernel_device)
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_windows_differ_by_layer(kernels: Kernels, num_kv_heads: int) -> None:
+    pair = Pair(make_config(num_kv_heads=num_kv_heads, windows=(None, 20, 1, 300)), kernels)
     check_all_kinds_of_steps(pair)
     pair.check({"c": 250, "a": 400})
     pair.check({"c": 1, "a": 1, "b": 1})
@@ -173,23 +214,23 @@ def test_windows_differ_by_layer(kernel_device: torch.device) -> None:
 @pytest.mark.parametrize(
     "rope",
     [
-        RopeConfig("linear", 10000.0, 32, 64, factor=4.0),
-        RopeConfig("dynamic", 10000.0, 32, 64, factor=2.0),
-        RopeConfig("yarn", 10000.0, 32, 256, factor=4.0, original_max_position_embeddings=64),
+        RopeConfig("linear", 10000.0, 64, 64, factor=4.0),
+        RopeConfig("dynamic", 10000.0, 64, 64, factor=2.0),
+        RopeConfig("yarn", 10000.0, 64, 256, factor=4.0, original_max_position_embeddings=64),
         RopeConfig(
             "longrope",
             10000.0,
-            32,
+            64,
             256,
             factor=4.0,
             original_max_position_embeddings=64,
-            short_factor=(1.0,) * 16,
-            long_factor=tuple(1.0 + index / 4 for index in range(16)),
+            short_factor=(1.0,) * 32,
+            long_factor=tuple(1.0 + index / 8 for index in range(32)),
         ),
         RopeConfig(
             "llama3",
             10000.0,
-            32,
+            64,
             256,
             factor=8.0,
             original_max_position_embeddings=64,
@@ -199,42 +240,42 @@ def test_windows_differ_by_layer(kernel_device: torch.device) -> None:
     ],
     ids=lambda rope: rope.rope_type,
 )
-def test_every_rope_type(kernel_device: torch.device, rope: RopeConfig) -> None:
-    check_all_kinds_of_steps(Pair(make_config(rope=rope), kernel_device))
+def test_every_rope_type(kernels: Kernels, rope: RopeConfig) -> None:
+    check_all_kinds_of_steps(Pair(make_config(rope=rope), kernels))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 1), (3, 3)])
 def test_long_contexts_are_split_and_merged(
-    kernel_device: torch.device, num_heads: int, num_kv_heads: int
+    kernels: Kernels, num_heads: int, num_kv_heads: int
 ) -> None:
-    pair = Pair(make_config(num_heads, num_kv_heads, head_dim=128), kernel_device)
+    pair = Pair(make_config(num_heads, num_kv_heads, head_dim=128), kernels)
     pair.check({"long": 700})
     for _ in range(3):  # the counters of finished pieces must be zero again
         pair.check({"long": 1, "short": 1})
 
 
-def test_padding_rows_become_zero(kernel_device: torch.device) -> None:
-    pair = Pair(make_config(), kernel_device)
+def test_padding_rows_become_zero(kernels: Kernels) -> None:
+    pair = Pair(make_config(), kernels)
     pair.check({"a": 30, "b": 3})
     ((out, expected),) = pair.run(pair.plan({"a": 1, "b": 1}), padded_num_seqs=8)
-    assert relative_error(out[:2], expected) < TOLERANCES[torch.float32]
+    assert relative_error(out[:2], expected) < kernels.tolerance
     assert (out[2:] == 0).all()
     pair.check({"b": 1, "a": 1})
 
 
-def test_failed_sequences_leave_others_alone(kernel_device: torch.device) -> None:
-    pair = Pair(make_config(), kernel_device)
+def test_failed_sequences_leave_others_alone(kernels: Kernels) -> None:
+    pair = Pair(make_config(), kernels)
     pair.check({"a": 30, "b": 50})
     step = pair.plan({"failed_1": 20, "a": 1, "failed_2": 1, "b": 2}, failed=("failed_1", "failed_2"))
     ((out, expected),) = pair.run(step)
     rows = [20, 22, 23]
-    assert relative_error(out[rows], expected[rows]) < TOLERANCES[torch.float32]
+    assert relative_error(out[rows], expected[rows]) < kernels.tolerance
     assert out.isfinite().all()
     pair.check({"a": 1, "b": 1})
 
 
-def test_nan_stays_in_its_sequence(kernel_device: torch.device) -> None:
-    pair = Pair(make_config(), kernel_device, torch.bfloat16)
+def test_nan_stays_in_its_sequence(kernels: Kernels) -> None:
+    pair = Pair(make_config(), kernels, torch.bfloat16)
     pair.check({"a": 20, "b": 21})
     step = pair.plan({"a": 1, "b": 1})
     qkv = pair.make_qkv(2)
@@ -247,34 +288,34 @@ def test_nan_stays_in_its_sequence(kernel_device: torch.device) -> None:
     pair.check({"b": 1, "c": 1})
 
 
-def test_a_step_beyond_the_limits_is_refused(kernel_device: torch.device) -> None:
+def test_a_step_beyond_the_limits_is_refused(kernels: Kernels) -> None:
     from services.common.errors import CapacityError
 
-    pair = Pair(make_config(), kernel_device)
+    pair = Pair(make_config(), kernels)
     step = pair.plan({"a": 1})
     with pytest.raises(CapacityError, match=r"33 sequences and 1 tokens.*32 and 2048"):
         pair.kernels.begin_step(step, padded_num_seqs=33)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+@pytest.mark.parametrize(("num_kv_heads", "rope_type"), [(2, "default"), (2, "dynamic"), (8, "default")])
 def test_one_graph_replays_every_decode_step_of_its_bucket(
-    kernel_device: torch.device, rope_type: str
+    kernels: Kernels, num_kv_heads: int, rope_type: str
 ) -> None:
-    config = make_config(8, 2, 64, (None, 100), RopeConfig(rope_type, 10000.0, 64, 512, factor=2.0))
-    pair = Pair(config, kernel_device, torch.bfloat16)
-    kernels, bucket = pair.kernels, 8
-    qkv = torch.zeros(bucket, config.qkv_size, dtype=torch.bfloat16, device=kernel_device)
-    outs = torch.empty(2, bucket, config.attn_size, dtype=torch.bfloat16, device=kernel_device)
+    rope = RopeConfig(rope_type, 10000.0, 64, 512, factor=2.0)
+    pair = Pair(make_config(8, num_kv_heads, 64, (None, 100), rope), kernels, torch.bfloat16)
+    config, backend, device, bucket = pair.config, pair.kernels, pair.device, 8
+    qkv = torch.zeros(bucket, config.qkv_size, dtype=torch.bfloat16, device=device)
+    outs = torch.empty(2, bucket, config.attn_size, dtype=torch.bfloat16, device=device)
     empty = build_step_metadata(*np.zeros((3, 0), np.int64), np.zeros((0, 0), np.int32), pair.block_size)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
-        kernels.begin_step(empty, padded_num_seqs=bucket)
-        kernels.forward(0, qkv, outs[0])
+        backend.begin_step(empty, padded_num_seqs=bucket)
+        backend.forward(0, qkv, outs[0])
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             for layer in range(2):
-                kernels.forward(layer, qkv, outs[layer])
+                backend.forward(layer, qkv, outs[layer])
     for prompts in ({"a": 700, "b": 3}, {"c": 64, "d": 1000, "e": 1}):
         pair.check(prompts)
         for _ in range(3):
@@ -283,11 +324,32 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(
             with torch.inference_mode():
                 qkv.copy_(pair.make_qkv(bucket))
                 outs.fill_(float("nan"))
-                kernels.begin_step(step, padded_num_seqs=bucket)
+                backend.begin_step(step, padded_num_seqs=bucket)
                 graph.replay()
                 pair.reference.begin_step(step)
                 for layer in range(2):
-                    expected = torch.empty(num_seqs, config.attn_size, device=kernel_device)
+                    expected = torch.empty(num_seqs, config.attn_size, device=device)
                     pair.reference.forward(layer, qkv[:num_seqs].float(), expected)
                     assert relative_error(outs[layer, :num_seqs], expected) < TOLERANCES[torch.bfloat16]
                     assert (outs[layer, num_seqs:] == 0).all()
+
+
+@pytest.mark.gpu
+def test_steps_planned_ahead_of_the_device_keep_their_plans(kernels: Kernels) -> None:
+    pair = Pair(make_config(), kernels)
+    pair.check({"a": 100, "b": 1500})
+    pair.run(pair.plan({"a": 1}), padded_num_seqs=4)  # makes what is made once for each size
+    steps = [pair.plan(dict.fromkeys(names, 1)) for names in ("a", "ab", "b", "ba", "a", "ab")]
+    qkvs = [pair.make_qkv(4) for _ in steps]
+    outs = [torch.empty(4, pair.config.attn_size, dtype=pair.dtype, device=pair.device) for _ in steps]
+    with torch.inference_mode():
+        torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s
+        for step, qkv, out in zip(steps, qkvs, outs, strict=True):
+            pair.kernels.begin_step(step, padded_num_seqs=4)
+            pair.kernels.forward(0, qkv, out)
+        for step, qkv, out in zip(steps, qkvs, outs, strict=True):
+            num_seqs = len(step.num_tokens)
+            expected = torch.empty(num_seqs, pair.config.attn_size, device=pair.device)
+            pair.reference.begin_step(step)
+            pair.reference.forward(0, qkv[:num_seqs].float(), expected)
+            assert relative_error(out[:num_seqs], expected) < kernels.tolerance

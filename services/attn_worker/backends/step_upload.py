@@ -1,6 +1,6 @@
 """The one copy per step from the host to the device: int32 arrays, packed in pinned memory.
 
-Used by the CUDA attention backend on its engine thread.
+Used by the CUDA attention backends on their engine thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 32  # int32 elements; kernels are compiled for pointers that are multiples of 16 bytes
-_NUM_STAGING_BUFFERS = 3  # steps whose copies may be under way
+NUM_STAGING_BUFFERS = 3  # steps whose copies may be under way
 _MAX_NUM_ARRAYS = 16  # of one step
 
 
@@ -24,12 +24,20 @@ class StepUpload:
         is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGING_BUFFERS)
+            torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(NUM_STAGING_BUFFERS)
         ]
         self._arrays = [buffer.numpy() for buffer in self._staging]
         self._copied = [torch.cuda.Event() for _ in self._staging] if is_cuda else []
         self._index = 0
         self._length = 0
+
+    @property
+    def staging_index(self) -> int:
+        """Which of the staging buffers the step has, for memory that is to be used in turn with them.
+
+        `begin` has waited for what was enqueued before the last `send` with this index.
+        """
+        return self._index
 
     def begin(self) -> None:
         """Start a step's arrays; waits if the copy of three steps ago is not done."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
 from services.attn_worker.backends.triton_decode import DecodeWorkspace, choose_decode_tiles, decode_attention
@@ -23,7 +24,6 @@ from services.attn_worker.backends.work_items import (
     fill_decode_items,
     prefill_items,
 )
-from services.attn_worker.rope import RotaryEmbedding, length_dependent_beyond
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
@@ -43,17 +43,7 @@ class _Prefill:
 
 
 class TritonAttention:
-    """An AttentionBackend for CUDA in float32, bfloat16 or float16.
-
-    A decode-only step may be captured in a CUDA graph, once for each `padded_num_seqs`: `forward` then makes
-    one launch whose grid and addresses depend on `padded_num_seqs` alone. To capture, call `begin_step` with
-    any decode-only step (one without sequences too) and that `padded_num_seqs`, run `forward` once
-    uncaptured, so that the kernel is compiled, and capture `forward` of all layers on `qkv` and `out` at
-    their final addresses. To replay, call `begin_step` with the same `padded_num_seqs` on the stream of the
-    replay, outside the graph. Steps with prompts cannot be captured: their grids depend on the batch.
-
-    Neither method waits for the device, but for `begin_step` when it runs three steps ahead of it.
-    """
+    """A CapturableAttention in float32, bfloat16 or float16; a decode-only step is one launch per layer."""
 
     def __init__(
         self,
@@ -93,7 +83,7 @@ class TritonAttention:
                 torch.empty(max_num_items, config.num_heads, device=device),
                 torch.zeros(max_num_items, config.num_kv_heads, dtype=torch.int32, device=device),
             )
-            self._angles = _Angles(config, max_model_len, max_num_tokens, device)
+            self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one
             num_bytes = math.prod(cache_shape) * dtype.itemsize
@@ -103,16 +93,11 @@ class TritonAttention:
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
-        """Whether every sequence has one token in the step, so that a captured graph can run it."""
+        """See CapturableAttention."""
         return len(step.positions) == len(step.num_tokens)
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
-        """Plan the kernels' work and send it to the device; see AttentionBackend.
-
-        padded_num_seqs: for decode-only steps, the rows of qkv and out; those beyond the step's sequences
-        are padding, whose output becomes zero. None: no padding. Raises CapacityError for more sequences or
-        tokens than the backend was made for.
-        """
+        """Plan the kernels' work and send it to the device; see CapturableAttention."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
         padded = num_seqs if padded_num_seqs is None else padded_num_seqs
         assert padded == num_seqs or (self.is_decode_only(step) and padded > num_seqs), "no room for the step"
@@ -200,49 +185,6 @@ class TritonAttention:
             host[...] = array
             on_device.append(device)
         return _Prefill(*on_device, tiles)
-
-
-class _Angles:
-    """The table of cosines and sines that the kernels read, and each token's row in it.
-
-    `table` is float32 [num_rows, head_dim], cosines first. Its rows are the positions; twice, where two kinds
-    of rotation exist (longrope); or the tokens of the step, computed anew each time (dynamic).
-    """
-
-    def __init__(
-        self, config: ModelConfig, max_model_len: int, max_num_tokens: int, device: torch.device
-    ) -> None:
-        self._rope = RotaryEmbedding(config.rope, max_model_len, device)
-        self._beyond = length_dependent_beyond(config.rope)
-        self._max_model_len = max_model_len
-        self._is_dynamic = config.rope.rope_type == "dynamic"
-        self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
-        if self._is_dynamic:
-            self.table = torch.zeros(max_num_tokens, config.head_dim, device=device)
-            return
-        positions = torch.arange(max_model_len, device=device)
-        lengths = [0] if self._beyond is None else [0, self._beyond + 1]
-        angles = [
-            torch.cat(self._rope(positions, torch.full_like(positions, length)), dim=1) for length in lengths
-        ]
-        self.table = torch.cat(angles)
-
-    def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
-        """Rows of the table, int32 [num_tokens]; what `compute` needs goes into `upload`."""
-        if self._is_dynamic:
-            both, on_device = upload.reserve((2, len(step.positions)))
-            both[...] = step.positions, step.rope_lens
-            self._inputs = on_device
-            return np.arange(len(step.positions), dtype=np.int32)
-        if self._beyond is not None:
-            return step.positions + np.int32(self._max_model_len) * (step.rope_lens > self._beyond)
-        return step.positions
-
-    def compute(self) -> None:
-        """Fill the table for the step, if its rows are the step's tokens."""
-        if self._inputs is not None:
-            positions, rope_lens = self._inputs.long()
-            torch.cat(self._rope(positions, rope_lens), dim=1, out=self.table[: len(positions)])
 
 
 def _decode_rows(

@@ -1,0 +1,292 @@
+"""Paged attention on CUDA by FlashInfer's kernels, selected by `attention.backend`; RoPE and append are ours.
+
+Written for flashinfer-python 0.5.3: `plan` once per step and kind of window, `run` once per layer. Called by the
+engine thread alone; all work goes to the current stream.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import flashinfer
+import numpy as np
+import structlog
+import torch
+
+from services.attn_worker.backends.rope_angles import RopeAngles
+from services.attn_worker.backends.step_upload import NUM_STAGING_BUFFERS, StepUpload
+from services.attn_worker.backends.triton_rope_append import append_prefill, rotate_queries
+from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.common.errors import CapacityError, ConfigError
+from services.common.model_config import ModelConfig
+
+log = structlog.get_logger()
+
+_LAYOUT = "HND"  # FlashInfer's name for blocks of [num_kv_heads, block_size, head_dim]
+_MAX_ERROR_CHARS = 500  # of a compiler's output, which ends with what matters
+_MAX_PROGRAMS_PER_SM = 16  # of FlashInfer's decode kernel without tensor cores, which has 128 threads
+_ALIGNMENT_BYTES = 4096  # of what its plans place in a workspace, together
+
+Wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper | flashinfer.BatchPrefillWithPagedKVCacheWrapper
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of a step's sequences, as FlashInfer wants them; padding rows have none."""
+
+    starts: np.ndarray  # int32 [num_rows + 1], of each row's blocks in `indices`, and their end
+    last_lens: np.ndarray  # int32 [num_rows], keys in each row's last block
+    indices: torch.Tensor  # int32, on the device
+
+
+class FlashInferAttention:
+    """A CapturableAttention in bfloat16 or float16, for head dimensions of 64, 128 and 256.
+
+    The cache is that of the Triton kernels: FlashInfer takes keys and values of a block by their strides. Decode
+    steps go through its decode kernels, one wrapper per `padded_num_seqs` and kind of window; with a prompt among
+    them, all rows of a step go through its kernels for prompts (fa2: fa3 compiles for minutes).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        *,
+        max_num_seqs: int = 1024,
+        max_num_tokens: int = 8192,
+    ) -> None:
+        """`max_num_seqs` and `max_num_tokens` bound a step. Compiles the kernels, for a minute or more if they
+        are not in FlashInfer's cache. Raises CapacityError if memory is too small, ConfigError if they do not
+        compile.
+        """
+        assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
+        assert (num_blocks + 1) * block_size < 2**31, "slots are int32"
+        self._config = config
+        self._block_size = block_size
+        self._dtype = dtype
+        self._max_num_seqs = max_num_seqs
+        self._max_num_tokens = max_num_tokens
+        self._max_num_indices = max_num_seqs * -(-max_model_len // block_size)
+        self._has_groups = config.num_heads > config.num_kv_heads
+        windows = set(config.sliding_windows)
+        num_entries = self._max_num_indices + 2 * max_num_seqs + 1 + 4 * max_num_tokens
+        cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        try:
+            self._caches = list(torch.zeros(cache_shape, dtype=dtype, device=device))
+            self._keys_values = [(cache[:, :, 0], cache[:, :, 1]) for cache in self._caches]
+            query_shape = (max(max_num_tokens, max_num_seqs), config.num_heads, config.head_dim)
+            self._query = torch.empty(query_shape, dtype=dtype, device=device)
+            self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
+            self._upload = StepUpload(num_entries, device)
+            # Layers run one after the other, so that all wrappers can share their partial results.
+            num_bytes = _partial_bytes(config, max_num_seqs, num_sms)
+            self._partials = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            num_bytes = _plan_bytes(config, max_num_seqs, max_num_tokens, num_sms)
+            self._plans = {window: _PlanMemory(num_bytes, device) for window in windows}
+            self._prefill_wrappers: dict[int | None, Wrapper] = {
+                window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._partials, _LAYOUT, backend="fa2")
+                for window in windows
+            }
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            num_bytes = math.prod(cache_shape) * dtype.itemsize
+            raise CapacityError(
+                f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
+            ) from error
+        self._decode_wrappers: dict[int, dict[int | None, Wrapper]] = {}  # by padded number of sequences
+        self._compile(num_blocks)
+
+    @staticmethod
+    def is_decode_only(step: StepMetadata) -> bool:
+        """See CapturableAttention."""
+        return len(step.positions) == len(step.num_tokens)
+
+    def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
+        """Plan on the host and send the plan to the device; see CapturableAttention."""
+        num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
+        padded = num_seqs if padded_num_seqs is None else padded_num_seqs
+        is_decode = self.is_decode_only(step)
+        assert padded == num_seqs or (is_decode and padded > num_seqs), "no room for the step"
+        if padded > self._max_num_seqs or num_tokens > self._max_num_tokens:
+            raise CapacityError(
+                f"a step has {padded} sequences and {num_tokens} tokens, the attention backend was made for"
+                f" {self._max_num_seqs} and {self._max_num_tokens}"
+            )
+        num_rows = padded if is_decode else num_tokens
+        upload = self._upload
+        upload.begin()
+        # What a graph reads comes first: its addresses follow from `padded` alone.
+        starts, starts_on_device = upload.reserve((padded + 1,))
+        last_lens, last_lens_on_device = upload.reserve((padded,))
+        angle_rows, self._angle_rows = upload.reserve((num_rows,))
+        slots, self._slots = upload.reserve((num_rows,))
+        blocks = self._write_blocks(step, starts, last_lens)
+        angle_rows[:num_tokens], angle_rows[num_tokens:] = self._angles.write(step, upload), 0
+        slots[:num_tokens], slots[num_tokens:] = step.slot_mapping, -1
+        if is_decode:
+            if padded not in self._decode_wrappers:
+                self._decode_wrappers[padded] = self._make_decode_wrappers(
+                    starts_on_device, last_lens_on_device, blocks.indices
+                )
+            self._wrappers = self._decode_wrappers[padded]
+            self._plan_decode(blocks)
+        else:
+            self._wrappers = self._prefill_wrappers
+            self._plan_prefill(step, blocks)
+        upload.send()
+        self._angles.compute()
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """One layer of the step; see AttentionBackend. `qkv` and `out` may have more rows than the step."""
+        assert out.stride(0) == self._config.attn_size, "FlashInfer writes rows without gaps"
+        num_rows, angles = len(self._slots), self._angles.table
+        query = self._query[:num_rows]
+        append_prefill(qkv, self._caches[layer], angles, self._angle_rows, self._slots)
+        rotate_queries(qkv, query, angles, self._angle_rows)
+        wrapper = self._wrappers[self._config.sliding_windows[layer]]
+        wrapper.run(query, self._keys_values[layer], out=out[:num_rows].view(query.shape))
+
+    def _write_blocks(self, step: StepMetadata, starts: np.ndarray, last_lens: np.ndarray) -> _Blocks:
+        num_seqs, width = step.block_tables.shape
+        counts = -(-step.context_lens // self._block_size)
+        starts[0] = 0
+        np.cumsum(counts, out=starts[1 : num_seqs + 1])
+        starts[num_seqs + 1 :] = starts[num_seqs]
+        last_lens[:num_seqs] = (step.context_lens - 1) % self._block_size + 1
+        last_lens[num_seqs:] = 0
+        num_indices = int(starts[num_seqs])
+        # One element at least: an empty tensor has no address, and graphs are captured with empty steps.
+        indices, indices_on_device = self._upload.reserve((max(num_indices, 1),))
+        indices[:num_indices] = step.block_tables[np.arange(width) < counts[:, None]]
+        return _Blocks(starts, last_lens, indices_on_device[:num_indices])
+
+    def _make_decode_wrappers(
+        self, starts: torch.Tensor, last_lens: torch.Tensor, indices: torch.Tensor
+    ) -> dict[int | None, Wrapper]:
+        """Wrappers for as many rows as `last_lens` has; their kernels read a step's blocks at these addresses."""
+        room = indices.as_strided((self._max_num_indices,), (1,))  # which longer steps have at this address
+        return {window: self._make_decode_wrapper(window, starts, last_lens, room) for window in self._plans}
+
+    def _make_decode_wrapper(
+        self, window: int | None, starts: torch.Tensor, last_lens: torch.Tensor, room: torch.Tensor
+    ) -> Wrapper:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._partials,
+            _LAYOUT,
+            use_cuda_graph=True,
+            # Tensor cores are faster for groups; the other kernels are not made for every size of them.
+            use_tensor_cores=self._has_groups,
+            paged_kv_indptr_buffer=starts,
+            paged_kv_indices_buffer=room,
+            paged_kv_last_page_len_buffer=last_lens,
+        )
+        # `fast_decode_plan` needs a wrapper that has been planned once; here, for rows without keys.
+        self._plans[window].lend(wrapper, self._upload.staging_index)
+        zeros = torch.zeros(len(starts), dtype=torch.int32)
+        wrapper.plan(zeros, room[:0], zeros[1:], *self._shape(), **self._options(window))
+        return wrapper
+
+    def _plan_decode(self, blocks: _Blocks) -> None:
+        """`plan`, but for its copies of what `StepUpload` copies already, and a loop over all rows in Python."""
+        starts, last_lens = torch.from_numpy(blocks.starts), torch.from_numpy(blocks.last_lens)
+        for window, wrapper in self._wrappers.items():
+            self._plans[window].lend(wrapper, self._upload.staging_index)
+            flashinfer.fast_decode_plan(
+                wrapper, starts, blocks.indices, last_lens, *self._shape(), **self._options(window)
+            )
+
+    def _plan_prefill(self, step: StepMetadata, blocks: _Blocks) -> None:
+        first_rows = np.zeros(len(step.num_tokens) + 1, np.int32)
+        np.cumsum(step.num_tokens, out=first_rows[1:])
+        tensors = (
+            torch.from_numpy(first_rows),
+            torch.from_numpy(blocks.starts),
+            blocks.indices,
+            torch.from_numpy(blocks.last_lens),
+        )
+        for window, wrapper in self._wrappers.items():
+            self._plans[window].lend(wrapper, self._upload.staging_index)
+            wrapper.plan(*tensors, *self._shape(), causal=True, **self._options(window))
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        config = self._config
+        return config.num_heads, config.num_kv_heads, config.head_dim, self._block_size
+
+    def _options(self, window: int | None) -> dict[str, object]:
+        """FlashInfer counts the keys to the left of a query; our windows include the query's own."""
+        window_left = -1 if window is None else window - 1
+        return {"window_left": window_left, "q_data_type": self._dtype, "kv_data_type": self._dtype}
+
+    @torch.inference_mode()
+    def _compile(self, null_block: int) -> None:
+        """Runs every kernel once, in the null block: also, a graph must not be the first to load one."""
+        config, size = self._config, self._block_size
+        log.info("FlashInfer compiles its kernels, or loads them", version=flashinfer.__version__)
+        start = time.monotonic()
+        layers = [config.sliding_windows.index(window) for window in self._plans]
+        qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=self._partials.device)
+        out = torch.empty(2, config.attn_size, dtype=self._dtype, device=self._partials.device)
+        one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+        try:
+            for num_tokens in range(1, min(2, self._max_num_tokens) + 1):
+                table = np.full((1, num_tokens), null_block, np.int32)
+                self.begin_step(build_step_metadata(one * num_tokens, none, one * num_tokens, table, size))
+                for layer in layers:
+                    self.forward(layer, qkv[:num_tokens], out)
+        except (RuntimeError, OSError) as error:  # of nvcc; or ninja is not there
+            raise ConfigError(
+                f"FlashInfer cannot compile or load its kernels: {str(error)[-_MAX_ERROR_CHARS:]}"
+            ) from error
+        torch.cuda.synchronize()  # steps run on another stream
+        log.info("FlashInfer's kernels are ready", seconds=round(time.monotonic() - start, 1))
+
+
+class _PlanMemory:
+    """What `plan` writes for one kind of window: memory on the device, and pinned memory it is copied from.
+
+    `plan` enqueues that copy and returns, and the next one overwrites the pinned memory without asking whether
+    the copy is done: planned a step ahead, it may not be. So there are several, taken in turn with those of
+    `StepUpload`, which waits before one is used again: plans are made before its `send`. On the device one is
+    enough, since copies and kernels are in the order of the stream.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        is_cuda = device.type == "cuda"
+        self._staging = [
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_STAGING_BUFFERS)
+        ]
+
+    def lend(self, wrapper: Wrapper, staging_index: int) -> None:
+        """Let the wrapper plan with it. Its own method for that would allocate pinned memory in every step."""
+        wrapper._int_workspace_buffer = self._on_device
+        wrapper._pin_memory_int_workspace_buffer = self._staging[staging_index]
+
+
+def _partial_bytes(config: ModelConfig, max_num_seqs: int, num_sms: int) -> int:
+    """Most that partial results of split contexts take, by DecodePlan and PrefillPlan of FlashInfer's scheduler.cuh.
+
+    Its kernels on tensor cores have tiles of packed rows, the query heads of a group side by side. Contexts are
+    split until two tiles run on each SM; for graphs, every tile that a decode step may have gets its place.
+    Without tensor cores there are more programs, of one row each, which is less.
+    """
+    group = config.num_heads // config.num_kv_heads
+    num_split_tiles = 2 * num_sms // config.num_kv_heads
+    num_rows = num_split_tiles * 128  # of the largest tile
+    if group > 1:
+        tile = 128 if group > 64 and config.head_dim < 256 else 64 if group > 16 else 16
+        num_rows = max(num_rows, (-(-max_num_seqs * group // tile) + max_num_seqs) * tile)
+    return 4 * config.num_heads * num_rows * (config.head_dim + 1) + _ALIGNMENT_BYTES
+
+
+def _plan_bytes(config: ModelConfig, max_num_seqs: int, max_num_tokens: int, num_sms: int) -> int:
+    """Most that a plan takes: 17 bytes for a tile of 16 packed rows or more, and 4 for a row or a sequence."""
+    group = config.num_heads // config.num_kv_heads
+    num_tiles = -(-max_num_tokens * group // 16) + 2 * max_num_seqs + _MAX_PROGRAMS_PER_SM * num_sms
+    return 20 * num_tiles + 4 * (max_num_tokens + max_num_seqs) + _ALIGNMENT_BYTES

@@ -1,0 +1,71 @@
+"""Which attention backend the worker uses: resolved at start, from the config and what the machine has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import Literal
+
+import torch
+
+from services.common.config import AttentionSection
+from services.common.errors import ConfigError
+from services.common.resolve import ResolvedModel
+
+BackendName = Literal["torch", "triton", "flashinfer"]
+
+FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)  # its kernels for prompts use 16-bit tensor cores
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+_FLASHINFER = "flashinfer-python"
+_FLASHINFER_VERSION = "0.5.3"  # whose workspaces `flashinfer_attention.py` knows
+
+
+def select_backend(section: AttentionSection, model: ResolvedModel) -> BackendName:
+    """Resolves `attention.backend`: `auto` is torch on a CPU and Triton on a GPU.
+
+    Raises ConfigError for one that cannot run this model here, naming what is missing.
+    """
+    by_default: BackendName = "torch" if model.device.type == "cpu" else "triton"
+    name = by_default if section.backend == "auto" else section.backend
+    try:
+        _check(name, model)
+    except ConfigError as error:
+        raise ConfigError(f"attention.backend is {section.backend!r}, but {error}") from error
+    return name
+
+
+def _check(name: BackendName, model: ResolvedModel) -> None:
+    is_on_cpu = model.device.type == "cpu"
+    if is_on_cpu != (name == "torch"):
+        needed = "a CUDA device" if is_on_cpu else "the CPU alone"
+        raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("triton is not installed; torch's CUDA build brings it")
+    if name == "flashinfer":
+        _check_flashinfer(model)
+
+
+def _check_flashinfer(model: ResolvedModel) -> None:
+    if model.dtype not in FLASHINFER_DTYPES:
+        raise ConfigError(f"its kernels compute in bfloat16 or float16, and model.dtype is {_name(model.dtype)}")
+    if model.config.head_dim not in FLASHINFER_HEAD_DIMS:
+        raise ConfigError(
+            f"its kernels are made for heads of 64, 128 or 256 dimensions, and the model's have {model.config.head_dim}"
+        )
+    install = f"`pip install {_FLASHINFER}=={_FLASHINFER_VERSION}`"
+    try:
+        version = importlib.metadata.version(_FLASHINFER)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"{_FLASHINFER} is not installed: {install}") from error
+    if version != _FLASHINFER_VERSION:
+        raise ConfigError(f"{_FLASHINFER} {version} is installed, not {_FLASHINFER_VERSION}: {install}")
+    try:
+        importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:  # for want of a package, a writable cache, a matching cache
+        raise ConfigError(f"{_FLASHINFER} cannot be imported: {error}") from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,83 @@
+"""Which attention backend the worker takes, and what it says of one that cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+
+import pytest
+import torch
+
+from services.attn_worker.backends.select import select_backend
+from services.common.config import AttentionSection, ModelSection, load_config
+from services.common.errors import ConfigError
+from services.common.resolve import ResolvedModel, resolve_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def make_model(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> ResolvedModel:
+    model = resolve_model(ModelSection(), "cpu")
+    config = dataclasses.replace(model.config, head_dim=head_dim)
+    return dataclasses.replace(model, config=config, device=device, dtype=dtype)
+
+
+class Packages:
+    """What seems to be installed, in which version; flashinfer cannot be imported in any."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+        self.versions = versions
+        monkeypatch.setattr(importlib.util, "find_spec", self.versions.get)
+        monkeypatch.setattr(importlib.metadata, "version", self.version)
+        monkeypatch.setattr(importlib, "import_module", self.import_module)
+
+    def version(self, distribution: str) -> str:
+        if (name := distribution.removesuffix("-python")) not in self.versions:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return self.versions[name]
+
+    def import_module(self, name: str) -> None:
+        raise ImportError("No module named 'tvm_ffi'")
+
+
+def test_auto_is_torch_on_a_cpu_and_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    Packages(monkeypatch, triton="3.6.0")
+    assert select_backend(AttentionSection(), make_model(CPU)) == "torch"
+    assert select_backend(AttentionSection(), make_model(GPU)) == "triton"
+
+
+def test_flashinfer_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    Packages(monkeypatch, flashinfer="0.5.3")
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    section = AttentionSection(backend="flashinfer")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert select_backend(section, make_model(GPU, dtype)) == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "versions", "words"),
+    [
+        ("triton", make_model(CPU), {"triton": "3.6.0"}, "runs on a CUDA device.*device is 'cpu'"),
+        ("flashinfer", make_model(CPU), {"flashinfer": "0.5.3"}, "runs on a CUDA device.*device is 'cpu'"),
+        ("torch", make_model(GPU), {}, "runs on the CPU alone.*device is 'cuda:0'"),
+        ("triton", make_model(GPU), {}, "triton is not installed"),
+        ("auto", make_model(GPU), {}, "triton is not installed"),
+        ("flashinfer", make_model(GPU), {}, "not installed: `pip install flashinfer-python==0.5.3`"),
+        ("flashinfer", make_model(GPU), {"flashinfer": "0.6.1"}, "0.6.1 is installed, not 0.5.3"),
+        ("flashinfer", make_model(GPU), {"flashinfer": "0.5.3"}, "cannot be imported: No module named 'tvm_ffi'"),
+        ("flashinfer", make_model(GPU, torch.float32), {}, "bfloat16 or float16, and model.dtype is float32"),
+        ("flashinfer", make_model(GPU, head_dim=96), {}, "64, 128 or 256 dimensions, and the model's have 96"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, backend: str, model: ResolvedModel, versions: dict[str, str], words: str
+) -> None:
+    Packages(monkeypatch, **versions)
+    with pytest.raises(ConfigError, match=f"attention.backend is '{backend}', but .*{words}"):
+        select_backend(AttentionSection(backend=backend), model)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"attention.backend = 'xformers'.*'flashinfer'"):
+        load_config(None, ["attention.backend=xformers"])
