@@ -22,8 +22,9 @@ from services.common.errors import CapacityError, PeerError
 _IPC_HANDLE_OFFSET = 2048  # in the region's header
 _IPC_HANDLE_BYTES = 64
 _ALIGNMENT = 512  # of attn_out within the data region
-_RELEASE_INTERVAL_S = 50e-6
-_RELEASE_S = 2.0  # longest time to keep releasing waits: a step of any size has ended by then
+_RELEASE_INTERVAL_S = 50e-6  # of the waits of a step under way, which has one for each layer
+_RELEASE_S = 2.0  # after which such a step has ended
+_LATE_RELEASE_INTERVAL_S = 1e-3  # of those of a step that is launched even later
 
 
 class CudaIpcChannel:
@@ -40,6 +41,9 @@ class CudaIpcChannel:
         self._region = region
         self.num_waits: int | None = None
         self.is_waiting = False
+        self._is_closed = threading.Event()
+        self._release: threading.Thread | None = None  # after an abort
+        self._release_lock = threading.Lock()  # `abort` comes from any thread, also beside `close`
         self._is_owner = is_owner
         self._device_pointer = device_pointer
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
@@ -113,14 +117,23 @@ class CudaIpcChannel:
         return self._region.num_errors
 
     def abort(self) -> None:
-        """See `Channel.abort`. A thread then keeps releasing waits until both streams must have run through."""
-        if not self._region.is_aborted:
-            self._region.abort()
-            threading.Thread(target=self._release_waits, name="release", daemon=True).start()
+        """See `Channel.abort`. A thread then keeps releasing waits, since steps may still be launched, until `close`.
+
+        Each side does so for itself: the one that aborted first may be dead by now.
+        """
+        self._region.abort()
+        with self._release_lock:
+            if self._release is None and not self._is_closed.is_set():
+                self._release = threading.Thread(target=self._release_waits, name="release", daemon=True)
+                self._release.start()
 
     def close(self) -> None:
         """See `Channel.close`. The device must be done with the region."""
         torch.cuda.synchronize()
+        with self._release_lock:
+            self._is_closed.set()
+        if self._release is not None:
+            self._release.join()
         del self.qkv, self.attn_out
         _check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
         del self._host
@@ -134,13 +147,12 @@ class CudaIpcChannel:
         return self._flags_pointer + flag_word(flag) * 8
 
     def _release_waits(self) -> None:
-        end = time.monotonic() + _RELEASE_S
-        words = memoryview(self._region.memory)[:HEADER_BYTES].cast("Q")  # its own: outlives `close`
-        while time.monotonic() < end:
+        late = time.monotonic() + _RELEASE_S
+        words = self._region.words
+        while not self._is_closed.is_set():
             for flag in Flag:
                 words[flag_word(flag)] = 1
-            time.sleep(_RELEASE_INTERVAL_S)
-        words.release()
+            time.sleep(_RELEASE_INTERVAL_S if time.monotonic() < late else _LATE_RELEASE_INTERVAL_S)
 
 
 class _DeviceMemory:

@@ -118,7 +118,7 @@ class SharedRegion:
         if self._is_owner:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
-        with contextlib.suppress(BufferError):  # a thread that releases a GPU's waits has a view: it goes with that
+        with contextlib.suppress(BufferError):  # somebody has a tensor over it still: it goes with that
             self.memory.close()
 
 
