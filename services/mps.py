@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -30,9 +31,14 @@ ANSWER_TIMEOUT_S = 10.0
 WATCH_INTERVAL_S = 2.0
 
 
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU. Needs no torch, which takes seconds to import."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def has_mps() -> bool:
     """Whether this machine has the daemon's program and an NVIDIA GPU."""
-    return shutil.which(CONTROL) is not None and Path("/dev/nvidiactl").exists()
+    return shutil.which(CONTROL) is not None and has_gpu()
 
 
 class MpsDaemon:
@@ -46,11 +52,16 @@ class MpsDaemon:
         }
 
     def start(self) -> None:
-        """Raises `PeerError` when the daemon cannot be started or does not answer."""
+        """Raises `PeerError` when the daemon cannot be started or does not answer; then none is left behind."""
         self._pipe.mkdir(parents=True, exist_ok=True)
         self._log.mkdir(exist_ok=True)
         self._run([CONTROL, "-d"], None)
-        self.client_pids()
+        try:
+            self.client_pids()
+        except PeerError:
+            with contextlib.suppress(PeerError):
+                self.stop()
+            raise
 
     def client_pids(self) -> set[int]:
         """Process ids of all that use the GPU through this daemon. Raises `PeerError` when it does not answer."""
@@ -58,7 +69,7 @@ class MpsDaemon:
         return {int(pid) for server in servers for pid in self._ask(f"get_client_list {server}").split()}
 
     def stop(self) -> None:
-        """Ends the daemon and its server; its clients have ended before."""
+        """Ends the daemon and its server; its clients have ended before. Raises `PeerError` if it does not answer."""
         self._ask("quit")
 
     def _ask(self, command: str) -> str:
@@ -69,8 +80,11 @@ class MpsDaemon:
             result = subprocess.run(
                 command, input=text, env=self.environment, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S
             )
-        except (subprocess.TimeoutExpired, OSError) as error:
-            raise PeerError(f"the MPS daemon does not answer within {ANSWER_TIMEOUT_S} s: {error}") from error
+        except subprocess.TimeoutExpired as error:
+            call = " ".join(command)
+            raise PeerError(f"the MPS daemon does not answer: {call} takes over {error.timeout} s") from error
+        except OSError as error:
+            raise PeerError(f"{command[0]} cannot be run: {error.strerror}") from error
         if result.returncode != 0:
             raise PeerError(f"{' '.join(command)} failed with {result.returncode}: {result.stderr or result.stdout}")
         return result.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ REPOSITORY = Path(__file__).parents[1]
 START_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
+CTL_TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,14 @@ def running_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
         if process.poll() is None:
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
+
+
+def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m services.launch ctl` does with that cluster's launcher."""
+    found = re.search(r"event=control address=(\S+)", cluster.log_file.read_text())
+    assert found is not None
+    command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", found[1], *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CTL_TIMEOUT_S)
 
 
 def wait_for_log(process: subprocess.Popen[str], log_file: Path, text: str) -> None:

@@ -151,6 +151,8 @@ class AttentionClient:
             try:
                 reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
                 return self._map(reply)
+            except ConfigError:
+                raise  # no later try can cure it
             except (grpc.aio.AioRpcError, TwostrokeError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _TRANSIENT:
                     raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error

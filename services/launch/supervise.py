@@ -35,7 +35,7 @@ from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import service_configs
 from services.launch.servicer import make_control
-from services.mps import MpsDaemon, has_mps
+from services.mps import CONTROL, MpsDaemon, has_gpu, has_mps
 
 log = structlog.get_logger()
 
@@ -89,9 +89,9 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
         await control.stop(0.0)
         await children.stop(config.launch.stop_grace_s)
         place.remove()
-        if mps is not None:
-            mps.stop()
         remove_stale_regions()  # of killed children; others have removed theirs
+        if mps is not None:
+            stop_mps(mps)
 
 
 async def drain_gateways(drain: asyncio.Event, config: Config, children: Children) -> None:
@@ -164,13 +164,33 @@ async def wait_serving(address: str, timeout_s: float) -> None:
 
 def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
     """Starts MPS where both workers share a GPU; raises `PeerError` when it is asked for and cannot be had."""
-    mode, devices = config.launch.mps, {config.dense.device, config.attention.device}
-    if mode == "off" or devices == {"cpu"} or len(devices) > 1:
-        return None
-    if has_mps():
+    mode, shares_gpu = config.launch.mps, share_gpu(config.dense.device, config.attention.device)
+    if mode != "off" and shares_gpu and has_mps():
         daemon = MpsDaemon(run_dir / "mps")
         daemon.start()
         return daemon
+    if mode == "on" and not shares_gpu:
+        raise PeerError(
+            f"launch.mps is 'on', but the workers share no GPU: dense.device is {config.dense.device!r}, "
+            f"attention.device {config.attention.device!r}"
+        )
     if mode == "on":
-        raise PeerError("launch.mps is 'on', but this machine has no nvidia-cuda-mps-control or no NVIDIA GPU")
-    return None  # on a machine without a GPU there is nothing to share
+        raise PeerError(f"launch.mps is 'on', but this machine has no {CONTROL} or no NVIDIA GPU")
+    if shares_gpu and has_gpu():
+        reason = "launch.mps is 'off'" if mode == "off" else f"this machine has no {CONTROL}"
+        log.warning("the workers share a GPU without MPS: every handoff is about 20 times slower", reason=reason)
+    return None
+
+
+def stop_mps(daemon: MpsDaemon) -> None:
+    """A daemon that does not answer is told of in the log: why the launcher ends is something else."""
+    try:
+        daemon.stop()
+    except PeerError as error:
+        log.error("the MPS daemon may have been left behind", reason=str(error))
+
+
+def share_gpu(*devices: str) -> bool:
+    """Whether these are names of one GPU, if the machine has one: `auto` and `cuda` are the first."""
+    first = {"auto": "cuda:0", "cuda": "cuda:0"}
+    return "cpu" not in devices and len({first.get(device, device) for device in devices}) == 1

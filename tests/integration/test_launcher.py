@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,21 @@ def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_err
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("dense.device=cuda:99", r"device 'cuda:99' was asked for, torch \S+ sees \d+ CUDA devices"),
+        ("attention.device=cuda:99", r"device 'cuda:99' was asked for, torch \S+ sees \d+ CUDA devices"),
+        ("launch.mps=on", r"launch\.mps is 'on', but (this machine has no|the workers share no GPU)"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(setting: str, message: str) -> None:
+    command = [sys.executable, "-m", "services.launch", "--prompt", "a", "--set", "dense.device=cpu", "--set", setting]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 1 and result.stdout == ""
+    assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.4, 0.8])

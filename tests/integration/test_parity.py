@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import shutil
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from services.common.config import EMBEDDED_MODEL
 from tests.cluster import Cluster, running_cluster
-from tests.models import make_model_dir
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-VOCAB_SIZE = 1024  # of the embedded model, whose tokenizer the random models borrow
+from tests.reference import make_served_model, random_prompts, reference_tokens
 
 # Name, family, overrides of config.json. The llama ones go through every kind of RoPE scaling.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,39 +51,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@lru_cache(maxsize=2)
-def reference_model(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def reference_tokens(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    """What Hugging Face generates, greedily, for this prompt alone."""
-    model = reference_model(path)
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            use_cache=True,
-        )
-    return output[0, len(prompt) :].tolist()
-
-
-def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
-    """Of `count` different lengths, from 1 token to `longest`."""
-    rng = random.Random(seed)
-    lengths = [1 + round(i * (longest - 1) / max(1, count - 1)) for i in range(count)]
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """A random model served with chunks of 40 tokens and too few blocks for all, so that some are preempted."""
     family, overrides = VARIANTS[request.param]
-    path = make_model_dir(tmp_path_factory.mktemp(request.param), family, vocab_size=VOCAB_SIZE, **overrides)
-    for name in TOKENIZER_FILES:
-        shutil.copy(EMBEDDED_MODEL / name, path)
+    path = make_served_model(tmp_path_factory.mktemp(request.param), family, **overrides)
     settings = (
         f"model.path={path}",
         "scheduler.max_num_batched_tokens=40",

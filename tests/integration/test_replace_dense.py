@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, gateway_pb2
-from tests.cluster import REPOSITORY, Cluster, children_of, free_port, is_alive, request, running_cluster
+from tests.cluster import Cluster, children_of, ctl, free_port, is_alive, request, running_cluster
 from tests.scrape import Scrape
 from tests.streams import Collected, collect, collect_all, messages_of_every_kind
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 120
-CTL_TIMEOUT_S = 200.0
 WAIT_S = 60.0
 # A step is planned before the tokens of the one ahead are known: one that ends may have been computed on for nothing.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
@@ -66,13 +62,6 @@ def messages(cluster: Cluster) -> list[gateway_pb2.GenerateRequest]:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
     return collect_all(cluster.gateway, messages)
-
-
-def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    found = re.search(r"event=control address=(\S+)", cluster.log_file.read_text())
-    assert found is not None
-    command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", found[1], *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CTL_TIMEOUT_S)
 
 
 def has_second_worker(cluster: Cluster) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.shm import ShmChannel
-from services.common.errors import PeerError
+from services.common.errors import ConfigError
 
 
 def create_channel(
@@ -29,10 +29,12 @@ def map_channel(
     attachment_id: int,
     wait_timeout_s: float,
 ) -> Channel:
-    """In the dense worker. Raises `StaleEpoch`, or `PeerError` when the two workers' devices cannot meet."""
+    """In the dense worker. Raises `StaleEpoch`, or `ConfigError` when the two workers' devices cannot meet."""
     own_kind = "shm" if device.type == "cpu" else "cuda_ipc"
     if not kind.startswith(own_kind):
-        raise PeerError(f"the attention worker offers a {kind} channel, the dense worker on {device} needs {own_kind}")
+        raise ConfigError(
+            f"the attention worker offers a {kind} channel, the dense worker on {device} needs {own_kind}"
+        )
     if kind == "shm":
         return ShmChannel.map(handle, spec, epoch, attachment_id, wait_timeout_s)
     from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings

@@ -1,4 +1,4 @@
-"""Openings of sequences: forgotten once they have ended, and noticed at once when they fail."""
+"""Sequences' openings: forgotten once they end, noticed at once when they fail, as are devices that cannot meet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import pytest
 import torch
 
 from services.common.channel import ChannelSpec
 from services.common.config import PeerSection
+from services.common.errors import ConfigError
 from services.dense_worker.attention_client import AttachmentEnd, AttachOptions, AttentionClient
 from services.pb import attn_pb2
 from tests.unit.dense_worker.test_scheduler import make_sequence
@@ -42,6 +44,9 @@ class Attention:
 
     def Execute(self, metadata: object) -> SilentCall:
         return SilentCall()
+
+    async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+        return attn_pb2.AttachReply(lanes=[attn_pb2.LaneHandle(kind="cuda_ipc", handle=b"handle")])
 
     async def OpenSequence(self, request: attn_pb2.OpenSequenceRequest, timeout: float) -> attn_pb2.OpenSequenceReply:
         if self.error is not None:
@@ -94,5 +99,13 @@ def test_an_opening_that_fails_ends_the_attachment_at_once() -> None:
         client.open(ATTACHMENT, make_sequence(1, 4, 4))
         end = await client._serve(ATTACHMENT, listener)
         assert end == AttachmentEnd("opening a sequence: DEADLINE_EXCEEDED: no answer", is_crash=True)
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+def test_a_channel_for_another_kind_of_device_is_an_error_at_once() -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="offers a cuda_ipc channel, the dense worker on cpu needs shm"):
+            await make_client(Attention())._attach()
 
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))

@@ -1,0 +1,107 @@
+"""The other end of a channel, as a process that does what it is told: `python -m tests.gpu.channel_peer DEVICE`.
+
+Commands come as lines and are answered by one line each. It answers questions: `attn_out` becomes what `answer_to`
+says of `qkv`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from contextlib import AbstractContextManager
+
+import torch
+
+from services.common.channel import Channel, ChannelSpec, Flag
+from services.common.channel.factory import map_channel
+from services.common.errors import TwostrokeError
+
+SPEC = ChannelSpec(max_tokens=256, qkv_size=768, attn_size=256, dtype=torch.bfloat16)
+WAIT_TIMEOUT_S = 60.0  # of a CPU's waits
+MAPPED, DONE = "mapped", "done"
+
+
+def answer_to(qkv: torch.Tensor, out: torch.Tensor) -> None:
+    """qkv: [max_tokens, qkv_size] -> out [max_tokens, attn_size]"""
+    torch.add(qkv[:, : SPEC.attn_size], qkv[:, -SPEC.attn_size :], out=out)
+
+
+def answer(channel: Channel) -> None:
+    """One round, enqueued or, on a CPU, done."""
+    channel.wait(Flag.QKV_READY)
+    answer_to(channel.qkv, channel.attn_out)
+    channel.signal(Flag.ATTENTION_READY)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a stream of its own current, as both workers do, and the device too."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Peer:
+    """Has one channel at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._channel: Channel | None = None
+
+    def obey(self, command: str, *arguments: str) -> str:
+        """Returns what to reply."""
+        if command == "map":
+            return self._map(*arguments)
+        channel = self._channel
+        assert channel is not None, "map comes first"
+        if command == "answer":
+            for _ in range(int(arguments[0])):
+                answer(channel)
+        elif command == "replay":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self._device)):
+                answer(channel)
+            for _ in range(int(arguments[0])):
+                graph.replay()
+        elif command == "count_errors":
+            return str(channel.num_errors)
+        elif command == "abort":
+            channel.abort()
+        elif command == "close":
+            channel.close()
+            self._channel = None
+        else:
+            raise ValueError(command)
+        if self._device.type == "cuda" and self._channel is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+        return DONE
+
+    def wait_for_ever(self) -> None:
+        """For a question that never comes."""
+        assert self._channel is not None, "map comes first"
+        self._channel.wait(Flag.QKV_READY)
+
+    def _map(self, handle: str, epoch: str, attachment_id: str) -> str:
+        device = self._device
+        kind = "shm" if device.type == "cpu" else "cuda_ipc"
+        try:
+            self._channel = map_channel(
+                device, kind, handle.encode(), SPEC, int(epoch), int(attachment_id), WAIT_TIMEOUT_S
+            )
+        except TwostrokeError as error:
+            return f"{type(error).__name__}: {error}"
+        return f"{MAPPED} on {self._channel.qkv.device}"
+
+
+def main() -> None:
+    device = torch.device(sys.argv[1])
+    peer = Peer(device)
+    with own_stream(device):
+        for line in sys.stdin:
+            command, *arguments = line.split()
+            if command == "wait_for_ever":
+                print(DONE, flush=True)  # before: it does not return
+                peer.wait_for_ever()
+            else:
+                print(peer.obey(command, *arguments), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A cluster on GPUs, and its MPS daemon as NVIDIA's own program sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.mps import CONTROL, has_mps
+from tests.cluster import Cluster, running_cluster
+
+DEVICE = "cuda"
+PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
+ANSWER_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 15.0
+WORKERS = ("dense_worker", "attn_worker")
+
+
+@contextlib.contextmanager
+def gpu_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
+    """On the first GPU unless `overrides` say otherwise. At the end no process of its MPS daemon may be left."""
+    # TensorRT would build plans first, and choose between itself and torch by measurement.
+    settings = (f"dense.device={DEVICE}", f"attention.device={DEVICE}", "dense.backend=torch")
+    with running_cluster(directory, *settings, *overrides) as cluster:
+        pipe = pipe_of(cluster.pid_of("dense_worker"))
+        yield cluster
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while pipe is not None and (left := processes_with(pipe)):
+        assert time.monotonic() < deadline, f"MPS processes outlive the launcher: {left}"
+        time.sleep(0.1)
+
+
+def assert_mps_clients(cluster: Cluster) -> None:
+    """Both workers are clients of one daemon, which says so itself; nothing to see where there is no MPS."""
+    if not has_mps():
+        return
+    pids = {cluster.pid_of(role) for role in WORKERS}
+    [pipe] = {pipe_of(pid) for pid in pids}
+    assert pipe is not None, "the workers were started without MPS"
+    servers = ask_mps(pipe, "get_server_list").split()
+    clients = {int(pid) for server in servers for pid in ask_mps(pipe, f"get_client_list {server}").split()}
+    assert pids <= clients, (pids, clients)
+
+
+def pipe_of(pid: int) -> str | None:
+    """Where a process looks for its MPS daemon; None if it was told nothing."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry).get(PIPE_VARIABLE)
+
+
+def ask_mps(pipe: str, command: str) -> str:
+    environment = os.environ | {PIPE_VARIABLE: pipe}
+    return subprocess.run(
+        [CONTROL],
+        input=f"{command}\n",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_TIMEOUT_S,
+        check=True,
+    ).stdout
+
+
+def processes_with(pipe: str) -> list[str]:
+    """Command lines of all that run with this pipe directory: the daemon, its servers, their clients."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or just ended
+            if f"{PIPE_VARIABLE}={pipe}\0".encode() in (path / "environ").read_bytes():
+                found.append(f"{path.name}: {(path / 'cmdline').read_text()}")
+    return found

@@ -1,0 +1,333 @@
+"""The seam between two real processes, on one GPU, on two, and on a CPU: data, handoffs, epochs, aborts, deaths."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.common.channel import Channel, ChannelAborted, Flag
+from services.common.channel.factory import create_channel
+from services.common.errors import CapacityError
+from tests.cluster import REPOSITORY
+from tests.gpu.channel_peer import DONE, MAPPED, SPEC, WAIT_TIMEOUT_S, answer_to, own_stream
+
+NUM_ROUNDS = 40
+REPLY_TIMEOUT_S = 60.0  # a process imports torch and makes its CUDA context
+DEVICE_TIMEOUT_S = 20.0
+RELEASE_S = 2.0  # within which an abort has let everybody go
+LONG_AFTER_S = 3.0
+EPOCH = secrets.randbits(63)
+attachment_ids = itertools.count(1)
+
+pytestmark = pytest.mark.timeout(200)
+
+Devices = tuple[torch.device, torch.device]  # the owner's and the peer's
+PAIRS = [
+    pytest.param(("cpu", "cpu"), id="cpu"),
+    pytest.param(("cuda:0", "cuda:0"), id="one-gpu", marks=pytest.mark.gpu),
+    pytest.param(("cuda:0", "cuda:1"), id="two-gpus", marks=pytest.mark.gpu),
+    pytest.param(("cuda:1", "cuda:0"), id="two-gpus-exchanged", marks=pytest.mark.gpu),
+]
+
+
+class Peer:
+    """The process at the other end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.channel_peer", str(device)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def send(self, *words: object) -> None:
+        """A command, whose reply comes when it has been carried out."""
+        assert self._process.stdin is not None
+        print(*words, file=self._process.stdin)
+
+    def reply(self) -> str:
+        return self._replies.get(timeout=REPLY_TIMEOUT_S)
+
+    def ask(self, *words: object) -> str:
+        self.send(*words)
+        return self.reply()
+
+    def map(self, channel: Channel, attachment_id: int, epoch: int = EPOCH) -> str:
+        return self.ask("map", channel.handle.decode(), epoch, attachment_id)
+
+    def kill(self) -> None:
+        """Returns when it is dead."""
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait(REPLY_TIMEOUT_S)
+        self._reader.join(REPLY_TIMEOUT_S)
+
+    def stop(self) -> int:
+        """Its exit status; it ends with its input."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            return self._process.wait(REPLY_TIMEOUT_S)
+        finally:
+            self._process.kill()
+            self._reader.join(REPLY_TIMEOUT_S)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._replies.put(line.strip())
+
+
+class Owner:
+    """This process's end of a new channel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.attachment_id = next(attachment_ids)
+        self.channel = create_channel(device, SPEC, EPOCH, self.attachment_id, 0, WAIT_TIMEOUT_S)
+        self._generator = torch.Generator().manual_seed(self.attachment_id)
+
+    def questions(self, count: int) -> torch.Tensor:
+        """[count, max_tokens, qkv_size], random."""
+        shape = (count, SPEC.max_tokens, SPEC.qkv_size)
+        return torch.randn(shape, generator=self._generator).to(SPEC.dtype).to(self.device)
+
+    def expect(self, questions: torch.Tensor) -> torch.Tensor:
+        """The answers, [count, max_tokens, attn_size]."""
+        answers = self.room_for_answers(len(questions))
+        for question, answer in zip(questions, answers, strict=True):
+            answer_to(question, answer)
+        return answers
+
+    def room_for_answers(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, SPEC.max_tokens, SPEC.attn_size, dtype=SPEC.dtype, device=self.device)
+
+    def ask(self, question: torch.Tensor, answer: torch.Tensor) -> None:
+        """One round, enqueued or, on a CPU, done."""
+        self.channel.qkv.copy_(question)
+        self.channel.signal(Flag.QKV_READY)
+        self.channel.wait(Flag.ATTENTION_READY)
+        answer.copy_(self.channel.attn_out)
+
+    def wait(self) -> None:
+        """For an answer; returns or raises when this side may go on."""
+        self.channel.wait(Flag.ATTENTION_READY)
+        self.finish()
+
+    def finish(self) -> None:
+        """Until the device has done all. Fails, instead of hanging, when it does not; raises after an abort."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            deadline = time.monotonic() + DEVICE_TIMEOUT_S
+            while not event.query():
+                if time.monotonic() > deadline:
+                    self.channel.abort()
+                    raise AssertionError(f"{self.device} still waits after {DEVICE_TIMEOUT_S} s")
+                time.sleep(1e-3)
+        self.channel.check()
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
+    """With a stream of our own on the owner's device, as the workers have one."""
+    owner, peer = (torch.device(name) for name in request.param)
+    if max(owner.index or 0, peer.index or 0) >= max(1, torch.cuda.device_count()):
+        pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
+    with own_stream(owner):
+        yield owner, peer
+
+
+@pytest.fixture(scope="module")
+def peer(devices: Devices) -> Iterator[Peer]:
+    """For all tests of these devices that leave it alive."""
+    peer = Peer(devices[1])
+    yield peer
+    assert peer.stop() == 0
+
+
+@pytest.fixture
+def mortal_peer(devices: Devices) -> Iterator[Peer]:
+    """For the others."""
+    peer = Peer(devices[1])
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def owner(devices: Devices) -> Iterator[Owner]:
+    owner = Owner(devices[0])
+    yield owner
+    owner.channel.close()
+
+
+@pytest.fixture
+def mapped(owner: Owner, peer: Peer, devices: Devices) -> Iterator[Peer]:
+    """The peer, with the owner's channel mapped."""
+    assert peer.map(owner.channel, owner.attachment_id) == f"{MAPPED} on {devices[1]}"
+    yield peer
+    assert peer.ask("close") == DONE
+
+
+def when_waiting(function: Callable[[], object]) -> threading.Thread:
+    """Calls the function soon, when this thread or its stream waits."""
+    timer = threading.Timer(0.3, function)
+    timer.start()
+    return timer
+
+
+def test_each_side_reads_what_the_other_wrote_before_its_signal(owner: Owner, mapped: Peer) -> None:
+    assert owner.channel.qkv.device == owner.channel.attn_out.device == owner.device
+    questions, answers = owner.questions(NUM_ROUNDS), owner.room_for_answers(NUM_ROUNDS)
+    expected = owner.expect(questions)
+    mapped.send("answer", NUM_ROUNDS)
+    for question, answer in zip(questions, answers, strict=True):
+        owner.ask(question, answer)
+    owner.finish()
+    assert mapped.reply() == DONE
+    assert torch.equal(answers, expected) and not torch.equal(answers[0], answers[1])
+
+
+def test_handoffs_captured_in_a_graph_on_both_sides_carry_new_data_at_every_replay(
+    owner: Owner, mapped: Peer
+) -> None:
+    if owner.device.type == "cpu":
+        pytest.skip("a CPU captures no graphs")
+    questions, answers = owner.questions(NUM_ROUNDS), owner.room_for_answers(NUM_ROUNDS)
+    expected = owner.expect(questions)
+    question, answer = questions[0].clone(), answers[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        owner.ask(question, answer)
+    mapped.send("replay", NUM_ROUNDS)
+    for index in range(NUM_ROUNDS):
+        question.copy_(questions[index])
+        graph.replay()
+        answers[index].copy_(answer)
+    owner.finish()
+    assert mapped.reply() == DONE
+    assert torch.equal(answers, expected) and not torch.equal(answers[0], answers[1])
+
+
+def test_errors_are_counted_on_both_sides(owner: Owner, mapped: Peer) -> None:
+    owner.channel.add_errors(3)
+    assert mapped.ask("count_errors") == "3"
+
+
+def test_a_stale_epoch_or_attachment_is_refused(owner: Owner, peer: Peer) -> None:
+    for epoch, attachment_id in ((EPOCH + 1, owner.attachment_id), (EPOCH, owner.attachment_id + 1)):
+        reply = peer.map(owner.channel, attachment_id, epoch)
+        assert reply.startswith("StaleEpoch: ")
+        assert f"expected epoch {epoch:016x}, attachment {attachment_id}" in reply
+
+
+def test_an_abort_of_the_peer_releases_this_side_and_is_seen(owner: Owner, mapped: Peer) -> None:
+    aborts_at = []
+
+    def abort() -> None:
+        aborts_at.append(time.monotonic())
+        mapped.send("abort")
+
+    timer = when_waiting(abort)
+    with pytest.raises(ChannelAborted, match="went away"):
+        owner.wait()
+    assert time.monotonic() - aborts_at[0] < RELEASE_S
+    timer.join()
+    assert mapped.reply() == DONE
+
+
+def test_an_abort_of_this_side_releases_the_peer(owner: Owner, mortal_peer: Peer) -> None:
+    """Its stream waits, and it could not close the channel if that were so for ever."""
+    assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+    assert mortal_peer.ask("wait_for_ever") == DONE
+    owner.channel.abort()
+    with pytest.raises(ChannelAborted):
+        owner.finish()
+    if owner.device.type == "cuda":  # on a CPU, `wait` has raised and the process is gone
+        assert mortal_peer.ask("close") == DONE
+    assert (mortal_peer.stop() == 0) == (owner.device.type == "cuda")
+
+
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["idle", "waiting"])
+def test_a_peer_that_is_killed_blocks_nobody_for_long(owner: Owner, mortal_peer: Peer, is_waiting: bool) -> None:
+    assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+    if is_waiting:
+        assert mortal_peer.ask("wait_for_ever") == DONE
+    aborts_at = []
+
+    def kill_and_abort() -> None:
+        mortal_peer.kill()
+        aborts_at.append(time.monotonic())
+        owner.channel.abort()
+
+    timer = when_waiting(kill_and_abort)
+    with pytest.raises(ChannelAborted, match="went away"):
+        owner.wait()
+    assert time.monotonic() - aborts_at[0] < RELEASE_S
+    timer.join()
+    with pytest.raises(ChannelAborted):
+        owner.wait()  # whoever comes later is let through, too
+
+
+def test_who_is_left_ends_the_abort_of_a_peer_that_died(owner: Owner, mortal_peer: Peer) -> None:
+    assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+    assert mortal_peer.ask("abort") == DONE
+    mortal_peer.kill()
+    timer = when_waiting(owner.channel.abort)
+    with pytest.raises(ChannelAborted):
+        owner.wait()
+    timer.join()
+
+
+def test_a_wait_long_after_the_abort_is_released(owner: Owner) -> None:
+    """Whoever launches a step may have compiled a kernel meanwhile."""
+    owner.channel.abort()
+    time.sleep(LONG_AFTER_S)
+    with pytest.raises(ChannelAborted):
+        owner.wait()
+
+
+def test_a_region_that_does_not_fit_is_named_in_bytes_and_harms_nobody(devices: Devices, peer: Peer) -> None:
+    too_large = replace(SPEC, max_tokens=2**40)
+    with pytest.raises(CapacityError, match=r"needs \d{16} bytes of (GPU|shared) memory, .*free"):
+        create_channel(devices[0], too_large, EPOCH, next(attachment_ids), 0, WAIT_TIMEOUT_S)
+    owner = Owner(devices[0])
+    assert peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+    peer.send("answer", 1)
+    questions, answers = owner.questions(1), owner.room_for_answers(1)
+    owner.ask(questions[0], answers[0])
+    owner.finish()
+    assert peer.reply() == DONE and peer.ask("close") == DONE
+    assert torch.equal(answers, owner.expect(questions))
+    owner.channel.close()
+
+
+@pytest.mark.gpu
+def test_the_region_lies_on_the_device_that_was_asked_for() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
+    other = torch.device("cuda:1")
+    with torch.cuda.device("cuda:0"):
+        channel = create_channel(other, SPEC, EPOCH, next(attachment_ids), 0, WAIT_TIMEOUT_S)
+        assert channel.qkv.device == channel.attn_out.device == other
+        channel.qkv.copy_(torch.ones_like(channel.qkv))
+        assert torch.cuda.current_device() == 0
+        channel.close()
