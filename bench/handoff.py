@@ -61,10 +61,9 @@ def capture(channel: Channel, is_asking: bool) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def run_peer(device: str, handle: str, epoch: int, num_steps: int) -> None:
+def run_peer(device: str, kind: str, handle: str, epoch: int, num_steps: int) -> None:
     """The other process: maps the region and answers `num_steps` steps."""
     torch_device = torch.device("cpu") if device == "cpu" else gpu(device)
-    kind = "shm" if device == "cpu" else "cuda_ipc"
     channel = map_channel(torch_device, kind, handle.encode(), SPEC, epoch, 1, WAIT_TIMEOUT_S)
     if device == "cpu":
         print("ready", flush=True)
@@ -78,12 +77,19 @@ def run_peer(device: str, handle: str, epoch: int, num_steps: int) -> None:
     torch.cuda.synchronize()
 
 
-def measure(device: str, peer_device: str, num_steps: int) -> list[float]:
+def make_channel(device: str, epoch: int, kind: str | None) -> Channel:
+    """A channel of the kind that the attention worker would choose, unless one is named."""
+    if device == "cpu":
+        return create_channel(torch.device("cpu"), SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
+    from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+
+    return CudaIpcChannel.create(gpu(device), SPEC, epoch, 1, 0, kind)
+
+
+def measure(channel: Channel, epoch: int, device: str, peer_device: str, num_steps: int) -> list[float]:
     """Microseconds of one round trip, a value for each step."""
-    epoch = secrets.randbits(EPOCH_BITS)
-    torch_device = torch.device("cpu") if device == "cpu" else gpu(device)
-    channel = create_channel(torch_device, SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
     command = [sys.executable, __file__, "--device", peer_device, "--peer", channel.handle.decode()]
+    command += ["--channel", channel.kind]
     command += ["--epoch", str(epoch), "--steps", str(num_steps)]
     peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert peer.stdout is not None
@@ -107,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--peer-device", help="of the other process, such as cuda:1 (the same)")
+    parser.add_argument("--channel", help="cuda_ipc_spinning or cuda_ipc_queued (as the workers choose it)")
     parser.add_argument("--mps", choices=["on", "off"], default="on", help="for cuda (on)")
     parser.add_argument("--steps", type=whole_number, default=200, help=f"steps of {NUM_LAYERS} round trips (200)")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -115,25 +122,29 @@ def main() -> None:
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
-        run_peer(arguments.device, arguments.peer, arguments.epoch, arguments.steps)
+        run_peer(arguments.device, arguments.channel, arguments.peer, arguments.epoch, arguments.steps)
         return
     peer_device = arguments.peer_device or arguments.device
     shares_gpu = arguments.device != "cpu" and peer_device == arguments.device
     if shares_gpu and arguments.mps == "on" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         run_under_mps()
         return
-    values = measure(arguments.device, peer_device, arguments.steps)
+    epoch = secrets.randbits(EPOCH_BITS)
+    channel = make_channel(arguments.device, epoch, arguments.channel)
+    kind = channel.kind
+    values = measure(channel, epoch, arguments.device, peer_device, arguments.steps)
     summary = summarize(values)
     assert summary is not None, "there was at least one step"
     figures = {
         "device": arguments.device,
         "peer_device": peer_device,
+        "channel": kind,
         "mps": arguments.mps if shares_gpu else None,
         "median_us": summary.median,
         "p99_us": summary.p99,
     }
     devices = arguments.device if shares_gpu or arguments.device == "cpu" else f"{arguments.device} and {peer_device}"
-    print(f"round trip between two processes, {devices}: "
+    print(f"round trip between two processes, {devices}, {kind}: "
           f"median {figures['median_us']:.1f} us, P99 {figures['p99_us']:.1f} us")  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))

@@ -36,7 +36,8 @@ from services.attn_worker import layer_runner
 from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.step_metadata import build_step_metadata
 from services.common.channel import Channel, ChannelSpec, Flag
-from services.common.channel.factory import create_channel, map_channel
+from services.common.channel.cuda_ipc import KINDS, CudaIpcChannel
+from services.common.channel.factory import map_channel
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker import model_runner
@@ -59,6 +60,7 @@ class Task:
     num_steps: int
     is_traced: bool
     attention_device: str
+    kind: str | None  # of channel; None: as the workers choose it
 
     @property
     def config(self) -> ModelConfig:
@@ -173,8 +175,8 @@ def measure_two_processes(task: Task, dense: DenseSide) -> tuple[dict[int, float
     command = [sys.executable, __file__, "--peer", json.dumps(asdict(task)), "--epoch", str(epoch)]
     peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert peer.stdout is not None
-    handle = peer.stdout.readline().strip()
-    channel = map_channel(device, "cuda_ipc", handle.encode(), task.spec, epoch, 1, WAIT_TIMEOUT_S)
+    kind, handle = peer.stdout.readline().split()
+    channel = map_channel(device, kind, handle.encode(), task.spec, epoch, 1, WAIT_TIMEOUT_S)
     times, timelines = {}, {}
     for batch in task.batches:
         replay = dense.capture(channel, batch)
@@ -192,9 +194,9 @@ def run_peer(task: Task, epoch: int) -> None:
     """The other process, the attention worker: replays every step once for each of the dense worker's."""
     device = torch.device(task.attention_device)
     torch.cuda.set_device(device)
-    channel = create_channel(device, task.spec, epoch, 1, 0, WAIT_TIMEOUT_S)
+    channel = CudaIpcChannel.create(device, task.spec, epoch, 1, 0, task.kind)
     attention = AttentionSide(task, device)
-    print(channel.handle.decode(), flush=True)
+    print(channel.kind, channel.handle.decode(), flush=True)
     for batch in task.batches:
         replay = attention.capture(channel, batch)
         attention.begin(batch)
@@ -231,6 +233,7 @@ def main() -> None:
     parser.add_argument("--context", type=whole_number, default=512, help="tokens of each sequence (512)")
     parser.add_argument("--steps", type=whole_number, default=100, help="steps to time (100)")
     parser.add_argument("--attention-device", default="cuda:0", help="GPU of the attention worker (cuda:0)")
+    parser.add_argument("--channel", choices=KINDS, help="how flags are waited for (as the workers choose it)")
     parser.add_argument("--timeline", action="store_true", help="kernels and gaps of one step through two processes")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
@@ -252,6 +255,7 @@ def main() -> None:
         arguments.steps,
         arguments.timeline,
         arguments.attention_device,
+        arguments.channel,
     )
     with torch.inference_mode():
         dense = DenseSide(task)

@@ -1,7 +1,8 @@
 """One decode step through both workers, kernel by kernel, from what a profiler saw in each of them.
 
-The two processes' clocks may differ by some microseconds. Each layer's attention kernel lies in a hole between the
-dense kernels, so the sum of the two gaps beside it is known; their split is not, and they are shown as equal.
+A kernel may start before the one ahead of it has ended, to read weights; it counts from that end. The two processes'
+clocks may differ by some microseconds. Each layer's attention kernel lies in a hole between the dense kernels, so the
+sum of the two gaps beside it is known; their split is not, and they are shown as equal.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_NAME_LENGTH = 48
+FLAG_KERNELS = ("set_flag", "take_flag")  # the handoff's own; see services/common/channel/cuda_flags.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A kernel or a gap of the step; a gap before a kernel that starts early is negative."""
+    """What is on the critical path of the step: a kernel, from the end of the one before, or a gap."""
 
     name: str
     where: str  # "start", "layer" or "end" of the step
@@ -39,6 +41,8 @@ class Span:
 
 def make_timeline(dense: Sequence[Kernel], attention: Sequence[Kernel]) -> list[Span]:
     """From the kernels of one step of each worker, in order; attention has one kernel per layer."""
+    dense = [kernel for kernel in dense if kernel.name not in FLAG_KERNELS]
+    attention = [kernel for kernel in attention if kernel.name not in FLAG_KERNELS]
     num_layers = len(attention)
     gaps = [second.start_us - first.end_us for first, second in itertools.pairwise(dense)]
     # Where dense kernels wait for attention; the other gaps are much shorter.
@@ -77,13 +81,14 @@ def format_timeline(spans: Sequence[Span]) -> str:
 
 
 def _segment_spans(segments: Sequence[Sequence[Kernel]], where: str) -> list[Span]:
-    """Kernels, and the gaps between them, of segments that all run the same kernels."""
+    """Kernels, and what lies idle between them, of segments that all run the same ones."""
     count = len(segments)
     spans = []
     for index, kernel in enumerate(segments[0]):
-        if index:
-            gap = statistics.median(each[index].start_us - each[index - 1].end_us for each in segments)
+        gaps = [each[index].start_us - each[index - 1].end_us if index else 0.0 for each in segments]
+        gap = max(0.0, statistics.median(gaps))
+        if gap:
             spans.append(Span("gap", where, gap, count))
-        duration = statistics.median(each[index].duration_us for each in segments)
-        spans.append(Span(kernel.name, where, duration, count))
+        own = [each[index].duration_us + min(0.0, early) for each, early in zip(segments, gaps, strict=True)]
+        spans.append(Span(kernel.name, where, statistics.median(own), count))
     return spans

@@ -78,9 +78,8 @@ class Peer:
         assert self._channel is not None, "map comes first"
         self._channel.wait(Flag.QKV_READY)
 
-    def _map(self, handle: str, epoch: str, attachment_id: str) -> str:
+    def _map(self, kind: str, handle: str, epoch: str, attachment_id: str) -> str:
         device = self._device
-        kind = "shm" if device.type == "cpu" else "cuda_ipc"
         try:
             self._channel = map_channel(
                 device, kind, handle.encode(), SPEC, int(epoch), int(attachment_id), WAIT_TIMEOUT_S

@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from services.common.channel import Channel, ChannelAborted, Flag
+from services.common.channel import Channel, ChannelAborted, ChannelSpec, Flag
 from services.common.channel.factory import create_channel
 from services.common.errors import CapacityError
 from tests.cluster import REPOSITORY
@@ -33,13 +33,29 @@ attachment_ids = itertools.count(1)
 
 pytestmark = pytest.mark.timeout(200)
 
-Devices = tuple[torch.device, torch.device]  # the owner's and the peer's
 PAIRS = [
-    pytest.param(("cpu", "cpu"), id="cpu"),
-    pytest.param(("cuda:0", "cuda:0"), id="one-gpu", marks=pytest.mark.gpu),
-    pytest.param(("cuda:0", "cuda:1"), id="two-gpus", marks=pytest.mark.gpu),
-    pytest.param(("cuda:1", "cuda:0"), id="two-gpus-exchanged", marks=pytest.mark.gpu),
+    pytest.param(("cpu", "cpu", "shm"), id="cpu"),
+    pytest.param(("cuda:0", "cuda:0", "cuda_ipc_queued"), id="one-gpu", marks=pytest.mark.gpu),
+    pytest.param(("cuda:0", "cuda:0", "cuda_ipc_spinning"), id="one-gpu-spinning", marks=pytest.mark.gpu),
+    pytest.param(("cuda:0", "cuda:1", "cuda_ipc_queued"), id="two-gpus", marks=pytest.mark.gpu),
+    pytest.param(("cuda:1", "cuda:0", "cuda_ipc_spinning"), id="two-gpus-spinning", marks=pytest.mark.gpu),
 ]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The owner's and the peer's, and the kind of channel between them."""
+
+    owner: torch.device
+    peer: torch.device
+    kind: str
+
+    def make_channel(self, spec: ChannelSpec, attachment_id: int) -> Channel:
+        if self.kind == "shm":
+            return create_channel(self.owner, spec, EPOCH, attachment_id, 0, WAIT_TIMEOUT_S)
+        from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+
+        return CudaIpcChannel.create(self.owner, spec, EPOCH, attachment_id, 0, self.kind)
 
 
 class Peer:
@@ -71,7 +87,7 @@ class Peer:
         return self.reply()
 
     def map(self, channel: Channel, attachment_id: int, epoch: int = EPOCH) -> str:
-        return self.ask("map", channel.handle.decode(), epoch, attachment_id)
+        return self.ask("map", channel.kind, channel.handle.decode(), epoch, attachment_id)
 
     def kill(self) -> None:
         """Returns when it is dead."""
@@ -99,10 +115,10 @@ class Peer:
 class Owner:
     """This process's end of a new channel."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, devices: Devices) -> None:
+        self.device = devices.owner
         self.attachment_id = next(attachment_ids)
-        self.channel = create_channel(device, SPEC, EPOCH, self.attachment_id, 0, WAIT_TIMEOUT_S)
+        self.channel = devices.make_channel(SPEC, self.attachment_id)
         self._generator = torch.Generator().manual_seed(self.attachment_id)
 
     def questions(self, count: int) -> torch.Tensor:
@@ -149,17 +165,18 @@ class Owner:
 @pytest.fixture(scope="module", params=PAIRS)
 def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
     """With a stream of our own on the owner's device, as the workers have one."""
-    owner, peer = (torch.device(name) for name in request.param)
-    if max(owner.index or 0, peer.index or 0) >= max(1, torch.cuda.device_count()):
+    owner, peer, kind = request.param
+    devices = Devices(torch.device(owner), torch.device(peer), kind)
+    if max(devices.owner.index or 0, devices.peer.index or 0) >= max(1, torch.cuda.device_count()):
         pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
-    with own_stream(owner):
-        yield owner, peer
+    with own_stream(devices.owner):
+        yield devices
 
 
 @pytest.fixture(scope="module")
 def peer(devices: Devices) -> Iterator[Peer]:
     """For all tests of these devices that leave it alive."""
-    peer = Peer(devices[1])
+    peer = Peer(devices.peer)
     yield peer
     assert peer.stop() == 0
 
@@ -167,14 +184,14 @@ def peer(devices: Devices) -> Iterator[Peer]:
 @pytest.fixture
 def mortal_peer(devices: Devices) -> Iterator[Peer]:
     """For the others."""
-    peer = Peer(devices[1])
+    peer = Peer(devices.peer)
     yield peer
     peer.stop()
 
 
 @pytest.fixture
 def owner(devices: Devices) -> Iterator[Owner]:
-    owner = Owner(devices[0])
+    owner = Owner(devices)
     yield owner
     owner.channel.close()
 
@@ -182,7 +199,7 @@ def owner(devices: Devices) -> Iterator[Owner]:
 @pytest.fixture
 def mapped(owner: Owner, peer: Peer, devices: Devices) -> Iterator[Peer]:
     """The peer, with the owner's channel mapped."""
-    assert peer.map(owner.channel, owner.attachment_id) == f"{MAPPED} on {devices[1]}"
+    assert peer.map(owner.channel, owner.attachment_id) == f"{MAPPED} on {devices.peer}"
     yield peer
     assert peer.ask("close") == DONE
 
@@ -308,8 +325,8 @@ def test_a_wait_long_after_the_abort_is_released(owner: Owner) -> None:
 def test_a_region_that_does_not_fit_is_named_in_bytes_and_harms_nobody(devices: Devices, peer: Peer) -> None:
     too_large = replace(SPEC, max_tokens=2**40)
     with pytest.raises(CapacityError, match=r"needs \d{16} bytes of (GPU|shared) memory, .*free"):
-        create_channel(devices[0], too_large, EPOCH, next(attachment_ids), 0, WAIT_TIMEOUT_S)
-    owner = Owner(devices[0])
+        devices.make_channel(too_large, next(attachment_ids))
+    owner = Owner(devices)
     assert peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
     peer.send("answer", 1)
     questions, answers = owner.questions(1), owner.room_for_answers(1)
