@@ -21,6 +21,7 @@ from services.common.errors import PeerError
 
 FLAG_BYTES = 128  # of device memory, for each flag: a cache line of its own
 _POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; a look at the abort mark goes to the host's memory
+_MAX_SHARED_MEMORY_PERCENT = 100
 _RELEASE_INTERVAL_S = 50e-6  # of the waits of a step under way, which has one for each layer
 _RELEASE_S = 2.0  # after which such a step has ended
 _LATE_RELEASE_INTERVAL_S = 1e-3  # of those of a step that is launched even later
@@ -148,6 +149,11 @@ class FlagKernels:
         module = check(driver.cuModuleLoadData(ctypes.addressof(image)))
         self._set = check(driver.cuModuleGetFunction(module, b"set_flag"))
         self._take = check(driver.cuModuleGetFunction(module, b"take_flag"))
+        # As much shared memory as the SM has is left to others: matrix products want nearly all of it, and an SM that
+        # runs a kernel, as small as it may be, cannot change its division between shared memory and cache.
+        carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        for kernel in (self._set, self._take):
+            check(driver.cuFuncSetAttribute(kernel, carveout, _MAX_SHARED_MEMORY_PERCENT))
         self._abort_pointer = header_pointer + ABORT_WORD * WORD_BYTES
         self._flags_pointer = flags_pointer
         self._launch = driver.CUlaunchConfig()
