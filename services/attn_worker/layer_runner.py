@@ -8,7 +8,7 @@ import torch
 
 from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.step_metadata import StepMetadata
-from services.common.channel import Channel, Flag
+from services.common.channel import Channel, Flag, qkv_flag
 
 
 class RunningStep(Protocol):
@@ -60,8 +60,8 @@ class EagerLayerRunner:
 
 def run_layers(backend: AttentionBackend, channel: Channel, layers: range, num_tokens: int) -> None:
     """One handoff, one call of the backend and one handoff back per layer."""
-    qkv, attn_out = channel.qkv[:num_tokens], channel.attn_out[:num_tokens]
+    qkv, attn_out, qkv_ready = channel.qkv[:num_tokens], channel.attn_out[:num_tokens], qkv_flag(num_tokens)
     for layer in layers:
-        channel.wait(Flag.QKV_READY)
+        channel.wait(qkv_ready)
         backend.forward(layer, qkv, attn_out)
         channel.signal(Flag.ATTENTION_READY)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 
 MAX_CAPTURED_TOKENS = 2048  # larger steps keep the GPU busy longer than launching their kernels takes
+# Up to here the workers hand over in another way (see `channel.qkv_flag`), so no step is padded beyond it.
+SHORT_STEP_TOKENS = 32
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
@@ -16,7 +18,8 @@ def token_buckets(max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """Ascending numbers of tokens: the batch buckets, and on to what is worth capturing."""
     largest = min(max_num_tokens, MAX_CAPTURED_TOKENS)
     batches = batch_buckets(min(max_num_seqs, largest))
-    return batches + [size for size in _buckets(batches[-1], largest) if size > batches[-1]]
+    sizes = {*batches, *_buckets(batches[-1], largest)}
+    return sorted(sizes | {SHORT_STEP_TOKENS} if largest > SHORT_STEP_TOKENS else sizes)
 
 
 def bucket_for(buckets: list[int], size: int) -> int:

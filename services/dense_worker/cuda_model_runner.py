@@ -121,6 +121,7 @@ class CudaModelRunner(ModelRunner):
     def _warm_up(self, channel: Channel, num_rows: int, num_sampled: int) -> None:
         """Each segment once without handoffs: compiles kernels and lets libraries choose theirs."""
         qkv, attn_out = channel.qkv[:num_rows], channel.attn_out[:num_rows]
+        self._input.zero_()  # an earlier attachment's steps, packed for other numbers of rows, are no token ids
         token_ids, _, sampled_rows = _unpack(self._input, num_rows)
         attn_out.zero_()
         self._backend.first(token_ids, qkv)

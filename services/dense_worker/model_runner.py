@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.common.channel import Channel, Flag
+from services.common.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
 from services.dense_worker.sampler import Sampler
@@ -163,9 +163,10 @@ def run_layers(
     """
     num_tokens = len(token_ids)
     qkv, attn_out = channel.qkv[:num_tokens], channel.attn_out[:num_tokens]
+    qkv_ready = qkv_flag(num_tokens)
     backend.first(token_ids, qkv)
     for layer in range(num_layers):
-        channel.signal(Flag.QKV_READY)
+        channel.signal(qkv_ready)
         channel.wait(Flag.ATTENTION_READY)
         if layer + 1 < num_layers:
             backend.middle(layer, attn_out, qkv)

@@ -143,9 +143,9 @@ class Owner:
         self.channel.wait(Flag.ATTENTION_READY)
         answer.copy_(self.channel.attn_out)
 
-    def wait(self) -> None:
-        """For an answer; returns or raises when this side may go on."""
-        self.channel.wait(Flag.ATTENTION_READY)
+    def wait(self, flag: Flag = Flag.ATTENTION_READY) -> None:
+        """For an answer, or another flag; returns or raises when this side may go on."""
+        self.channel.wait(flag)
         self.finish()
 
     def finish(self) -> None:
@@ -314,12 +314,21 @@ def test_who_is_left_ends_the_abort_of_a_peer_that_died(owner: Owner, mortal_pee
     timer.join()
 
 
-def test_a_wait_long_after_the_abort_is_released(owner: Owner) -> None:
+@pytest.mark.parametrize("flag", Flag)
+def test_a_wait_long_after_the_abort_is_released(owner: Owner, flag: Flag) -> None:
     """Whoever launches a step may have compiled a kernel meanwhile."""
     owner.channel.abort()
     time.sleep(LONG_AFTER_S)
     with pytest.raises(ChannelAborted):
-        owner.wait()
+        owner.wait(flag)
+
+
+@pytest.mark.parametrize("flag", Flag)
+def test_an_abort_ends_a_wait_for_any_flag(owner: Owner, flag: Flag) -> None:
+    timer = when_waiting(owner.channel.abort)
+    with pytest.raises(ChannelAborted):
+        owner.wait(flag)
+    timer.join()
 
 
 def test_a_region_that_does_not_fit_is_named_in_bytes_and_harms_nobody(devices: Devices, peer: Peer) -> None:

@@ -5,6 +5,8 @@ The attention worker creates a region for each attachment and owns it; the dense
 
     dense      write qkv      signal(QKV_READY)   wait(ATTENTION_READY)   read attn_out
     attention  wait(QKV_READY)   read qkv, write attn_out   signal(ATTENTION_READY)
+
+In long steps LONG_STEP_QKV_READY stands for QKV_READY: see `qkv_flag`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from services.common.batch_buckets import SHORT_STEP_TOKENS
 from services.common.errors import PeerError
 
 if TYPE_CHECKING:
@@ -21,10 +24,20 @@ if TYPE_CHECKING:
 
 
 class Flag(enum.IntEnum):
-    """The two handoffs. Each flag is 0 or 1: the producer sets it, the consumer waits for 1 and clears it."""
+    """The handoffs. Each flag is 0 or 1: the producer sets it, the consumer waits for 1 and clears it."""
 
     QKV_READY = 0
     ATTENTION_READY = 1
+    LONG_STEP_QKV_READY = 2
+
+
+def qkv_flag(num_tokens: int) -> Flag:
+    """What tells the attention worker, in a step of so many tokens, that qkv is ready.
+
+    It is a flag of its own where the dense worker's matrix products want every SM of a GPU: a kernel that polled for
+    it would take one from them, and with it up to two thirds more time.
+    """
+    return Flag.QKV_READY if num_tokens <= SHORT_STEP_TOKENS else Flag.LONG_STEP_QKV_READY
 
 
 class ChannelAborted(PeerError):

@@ -1,8 +1,9 @@
 """The two ways in which a stream sets a flag, or waits for one. Both can be captured in a CUDA graph.
 
-`FlagKernels` poll a flag in device memory from a kernel of one thread: the peer's stream goes on 2 to 3 µs after
-the flag is set. `StreamMemoryOperations` leave the waiting to the GPU's front end, which takes longer but keeps no
-kernel running: a process that only has its turn on the GPU now and then must not spend that turn waiting.
+`FlagKernels` poll a flag in device memory from a kernel of one thread: the peer's stream goes on 1 to 2 µs after
+the flag is set. `StreamMemoryOperations` leave the waiting to the GPU's front end, which takes 5 µs longer but keeps
+no kernel running: a matrix product that wants the whole GPU has it, and a process that has only its turn on the GPU,
+without MPS, does not spend that turn waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from services.common.errors import PeerError
 
 FLAG_BYTES = 128  # of device memory, for each flag: a cache line of its own
 _POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; a look at the abort mark goes to the host's memory
-_MAX_SHARED_MEMORY_PERCENT = 100
 _RELEASE_INTERVAL_S = 50e-6  # of the waits of a step under way, which has one for each layer
 _RELEASE_S = 2.0  # after which such a step has ended
 _LATE_RELEASE_INTERVAL_S = 1e-3  # of those of a step that is launched even later
@@ -133,10 +133,16 @@ class StreamMemoryOperations:
 
 
 class FlagKernels:
-    """Flags in the memory of the attention worker's GPU; the abort mark in the host's memory ends every wait."""
+    """Flags in the memory of the attention worker's GPU; the abort mark in the host's memory ends every wait.
 
-    def __init__(self, device: torch.device, flags_pointer: int, header_pointer: int) -> None:
+    Flags that take long to come are left to `queued`, which has no kernel running meanwhile.
+    """
+
+    def __init__(
+        self, device: torch.device, flags_pointer: int, header_pointer: int, queued: StreamMemoryOperations
+    ) -> None:
         """`device` is this process's, and current. Raises `PeerError` when the driver refuses the kernels."""
+        self._queued = queued
         capability = torch.cuda.get_device_capability(device)
         overlaps = capability >= _DEPENDENT_LAUNCH_CAPABILITY
         ptx = _PTX.format(
@@ -149,11 +155,6 @@ class FlagKernels:
         module = check(driver.cuModuleLoadData(ctypes.addressof(image)))
         self._set = check(driver.cuModuleGetFunction(module, b"set_flag"))
         self._take = check(driver.cuModuleGetFunction(module, b"take_flag"))
-        # As much shared memory as the SM has is left to others: matrix products want nearly all of it, and an SM that
-        # runs a kernel, as small as it may be, cannot change its division between shared memory and cache.
-        carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        for kernel in (self._set, self._take):
-            check(driver.cuFuncSetAttribute(kernel, carveout, _MAX_SHARED_MEMORY_PERCENT))
         self._abort_pointer = header_pointer + ABORT_WORD * WORD_BYTES
         self._flags_pointer = flags_pointer
         self._launch = driver.CUlaunchConfig()
@@ -168,17 +169,25 @@ class FlagKernels:
 
     def signal(self, flag: Flag) -> None:
         """See `CudaFlags`."""
-        self._run(self._set, self._address(flag))
+        if flag is Flag.LONG_STEP_QKV_READY:
+            self._queued.signal(flag)
+        else:
+            self._run(self._set, self._address(flag))
 
     def wait(self, flag: Flag) -> None:
         """See `CudaFlags`."""
-        self._run(self._take, self._address(flag), self._abort_pointer)
+        if flag is Flag.LONG_STEP_QKV_READY:
+            self._queued.wait(flag)
+        else:
+            self._run(self._take, self._address(flag), self._abort_pointer)
 
     def release(self) -> None:
         """See `CudaFlags`: the kernels look at the mark themselves."""
+        self._queued.release()
 
     def close(self) -> None:
         """See `CudaFlags`. The kernels stay loaded: graphs that are still to be destroyed know them."""
+        self._queued.close()
 
     def _address(self, flag: Flag) -> int:
         return self._flags_pointer + flag * FLAG_BYTES

@@ -174,9 +174,8 @@ class CudaIpcChannel:
 def _make_flags(
     kind: str, device: torch.device, region: SharedRegion, header_pointer: int, flags_pointer: int
 ) -> CudaFlags:
-    if kind == SPINNING:
-        return FlagKernels(device, flags_pointer, header_pointer)
-    return StreamMemoryOperations(region, header_pointer)
+    queued = StreamMemoryOperations(region, header_pointer)
+    return FlagKernels(device, flags_pointer, header_pointer, queued) if kind == SPINNING else queued
 
 
 def _shares_gpu(device: torch.device) -> bool:

@@ -23,7 +23,7 @@ WORDS_PER_LINE = 8
 ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort
 _EPOCH, _ATTACHMENT = 0, 1
 _FIRST_FLAG = 2 * WORDS_PER_LINE
-_NUM_ERRORS = 4 * WORDS_PER_LINE  # beyond the two flags
+_NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
 
 
 class SharedRegion:

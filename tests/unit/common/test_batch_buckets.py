@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.batch_buckets import MAX_CAPTURED_TOKENS, batch_buckets, bucket_for, token_buckets
+from services.common.batch_buckets import (
+    MAX_CAPTURED_TOKENS,
+    SHORT_STEP_TOKENS,
+    batch_buckets,
+    bucket_for,
+    token_buckets,
+)
 
 
 @given(st.integers(1, 1024))
@@ -23,3 +29,17 @@ def test_token_buckets_go_on_where_batches_end(max_num_seqs: int, max_num_tokens
     assert buckets == sorted(set(buckets))
     assert buckets[-1] == min(max_num_tokens, MAX_CAPTURED_TOKENS)
     assert set(batch_buckets(min(max_num_seqs, buckets[-1]))) <= set(buckets)
+
+
+@given(st.integers(1, 1024), st.integers(1, 9000), st.data())
+def test_both_workers_take_a_step_for_short_however_they_pad_it(
+    max_num_seqs: int, max_num_tokens: int, data: st.DataObject
+) -> None:
+    """The dense worker pads any step; the attention worker pads those of as many tokens as sequences."""
+    tokens = token_buckets(max_num_seqs, max_num_tokens)
+    num_tokens = data.draw(st.integers(1, tokens[-1]))
+    is_short = num_tokens <= SHORT_STEP_TOKENS
+    assert (bucket_for(tokens, num_tokens) <= SHORT_STEP_TOKENS) == is_short
+    batches = batch_buckets(max_num_seqs)
+    if num_tokens <= max_num_seqs:
+        assert (bucket_for(batches, num_tokens) <= SHORT_STEP_TOKENS) == is_short
