@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 
 import grpc
@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import Accepted, AttentionEngine, Plan
+from services.attn_worker.kv_cache import OpenResult
 from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import create_channel
 from services.common.config import AttentionSection
-from services.common.errors import ConfigError, InvalidRequest, PeerError, StaleEpoch, TwostrokeError
+from services.common.errors import CapacityError, ConfigError, InvalidRequest, PeerError, StaleEpoch
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
 from services.common.server import until_over
@@ -103,41 +104,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_free_blocks=cache.num_free_blocks,
             open_seq_ids=held_blocks.keys(),
             open_num_blocks=held_blocks.values(),
-        )
-
-    async def OpenSequence(
-        self, request: attn_pb2.OpenSequenceRequest, context: grpc.aio.ServicerContext
-    ) -> attn_pb2.OpenSequenceReply:
-        engine = self._require_engine()
-        span = self._tracer.start("open_sequence", request.traceparent, request_id=request.request_id)
-        try:
-            result = await asyncio.wrap_future(
-                engine.submit(
-                    engine.open_sequence,
-                    request.attachment_id,
-                    request.seq_id,
-                    list(request.token_ids),
-                    request.num_prompt_tokens,
-                    request.cache_salt.encode(),
-                    request.ignores_prefix_cache,
-                    request.request_id,
-                )
-            )
-        except TwostrokeError as error:
-            span.end(str(error))
-            raise
-        span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
-        log.debug(
-            "opened",
-            request_id=request.request_id,
-            seq_id=f"{request.seq_id:x}",
-            num_cached_tokens=result.num_cached_tokens,
-        )
-        return attn_pb2.OpenSequenceReply(
-            num_cached_tokens=result.num_cached_tokens,
-            num_pinned_blocks=result.num_pinned_blocks,
-            num_held_blocks=result.num_held_blocks,
-            num_freed_blocks=result.num_freed_blocks,
         )
 
     async def Execute(
@@ -251,11 +217,53 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 put(encode_result(plan.step_id, accepted))
 
         async for message in until_over(requests):
+            for opening in message.opens:
+                self._open(engine, attachment_id, opening, put)
+            if not message.step_id:
+                continue
             plan = decode_plan(message)
             on_accepted = functools.partial(accept, plan)
             step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)
             step.add_done_callback(report)
         put(PeerError("the dense worker ended the stream of plans"))
+
+    def _open(
+        self,
+        engine: AttentionEngine,
+        attachment_id: int,
+        message: attn_pb2.OpenSequence,
+        put: Callable[[attn_pb2.StepResult | Exception], None],
+    ) -> None:
+        """Hands a sequence to the engine; the answer, or what ends the stream, is `put`."""
+        span = self._tracer.start("open_sequence", message.traceparent, request_id=message.request_id)
+
+        def report(opening: Future[OpenResult]) -> None:
+            if opening.cancelled():
+                return
+            error = opening.exception()
+            if error is None:
+                result = opening.result()
+                span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
+                log.debug("opened", request_id=message.request_id, num_cached_tokens=result.num_cached_tokens)
+                put(attn_pb2.StepResult(opened=encode_opened(message.seq_id, result)))
+                return
+            span.end(str(error))
+            if isinstance(error, InvalidRequest | CapacityError):  # the sequence's own, unlike anything else
+                put(attn_pb2.StepResult(opened=attn_pb2.SequenceOpened(seq_id=message.seq_id, error=str(error))))
+            else:
+                put(error if isinstance(error, Exception) else PeerError(repr(error)))
+
+        opening = engine.submit(
+            engine.open_sequence,
+            attachment_id,
+            message.seq_id,
+            list(message.token_ids),
+            message.num_prompt_tokens,
+            message.cache_salt.encode(),
+            message.ignores_prefix_cache,
+            message.request_id,
+        )
+        opening.add_done_callback(report)
 
     def _check_model(self, request: attn_pb2.AttachRequest) -> None:
         own = {"dtype": _name(self._model.dtype), "model_fingerprint": self._model.config.fingerprint}
@@ -280,6 +288,17 @@ def decode_plan(plan: attn_pb2.StepPlan) -> Plan:
         )
     except ValueError as error:
         raise InvalidRequest(f"columns of plan {plan.step_id} differ in length: {error}") from error
+
+
+def encode_opened(seq_id: int, result: OpenResult) -> attn_pb2.SequenceOpened:
+    """What the dense worker needs to know of a sequence that has been opened."""
+    return attn_pb2.SequenceOpened(
+        seq_id=seq_id,
+        num_cached_tokens=result.num_cached_tokens,
+        num_pinned_blocks=result.num_pinned_blocks,
+        num_held_blocks=result.num_held_blocks,
+        num_freed_blocks=result.num_freed_blocks,
+    )
 
 
 def encode_result(step_id: int, accepted: Accepted) -> attn_pb2.StepResult:

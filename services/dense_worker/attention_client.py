@@ -59,7 +59,7 @@ class AttentionListener(Protocol):
 
     def on_attached(self, attachment: Attachment) -> None: ...
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
-    def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None: ...
+    def on_opened(self, attachment: Attachment, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None: ...
     def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None: ...
     def on_accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None: ...
 
@@ -96,7 +96,6 @@ class AttentionClient:
         self._address = address
         self._options = options
         self._connect_timeout_s = peers.connect_timeout_s
-        self._rpc_timeout_s = peers.rpc_timeout_s
         self._loop = asyncio.get_running_loop()
         self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
@@ -189,10 +188,11 @@ class AttentionClient:
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
         end: AttachmentEnd | None = None
+        opening: dict[int, Sequence] = {}  # by seq_id, until they are answered
         try:
-            async with asyncio.TaskGroup() as tasks:  # keeps those alone that still run
-                tasks.create_task(self._receive(attachment, call, listener))
-                tasks.create_task(self._send(attachment, call, listener, tasks))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(attachment, call, opening, listener))
+                tasks.create_task(self._send(attachment, call, opening))
         except* _Ended as ended:
             end = next(each.end for each in ended.exceptions if isinstance(each, _Ended))
         finally:
@@ -201,61 +201,47 @@ class AttentionClient:
         return end
 
     async def _receive(
-        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener
+        self,
+        attachment: Attachment,
+        call: grpc.aio.StreamStreamCall,
+        opening: dict[int, Sequence],
+        listener: AttentionListener,
     ) -> None:
         try:
             async for result in call:
                 if result.is_leaving:
                     raise _Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
-                listener.on_accepted(attachment, result)
+                if not result.HasField("opened"):
+                    listener.on_accepted(attachment, result)
+                elif result.opened.HasField("error"):
+                    listener.on_open_failed(attachment, opening.pop(result.opened.seq_id), result.opened.error)
+                else:
+                    listener.on_opened(attachment, opening.pop(result.opened.seq_id), result.opened)
         except grpc.aio.AioRpcError as error:
-            raise _ended("running a step", error) from error
+            is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
+            reason = f"running a step: {error.code().name}: {error.details()}"
+            raise _Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced)) from error
         raise _Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
 
     async def _send(
-        self,
-        attachment: Attachment,
-        call: grpc.aio.StreamStreamCall,
-        listener: AttentionListener,
-        tasks: asyncio.TaskGroup,
+        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, opening: dict[int, Sequence]
     ) -> None:
-        """Each opening is a task of its own."""
         while True:
             wanted_by, message = await self._to_send.get()
             if wanted_by is not attachment:
                 continue  # of an attachment that is gone
-            if isinstance(message, StepPlan):
-                try:
-                    await call.write(encode_plan(message))
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                    log.debug("a plan could not be sent", reason=repr(error))
-                    return  # the stream is over, and `_receive` knows why
-            elif isinstance(message, Sequence):
-                tasks.create_task(self._open(attachment, message, listener))
-            else:
+            if isinstance(message, AttachmentEnd):
                 raise _Ended(message)
-
-    async def _open(self, attachment: Attachment, sequence: Sequence, listener: AttentionListener) -> None:
-        request = attn_pb2.OpenSequenceRequest(
-            attachment_id=attachment.attachment_id,
-            seq_id=sequence.seq_id,
-            token_ids=sequence.prompt_token_ids + sequence.output_token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            cache_salt=sequence.cache_salt,
-            request_id=sequence.request_id,
-            ignores_prefix_cache=sequence.num_prompt_logprobs is not None,
-            traceparent=sequence.traceparent,
-        )
-        # The attention worker answers between two steps, and a step lasts no longer than its waits may.
-        timeout_s = self._rpc_timeout_s + self._options.wait_timeout_s
-        try:
-            reply = await self._stub.OpenSequence(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
-                raise _ended("opening a sequence", error) from error
-            listener.on_open_failed(attachment, sequence, str(error.details()))
-        else:
-            listener.on_opened(attachment, sequence, reply)
+            if isinstance(message, Sequence):
+                opening[message.seq_id] = message
+                plan = attn_pb2.StepPlan(opens=[encode_open(message)])
+            else:
+                plan = encode_plan(message)
+            try:
+                await call.write(plan)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                log.debug("a plan could not be sent", reason=repr(error))
+                return  # the stream is over, and `_receive` knows why
 
 
 class _Ended(Exception):
@@ -266,10 +252,17 @@ class _Ended(Exception):
         self.end = end
 
 
-def _ended(what: str, error: grpc.aio.AioRpcError) -> _Ended:
-    is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
-    reason = f"{what}: {error.code().name}: {error.details()}"
-    return _Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced))
+def encode_open(sequence: Sequence) -> attn_pb2.OpenSequence:
+    """What the attention worker needs to know of a sequence."""
+    return attn_pb2.OpenSequence(
+        seq_id=sequence.seq_id,
+        token_ids=sequence.prompt_token_ids + sequence.output_token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        cache_salt=sequence.cache_salt,
+        request_id=sequence.request_id,
+        ignores_prefix_cache=sequence.num_prompt_logprobs is not None,
+        traceparent=sequence.traceparent,
+    )
 
 
 def encode_plan(plan: StepPlan) -> attn_pb2.StepPlan:

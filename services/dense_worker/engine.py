@@ -181,7 +181,7 @@ class Engine:
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self._post(self._detach, attachment, end)
 
-    def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
+    def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.SequenceOpened) -> None:
         self._post(self._opened, attachment, sequence, reply)
 
     def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None:
@@ -372,7 +372,7 @@ class Engine:
                 observer.on_handoff_abort()
             log.warning("detached", reason=end.reason, is_crash=end.is_crash)
 
-    def _opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.OpenSequenceReply) -> None:
+    def _opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.SequenceOpened) -> None:
         if attachment is self._attachment:
             log.debug("opened", request_id=sequence.request_id, num_cached_tokens=reply.num_cached_tokens)
             self._scheduler.opened(

@@ -53,9 +53,8 @@ class AttachReply(_message.Message):
     open_num_blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class OpenSequenceRequest(_message.Message):
-    __slots__ = ("attachment_id", "seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id", "ignores_prefix_cache", "traceparent")
-    ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
+class OpenSequence(_message.Message):
+    __slots__ = ("seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id", "ignores_prefix_cache", "traceparent")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -63,7 +62,6 @@ class OpenSequenceRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IGNORES_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    attachment_id: int
     seq_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -71,22 +69,26 @@ class OpenSequenceRequest(_message.Message):
     request_id: str
     ignores_prefix_cache: bool
     traceparent: str
-    def __init__(self, attachment_id: _Optional[int] = ..., seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
-class OpenSequenceReply(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks")
+class SequenceOpened(_message.Message):
+    __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
     num_cached_tokens: int
     num_pinned_blocks: int
     num_held_blocks: int
     num_freed_blocks: int
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ...) -> None: ...
+    error: str
+    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "lane", "seq_ids", "num_tokens", "num_computed_tokens", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids")
+    __slots__ = ("step_id", "lane", "seq_ids", "num_tokens", "num_computed_tokens", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "opens")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,7 @@ class StepPlan(_message.Message):
     CLOSE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     lane: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -103,7 +106,8 @@ class StepPlan(_message.Message):
     close_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     confirmed_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     confirmed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    opens: _containers.RepeatedCompositeFieldContainer[OpenSequence]
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ..., opens: _Optional[_Iterable[_Union[OpenSequence, _Mapping]]] = ...) -> None: ...
 
 class SequenceError(_message.Message):
     __slots__ = ("seq_id", "message")
@@ -114,18 +118,20 @@ class SequenceError(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "num_freed_blocks", "num_free_blocks", "errors", "is_leaving")
+    __slots__ = ("step_id", "num_freed_blocks", "num_free_blocks", "errors", "is_leaving", "opened")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_freed_blocks: int
     num_free_blocks: int
     errors: _containers.RepeatedCompositeFieldContainer[SequenceError]
     is_leaving: bool
-    def __init__(self, step_id: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., is_leaving: _Optional[bool] = ...) -> None: ...
+    opened: SequenceOpened
+    def __init__(self, step_id: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[SequenceError, _Mapping]]] = ..., is_leaving: _Optional[bool] = ..., opened: _Optional[_Union[SequenceOpened, _Mapping]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

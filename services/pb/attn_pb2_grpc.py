@@ -39,11 +39,6 @@ class AttentionWorkerStub:
                 request_serializer=attn__pb2.AttachRequest.SerializeToString,
                 response_deserializer=attn__pb2.AttachReply.FromString,
                 _registered_method=True)
-        self.OpenSequence = channel.unary_unary(
-                '/twostroke.attn.v1.AttentionWorker/OpenSequence',
-                request_serializer=attn__pb2.OpenSequenceRequest.SerializeToString,
-                response_deserializer=attn__pb2.OpenSequenceReply.FromString,
-                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/twostroke.attn.v1.AttentionWorker/Execute',
                 request_serializer=attn__pb2.StepPlan.SerializeToString,
@@ -67,16 +62,10 @@ class AttentionWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenSequence(self, request, context):
-        """Makes a sequence known and pins the longest prefix of it that is in the KV cache.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Execute(self, request_iterator, context):
-        """Runs steps, strictly in order. Only plans that close sequences, or whose sequences could not all take
-        part, are answered, so that most steps cost one message and not two. The stream's metadata carries `epoch` and `attachment-id`.
+        """Opens sequences and runs steps, strictly in order. Only plans that open or close sequences, or whose sequences
+        could not all take part, are answered, so that most steps cost one message and not two. The stream's metadata
+        carries `epoch` and `attachment-id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,11 +85,6 @@ def add_AttentionWorkerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=attn__pb2.AttachRequest.FromString,
                     response_serializer=attn__pb2.AttachReply.SerializeToString,
-            ),
-            'OpenSequence': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenSequence,
-                    request_deserializer=attn__pb2.OpenSequenceRequest.FromString,
-                    response_serializer=attn__pb2.OpenSequenceReply.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -140,33 +124,6 @@ class AttentionWorker:
             '/twostroke.attn.v1.AttentionWorker/Attach',
             attn__pb2.AttachRequest.SerializeToString,
             attn__pb2.AttachReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenSequence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/twostroke.attn.v1.AttentionWorker/OpenSequence',
-            attn__pb2.OpenSequenceRequest.SerializeToString,
-            attn__pb2.OpenSequenceReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,13 +1,11 @@
-"""Sequences' openings: forgotten once they end, noticed at once when they fail, as are devices that cannot meet."""
+"""Sequences are opened by the stream of plans; devices that cannot meet are noticed at once."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from services.common.channel import ChannelSpec
 from services.common.config import PeerSection
 from services.common.errors import ConfigError
 from services.dense_worker.attention_client import AttachmentEnd, AttachOptions, AttentionClient
+from services.dense_worker.sequence import Sequence
 from services.pb import attn_pb2
 from tests.unit.dense_worker.test_scheduler import make_sequence
 
@@ -23,43 +22,53 @@ NUM_SEQUENCES = 50
 ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1)
 
 
-class SilentCall:
-    """A stream of plans on which nothing ever comes."""
+class Call:
+    """A stream of plans to an attention worker that opens what it is asked to, or refuses with `refusal`."""
 
-    def __aiter__(self) -> SilentCall:
+    def __init__(self, refusal: str | None) -> None:
+        self._refusal = refusal
+        self._results: asyncio.Queue[attn_pb2.StepResult] = asyncio.Queue()
+
+    async def write(self, plan: attn_pb2.StepPlan) -> None:
+        assert not plan.step_id
+        for opening in plan.opens:
+            opened = attn_pb2.SequenceOpened(seq_id=opening.seq_id, num_held_blocks=1, error=self._refusal)
+            self._results.put_nowait(attn_pb2.StepResult(opened=opened))
+
+    def __aiter__(self) -> Call:
         return self
 
     async def __anext__(self) -> attn_pb2.StepResult:
-        return await asyncio.get_running_loop().create_future()
+        return await self._results.get()
 
     def cancel(self) -> None:
         pass
 
 
 class Attention:
-    """The attention worker's stub: opens what it is asked to, or fails with `error`."""
+    """The attention worker's stub."""
 
-    def __init__(self, error: grpc.aio.AioRpcError | None = None) -> None:
-        self.error = error
+    def __init__(self, refusal: str | None = None) -> None:
+        self._refusal = refusal
 
-    def Execute(self, metadata: object) -> SilentCall:
-        return SilentCall()
+    def Execute(self, metadata: object) -> Call:
+        return Call(self._refusal)
 
     async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
-        return attn_pb2.AttachReply(lanes=[attn_pb2.LaneHandle(kind="cuda_ipc", handle=b"handle")])
-
-    async def OpenSequence(self, request: attn_pb2.OpenSequenceRequest, timeout: float) -> attn_pb2.OpenSequenceReply:
-        if self.error is not None:
-            raise self.error
-        return attn_pb2.OpenSequenceReply()
+        return attn_pb2.AttachReply(lanes=[attn_pb2.LaneHandle(kind="cuda_ipc_queued", handle=b"handle")])
 
 
 class Listener:
     def __init__(self) -> None:
-        self.num_opened = 0
+        self.opened: list[int] = []
+        self.refused: dict[int, str] = {}
 
-    def on_opened(self, *_: object) -> None:
-        self.num_opened += 1
+    def on_opened(self, attachment: object, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None:
+        assert sequence.seq_id == opened.seq_id and opened.num_held_blocks == 1
+        self.opened.append(sequence.seq_id)
+
+    def on_open_failed(self, attachment: object, sequence: Sequence, error: str) -> None:
+        self.refused[sequence.seq_id] = error
 
 
 def make_client(attention: Attention) -> AttentionClient:
@@ -70,42 +79,37 @@ def make_client(attention: Attention) -> AttentionClient:
     return client
 
 
-def test_an_opening_that_has_ended_is_forgotten() -> None:
-    async def test() -> None:
+def open_all(refusal: str | None) -> Listener:
+    """What the listener was told of NUM_SEQUENCES openings."""
+
+    async def run() -> Listener:
         listener: Any = Listener()
-        client = make_client(Attention())
+        client = make_client(Attention(refusal))
         serving = asyncio.create_task(client._serve(ATTACHMENT, listener))
         for seq_id in range(NUM_SEQUENCES):
             client.open(ATTACHMENT, make_sequence(seq_id, 4, 4))
-        while listener.num_opened < NUM_SEQUENCES:  # noqa: ASYNC110  the limit of the test bounds it
+        while len(listener.opened) + len(listener.refused) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0.001)
-        for _ in range(3):  # until the last one is collected
-            await asyncio.sleep(0)
-        gc.collect()
-        tasks = [each for each in gc.get_objects() if type(each) is asyncio.Task]
-        assert sum(task.get_coro().__qualname__ == "AttentionClient._open" for task in tasks) <= 1, "the last one"
         client.drop(ATTACHMENT, AttachmentEnd("enough", is_crash=False))
         assert (await serving).reason == "enough"
+        return listener
 
-    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+    return asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
 
 
-def test_an_opening_that_fails_ends_the_attachment_at_once() -> None:
-    async def test() -> None:
-        status = grpc.StatusCode.DEADLINE_EXCEEDED
-        error = grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), "no answer")
-        listener: Any = Listener()
-        client = make_client(Attention(error))
-        client.open(ATTACHMENT, make_sequence(1, 4, 4))
-        end = await client._serve(ATTACHMENT, listener)
-        assert end == AttachmentEnd("opening a sequence: DEADLINE_EXCEEDED: no answer", is_crash=True)
+def test_sequences_are_opened_in_order_by_the_stream_of_plans() -> None:
+    listener = open_all(refusal=None)
+    assert listener.opened == list(range(NUM_SEQUENCES)) and not listener.refused
 
-    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+def test_a_refused_sequence_fails_alone() -> None:
+    listener = open_all(refusal="no room")
+    assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
 
 
 def test_a_channel_for_another_kind_of_device_is_an_error_at_once() -> None:
     async def test() -> None:
-        with pytest.raises(ConfigError, match="offers a cuda_ipc channel, the dense worker on cpu needs shm"):
+        with pytest.raises(ConfigError, match="offers a cuda_ipc_queued channel, the dense worker on cpu needs shm"):
             await make_client(Attention())._attach()
 
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))

@@ -60,7 +60,7 @@ class FakeAttention:
 
     def open(self, attachment: Attachment, sequence: Sequence) -> None:
         assert self.engine is not None
-        self.engine.on_opened(attachment, sequence, attn_pb2.OpenSequenceReply())
+        self.engine.on_opened(attachment, sequence, attn_pb2.SequenceOpened())
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
         assert self.engine is not None
