@@ -25,6 +25,7 @@ from bench.options import whole_number
 from bench.stats import summarize
 from services.common.channel import Channel, ChannelSpec, Flag
 from services.common.channel.factory import create_channel, map_channel
+from services.common.resolve import gpu_uuid
 from services.mps import MpsDaemon, has_mps
 
 SPEC = ChannelSpec(max_tokens=16, qkv_size=64, attn_size=64, dtype=torch.float32)
@@ -77,13 +78,14 @@ def run_peer(device: str, kind: str, handle: str, epoch: int, num_steps: int) ->
     torch.cuda.synchronize()
 
 
-def make_channel(device: str, epoch: int, kind: str | None) -> Channel:
+def make_channel(device: str, peer_device: str, epoch: int, kind: str | None) -> Channel:
     """A channel of the kind that the attention worker would choose, unless one is named."""
     if device == "cpu":
-        return create_channel(torch.device("cpu"), SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
-    from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+        return create_channel(torch.device("cpu"), "", SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
+    from services.common.channel.cuda_ipc import CudaIpcChannel, choose_kind  # needs cuda-bindings
 
-    return CudaIpcChannel.create(gpu(device), SPEC, epoch, 1, 0, kind)
+    kind = kind or choose_kind(gpu(device), gpu_uuid(gpu(peer_device)))
+    return CudaIpcChannel.create(gpu(device), kind, SPEC, epoch, 1, 0)
 
 
 def measure(channel: Channel, epoch: int, device: str, peer_device: str, num_steps: int) -> list[float]:
@@ -130,7 +132,7 @@ def main() -> None:
         run_under_mps()
         return
     epoch = secrets.randbits(EPOCH_BITS)
-    channel = make_channel(arguments.device, epoch, arguments.channel)
+    channel = make_channel(arguments.device, peer_device, epoch, arguments.channel)
     kind = channel.kind
     values = measure(channel, epoch, arguments.device, peer_device, arguments.steps)
     summary = summarize(values)

@@ -36,10 +36,11 @@ from services.attn_worker import layer_runner
 from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.step_metadata import build_step_metadata
 from services.common.channel import Channel, ChannelSpec, Flag
-from services.common.channel.cuda_ipc import KINDS, CudaIpcChannel
+from services.common.channel.cuda_ipc import KINDS, CudaIpcChannel, choose_kind
 from services.common.channel.factory import map_channel
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
+from services.common.resolve import gpu_uuid
 from services.dense_worker import model_runner
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.weights import random_weights
@@ -194,7 +195,8 @@ def run_peer(task: Task, epoch: int) -> None:
     """The other process, the attention worker: replays every step once for each of the dense worker's."""
     device = torch.device(task.attention_device)
     torch.cuda.set_device(device)
-    channel = CudaIpcChannel.create(device, task.spec, epoch, 1, 0, task.kind)
+    kind = task.kind or choose_kind(device, gpu_uuid(torch.device("cuda:0")))
+    channel = CudaIpcChannel.create(device, kind, task.spec, epoch, 1, 0)
     attention = AttentionSide(task, device)
     print(channel.kind, channel.handle.decode(), flush=True)
     for batch in task.batches:

@@ -80,7 +80,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment_id, config = self._attachment_id, self._model.config
         spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, self._model.dtype)
         channel = create_channel(
-            self._model.device, spec, self._epoch, attachment_id, lane=0, wait_timeout_s=self._wait_timeout_s
+            self._model.device,
+            request.gpu,
+            spec,
+            self._epoch,
+            attachment_id,
+            lane=0,
+            wait_timeout_s=self._wait_timeout_s,
         )
         self._channel = channel
         try:

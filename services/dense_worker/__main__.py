@@ -16,7 +16,7 @@ from services.common.client import read_peer_tls
 from services.common.config import Config, ModelSection
 from services.common.logs import configure_logs
 from services.common.metrics import new_registry, serve_metrics_once_free, serving_metrics
-from services.common.resolve import ResolvedModel, resolve_model, use_device
+from services.common.resolve import ResolvedModel, naming_what_needs_memory, resolve_model, use_device
 from services.common.server import GrpcServer, run_service, run_together
 from services.common.tracing import Tracer, tracing
 from services.common.watchdog import Watchdog
@@ -86,13 +86,13 @@ async def serve_watched(
 
 
 def open_weights(section: ModelSection, model: ResolvedModel) -> tuple[str, ModelWeights]:
-    """The weights and their hash. Raises `ModelError` for what is missing or damaged."""
-    if section.load_format == "dummy":
-        digest = weights_hash(section.path, model.config, section.dummy_seed)
-        return digest, random_weights(model.config, model.dtype, model.device, section.dummy_seed)
-    return weights_hash(section.path, model.config), load_weights(
-        section.path, model.config, model.dtype, model.device
-    )
+    """The weights and their hash. Raises `ModelError` for what is missing or damaged, `CapacityError` without room."""
+    is_dummy = section.load_format == "dummy"
+    digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
+    with naming_what_needs_memory("the weights"):
+        if is_dummy:
+            return digest, random_weights(model.config, model.dtype, model.device, section.dummy_seed)
+        return digest, load_weights(section.path, model.config, model.dtype, model.device)
 
 
 async def serve_late_metrics(config: Config, registry: CollectorRegistry, servicer: DenseServicer) -> None:
@@ -189,7 +189,12 @@ async def run_engine(
 
 
 def build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) -> tuple[str, ModelRunner]:
-    """The backend's name, and what runs steps on it."""
+    """The backend's name, and what runs steps on it. Raises `CapacityError` where a GPU has no room for a step."""
+    with naming_what_needs_memory("the buffers of a step"):
+        return _build_runner(config, model, weights)
+
+
+def _build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) -> tuple[str, ModelRunner]:
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     scheduler, layers = config.scheduler, model.config.num_layers
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)

@@ -21,6 +21,7 @@ from services.common.channel.factory import map_channel
 from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, TwostrokeError
+from services.common.resolve import gpu_uuid
 from services.dense_worker.scheduler import StepPlan
 from services.dense_worker.sequence import Sequence
 from services.pb import attn_pb2, attn_pb2_grpc
@@ -144,6 +145,7 @@ class AttentionClient:
             dtype=str(options.spec.dtype).removeprefix("torch."),
             max_num_batched_tokens=options.spec.max_tokens,
             max_num_seqs=options.max_num_seqs,
+            gpu=gpu_uuid(options.device),
         )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:

@@ -20,6 +20,7 @@ import torch
 from services.common.channel import Channel, ChannelAborted, ChannelSpec, Flag
 from services.common.channel.factory import create_channel
 from services.common.errors import CapacityError
+from services.common.resolve import gpu_uuid
 from tests.cluster import REPOSITORY
 from tests.gpu.channel_peer import DONE, MAPPED, SPEC, WAIT_TIMEOUT_S, answer_to, own_stream
 
@@ -52,10 +53,10 @@ class Devices:
 
     def make_channel(self, spec: ChannelSpec, attachment_id: int) -> Channel:
         if self.kind == "shm":
-            return create_channel(self.owner, spec, EPOCH, attachment_id, 0, WAIT_TIMEOUT_S)
+            return create_channel(self.owner, "", spec, EPOCH, attachment_id, 0, WAIT_TIMEOUT_S)
         from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
 
-        return CudaIpcChannel.create(self.owner, spec, EPOCH, attachment_id, 0, self.kind)
+        return CudaIpcChannel.create(self.owner, self.kind, spec, EPOCH, attachment_id, 0)
 
 
 class Peer:
@@ -352,8 +353,18 @@ def test_the_region_lies_on_the_device_that_was_asked_for() -> None:
         pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     other = torch.device("cuda:1")
     with torch.cuda.device("cuda:0"):
-        channel = create_channel(other, SPEC, EPOCH, next(attachment_ids), 0, WAIT_TIMEOUT_S)
+        channel = create_channel(other, gpu_uuid(other), SPEC, EPOCH, next(attachment_ids), 0, WAIT_TIMEOUT_S)
         assert channel.qkv.device == channel.attn_out.device == other
         channel.qkv.copy_(torch.ones_like(channel.qkv))
         assert torch.cuda.current_device() == 0
         channel.close()
+
+
+@pytest.mark.gpu
+def test_a_process_without_mps_polls_only_if_the_peer_has_a_gpu_of_its_own() -> None:
+    """The tests run without MPS; `test_gpu_parity` starts a cluster with it."""
+    from services.common.channel.cuda_ipc import choose_kind
+
+    device = torch.device("cuda:0")
+    assert choose_kind(device, gpu_uuid(device)) == "cuda_ipc_queued"
+    assert choose_kind(device, "the UUID of another one") == "cuda_ipc_spinning"

@@ -16,7 +16,12 @@ from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
 from services.attn_worker.backends.triton_decode import DecodeWorkspace, choose_decode_tiles, decode_attention
-from services.attn_worker.backends.triton_prefill import PrefillTiles, choose_prefill_tiles, prefill_attention
+from services.attn_worker.backends.triton_prefill import (
+    SHORT_CONTEXT,
+    PrefillTiles,
+    choose_prefill_tiles,
+    prefill_attention,
+)
 from services.attn_worker.backends.triton_rope_append import append_prefill
 from services.attn_worker.backends.work_items import (
     NUM_FIELDS,
@@ -24,7 +29,7 @@ from services.attn_worker.backends.work_items import (
     fill_decode_items,
     prefill_items,
 )
-from services.attn_worker.step_metadata import StepMetadata
+from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
 
@@ -90,6 +95,8 @@ class TritonAttention:
             raise CapacityError(
                 f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
             ) from error
+        if device.type == "cuda" and min(max_num_tokens, max_model_len) > 1:  # else Triton's interpreter, or no prompts
+            self._compile_prompts(num_blocks, max_model_len)
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
@@ -139,6 +146,21 @@ class TritonAttention:
             prefill_attention(
                 qkv, out, cache, angles, rows, prefill.items, self._block_tables, window, prefill.tiles
             )
+
+    @torch.inference_mode()
+    def _compile_prompts(self, num_blocks: int, max_model_len: int) -> None:
+        """Runs the kernels for prompts on a sequence in the null block, so that no request waits for a compiler."""
+        config, caches = self._config, self._caches
+        qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=caches[0].device)
+        out = torch.empty(2, config.attn_size, dtype=self._dtype, device=caches[0].device)
+        layers = {window: layer for layer, window in enumerate(config.sliding_windows)}.values()
+        for context_len in {min(length, max_model_len) for length in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}:
+            num_tokens, length = np.full(1, 2), np.full(1, context_len)
+            table = np.full((1, -(-context_len // self._block_size)), num_blocks, np.int32)
+            self.begin_step(build_step_metadata(num_tokens, length - 2, length, table, self._block_size))
+            for layer in layers:
+                self.forward(layer, qkv, out)
+        torch.cuda.synchronize()  # steps run on another stream
 
     def _num_pieces(self, num_seqs: int) -> int:
         """Into how many pieces to cut all contexts; a sequence's share of them, rounded up, are its own.

@@ -23,7 +23,7 @@ from services.attn_worker.backends.triton_cache_layout import (
 from services.attn_worker.backends.triton_rope_append import rotate
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
-_SHORT_CONTEXT = 512  # up to here, half-empty tiles on the diagonal cost more than small ones
+SHORT_CONTEXT = 512  # up to here, half-empty tiles on the diagonal cost more than small ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def choose_prefill_tiles(head_dim: int, dtype: torch.dtype, max_context_len: int
     """Two programs per SM, so that one computes while the other waits; measured on an H200."""
     if dtype == torch.float32:
         return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2)
-    block_n = 32 if head_dim > 128 or max_context_len <= _SHORT_CONTEXT else 64
+    block_n = 32 if head_dim > 128 or max_context_len <= SHORT_CONTEXT else 64
     return PrefillTiles(block_m=64, block_n=block_n, num_warps=4, num_stages=3)
 
 

@@ -23,12 +23,25 @@ from services.common.channel.cuda_flags import (
 )
 from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.errors import CapacityError, PeerError
+from services.common.resolve import gpu_uuid
 
 SPINNING, QUEUED = KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")  # by what waits; see `cuda_flags`
 _IPC_HANDLE_OFFSET = 2048  # in the region's header
 _IPC_HANDLE_BYTES = 64
 _NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
 _ALIGNMENT = 512  # of attn_out and the flags within the data region
+
+
+def choose_kind(device: torch.device, peer_gpu: str) -> str:
+    """What is faster between this process on `device` and one on the GPU with the UUID `peer_gpu`.
+
+    Processes that take turns on one GPU, without MPS, must not spend them polling.
+    """
+    takes_turns = peer_gpu == gpu_uuid(device)
+    if takes_turns:
+        attribute = runtime.cudaDeviceAttr.cudaDevAttrMpsEnabled
+        takes_turns = not check(runtime.cudaDeviceGetAttribute(attribute, device.index))
+    return QUEUED if takes_turns else SPINNING
 
 
 class CudaIpcChannel:
@@ -69,22 +82,11 @@ class CudaIpcChannel:
 
     @classmethod
     def create(
-        cls,
-        device: torch.device,
-        spec: ChannelSpec,
-        epoch: int,
-        attachment_id: int,
-        lane: int,
-        kind: str | None = None,
+        cls, device: torch.device, kind: str, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int
     ) -> Self:
-        """Allocates the region on `device`; raises `CapacityError` when memory is short.
-
-        kind: one of KINDS; None: what is faster for processes that share the GPU, or do not, as this one does.
-        """
+        """Allocates the region, of one of KINDS, on `device`; raises `CapacityError` when memory is short."""
         torch.cuda.init()
         with torch.cuda.device(device):
-            if kind is None:
-                kind = SPINNING if _shares_gpu(device) else QUEUED
             error, pointer = runtime.cudaMalloc(_data_bytes(spec))
             if error != runtime.cudaError_t.cudaSuccess:
                 free, _ = torch.cuda.mem_get_info()
@@ -176,12 +178,6 @@ def _make_flags(
 ) -> CudaFlags:
     queued = StreamMemoryOperations(region, header_pointer)
     return FlagKernels(device, flags_pointer, header_pointer, queued) if kind == SPINNING else queued
-
-
-def _shares_gpu(device: torch.device) -> bool:
-    """Whether processes run on the GPU at the same time, by MPS, and not in turns."""
-    attribute = runtime.cudaDeviceAttr.cudaDevAttrMpsEnabled
-    return bool(check(runtime.cudaDeviceGetAttribute(attribute, device.index)))
 
 
 def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

@@ -10,14 +10,23 @@ from services.common.errors import ConfigError
 
 
 def create_channel(
-    device: torch.device, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int, wait_timeout_s: float
+    device: torch.device,
+    peer_gpu: str,
+    spec: ChannelSpec,
+    epoch: int,
+    attachment_id: int,
+    lane: int,
+    wait_timeout_s: float,
 ) -> Channel:
-    """In the attention worker, for its device. Raises `CapacityError` when memory is short."""
+    """In the attention worker, for its device and the dense worker's GPU, which is told by its UUID.
+
+    Raises `CapacityError` when memory is short.
+    """
     if device.type == "cpu":
         return ShmChannel.create(spec, epoch, attachment_id, lane, wait_timeout_s)
-    from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+    from services.common.channel.cuda_ipc import CudaIpcChannel, choose_kind  # needs cuda-bindings
 
-    return CudaIpcChannel.create(device, spec, epoch, attachment_id, lane)
+    return CudaIpcChannel.create(device, choose_kind(device, peer_gpu), spec, epoch, attachment_id, lane)
 
 
 def map_channel(
