@@ -17,10 +17,8 @@ OUT_OF_MEMORY = (
 
 
 def test_what_needs_memory_and_how_much_there_is_are_named() -> None:
-    with (
-        pytest.raises(CapacityError, match=r"no room for the weights: .*172\.00 MiB .*139\.81 GiB .*61\.25 MiB is free$"),
-        naming_what_needs_memory("the weights"),
-    ):
+    sizes = r"no room for the weights: .*172\.00 MiB .*139\.81 GiB .*61\.25 MiB is free$"
+    with pytest.raises(CapacityError, match=sizes), naming_what_needs_memory("the weights"):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
