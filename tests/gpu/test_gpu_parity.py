@@ -31,7 +31,7 @@ class Case:
 
     family: str
     dtype: torch.dtype
-    mps: str = "auto"
+    settings: tuple[str, ...] = ()  # beyond those of all
     overrides: dict[str, Any] = field(default_factory=dict)  # of config.json
 
 
@@ -39,8 +39,13 @@ CASES = {
     "qwen3-mqa-tied": Case(
         "qwen3", torch.float32, overrides={"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 64}
     ),
-    "llama-mha-without-mps": Case("llama", torch.float32, mps="off", overrides={"num_key_value_heads": 4}),
-    "llama-gqa-bfloat16": Case("llama", torch.bfloat16, overrides={"head_dim": 64}),
+    "llama-mha-without-mps": Case("llama", torch.float32, ("launch.mps=off",), {"num_key_value_heads": 4}),
+    "llama-gqa-bfloat16-lazily-captured": Case(
+        "llama",
+        torch.bfloat16,
+        ("dense.captures_lazily=true", "attention.captures_lazily=true"),
+        {"head_dim": 64},
+    ),
 }
 
 
@@ -64,11 +69,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     settings = (
         f"model.path={path}",
         f"model.dtype={str(case.dtype).removeprefix('torch.')}",
-        f"launch.mps={case.mps}",
         f"scheduler.max_num_batched_tokens={MAX_NUM_BATCHED_TOKENS}",
         "scheduler.max_num_seqs=16",
         "scheduler.policy=max_utilization",
         "attention.num_blocks=46",
+        *case.settings,
     )
     with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
         yield Served(case, path, cluster)
@@ -139,7 +144,7 @@ def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_crowd(served: Ser
 
 def test_the_workers_are_mps_clients_or_the_launcher_says_that_they_are_not(served: Served) -> None:
     log = served.cluster.log_file.read_text()
-    if served.case.mps == "off":
+    if "launch.mps=off" in served.case.settings:
         assert "without MPS" in log and "launch.mps is 'off'" in log
         assert "MPS clients" not in log
     else:
