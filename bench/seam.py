@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--channel", choices=KINDS, help="how flags are waited for (as the workers choose it)")
     parser.add_argument("--timeline", action="store_true", help="kernels and gaps of one step through two processes")
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--plot", type=Path, help="PNG or SVG of the figures; needs matplotlib")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -271,16 +273,38 @@ def main() -> None:
     for batch, timeline in timelines.items():
         print(f"\nOne step of batch {batch}, context {task.context}, medians over the layers:")
         print(format_timeline(timeline))
+    figures = {
+        "environment": describe_environment(torch.device("cuda")),
+        "task": asdict(task),
+        "one_process_ms": one,
+        "two_processes_ms": two,
+        "seam_us_per_layer": seam,
+        "timelines": {batch: [asdict(span) for span in timeline] for batch, timeline in timelines.items()},
+    }
     if arguments.json:
-        figures = {
-            "environment": describe_environment(torch.device("cuda")),
-            "task": asdict(task),
-            "one_process_ms": one,
-            "two_processes_ms": two,
-            "seam_us_per_layer": seam,
-            "timelines": {batch: [asdict(span) for span in timeline] for batch, timeline in timelines.items()},
-        }
         arguments.json.write_text(json.dumps(figures, indent=1))
+    if arguments.plot:
+        save_plot(figures, arguments.plot)
+
+
+def save_plot(figures: dict[str, Any], file: Path) -> None:
+    """Draws the figures of one run, as PNG or SVG: a step's time by batch, and the seam's share of each layer."""
+    from matplotlib.figure import Figure  # needed here only
+
+    batches = [str(batch) for batch in figures["one_process_ms"]]
+    one, two = list(figures["one_process_ms"].values()), list(figures["two_processes_ms"].values())
+    left, right = (figure := Figure(figsize=(9, 3.5), layout="constrained")).subplots(1, 2)
+    left.bar(batches, one, label="the same kernels in one process")
+    left.bar(batches, [a - b for a, b in zip(two, one, strict=True)], bottom=one, label="the seam")
+    left.set(xlabel="batch", ylabel="decode step (ms)")
+    left.legend()
+    right.bar(batches, list(figures["seam_us_per_layer"].values()), color="tab:orange")
+    right.set(xlabel="batch", ylabel="seam, a layer (µs)")
+    for axes in (left, right):
+        axes.grid(axis="y", alpha=0.3)
+    task = figures["task"]
+    figure.suptitle(f"{task['model']}, context {task['context']}, {figures['environment']['gpu']}")
+    figure.savefig(file, dpi=120)
 
 
 if __name__ == "__main__":
