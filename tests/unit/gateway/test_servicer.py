@@ -1,82 +1,31 @@
-"""The public API over a real channel, with the whole gateway behind it and a scripted dense worker."""
+"""Streamed and whole answers over a real channel, with the whole gateway behind it and a scripted dense worker."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
-from transformers import AutoTokenizer
 
-from services.common.config import EMBEDDED_MODEL
-from services.common.errors import ConfigError, PeerError
-from services.pb import dense_pb2, gateway_pb2, gateway_pb2_grpc
+from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.fake_dense import FakeDense
-from tests.running_gateway import RunningGateway, run, running_gateway, until
-
-REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-EOS = REFERENCE.eos_token_id
-ANSWER = " Łódź, 東京 and 서울 🙂🙃 — e\u0301 are\n\ncities.  Two  spaces."
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def ids(text: str) -> list[int]:
-    return REFERENCE(text, add_special_tokens=False)["input_ids"]
-
-
-def text_of(token_ids: Sequence[int]) -> str:
-    return REFERENCE.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def say(token_ids: Sequence[int]) -> Callable[[dense_pb2.Submit], Sequence[int]]:
-    """A script: the same tokens for every request."""
-    return lambda submit: token_ids
-
-
-def request(**fields: Any) -> gateway_pb2.GenerateRequest:
-    return gateway_pb2.GenerateRequest(**{"prompt": "Tell me about", **fields})
-
-
-@dataclass
-class Answer:
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish: gateway_pb2.Finish | None = None
-
-
-async def stream(gateway: RunningGateway, **fields: Any) -> Answer:
-    """All chunks of a GenerateStream call, put together."""
-    answer = Answer()
-    async for chunk in gateway.stub.GenerateStream(request(**fields)):
-        assert answer.finish is None
-        answer.text += chunk.text
-        answer.token_ids += chunk.token_ids
-        if chunk.HasField("finish"):
-            answer.finish = chunk.finish
-    assert answer.finish is not None
-    return answer
-
-
-def with_gateway(
-    tmp_path: Path, dense: FakeDense, test: Callable[[RunningGateway], Any], **options: Any
-) -> None:
-    """Runs `test` against a serving gateway."""
-
-    async def body() -> None:
-        async with running_gateway(tmp_path, dense, **options) as gateway:
-            await test(gateway)
-
-    run(body())
+from tests.gateway_calls import (
+    ANSWER,
+    EOS,
+    REFERENCE,
+    ids,
+    request,
+    say,
+    stream,
+    text_of,
+    with_gateway,
+)
+from tests.running_gateway import RunningGateway, until
 
 
 def test_streamed_text_is_the_decoded_text(tmp_path: Path) -> None:
@@ -369,186 +318,3 @@ def test_an_error_of_the_dense_worker_reaches_its_client_only(tmp_path: Path) ->
 
     dense = FakeDense(say(token_ids))
     with_gateway(tmp_path, dense, test)
-
-
-def test_streams_survive_the_death_of_the_dense_worker(tmp_path: Path) -> None:
-    token_ids = ids(ANSWER * 3)
-
-    async def test(gateway: RunningGateway) -> None:
-        fields = {"max_tokens": len(token_ids), "stop": ["nothing like this"]}
-        plain = asyncio.create_task(stream(gateway, max_tokens=len(token_ids)))
-        stopping = asyncio.create_task(stream(gateway, **fields))
-        await until(lambda: any(each.num_output_tokens > 20 for each in dense.running.values()))
-        await dense.kill()
-        await gateway.wait_health(NOT_SERVING)
-        dense.submits.clear()
-        await dense.start(gateway.dense_address)
-        for answer in (await plain, await stopping):
-            assert answer.text == ANSWER * 3
-            assert answer.token_ids == token_ids
-        assert all(len(submit.output_token_ids) > 0 for submit in dense.submits)
-        await gateway.wait_health(SERVING)
-
-    dense = FakeDense(say(token_ids), step_s=0.002)
-    with_gateway(tmp_path, dense, test)
-
-
-def test_streams_end_with_an_error_when_the_dense_worker_stays_away(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        running = asyncio.create_task(stream(gateway))
-        await until(lambda: len(dense.running) == 1)
-        await dense.kill()
-        expected = rf"no dense worker at {gateway.dense_address} within 0.5 s: UNAVAILABLE: "
-        with pytest.raises(grpc.aio.AioRpcError, match=expected) as caught:
-            await running
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert not gateway.service.done()
-
-    dense = FakeDense(say(ids("word " * 1000)), step_s=0.001)
-    with_gateway(tmp_path, dense, test, connect_timeout_s=0.5)
-
-
-def test_without_a_dense_worker_the_gateway_says_so_and_gives_up(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with running_gateway(tmp_path, dense=None, connect_timeout_s=0.5) as gateway:
-            await gateway.wait_health(NOT_SERVING)
-            with pytest.raises(grpc.aio.AioRpcError, match=r"dense.sock is not connected yet") as caught:
-                await gateway.stub.Generate(request())
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            with pytest.raises(PeerError, match=f"no dense worker at {gateway.dense_address} within 0.5 s: "):
-                await gateway.service
-
-    run(test())
-
-
-def test_a_dense_worker_may_come_after_the_gateway(tmp_path: Path) -> None:
-    async def test() -> None:
-        dense = FakeDense(say(ids("late")))
-        async with running_gateway(tmp_path, dense=None) as gateway:
-            await gateway.wait_health(NOT_SERVING)
-            await dense.start(gateway.dense_address)
-            await gateway.wait_serving()
-            assert (await stream(gateway, max_tokens=len(ids("late")))).text == "late"
-        await dense.kill()
-
-    run(test())
-
-
-def test_a_taken_address_is_an_error_at_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with running_gateway(tmp_path, dense=None, address=address) as second:
-            with pytest.raises(ConfigError, match=address):
-                await second.service
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        run(test())
-
-
-def test_a_gateway_that_stops_ends_its_requests(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        running = asyncio.create_task(stream(gateway))
-        await until(lambda: len(dense.running) == 1)
-        gateway.service.cancel()
-        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
-            await running
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(asyncio.CancelledError):
-            await gateway.service
-        assert dense.num_streams == 0
-
-    dense = FakeDense(say(ids("word " * 1000)), step_s=0.001)
-    with_gateway(tmp_path, dense, test)
-
-
-def test_tokenize_gives_what_the_model_would_see(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        text = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))
-        assert text.token_ids == REFERENCE(ANSWER)["input_ids"]
-        assert text.tokens == REFERENCE.convert_ids_to_tokens(text.token_ids)
-        chat = {"messages": [{"role": "user", "content": "Hi!"}]}
-        tokens = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(chat=chat))
-        expected = REFERENCE.apply_chat_template(
-            chat["messages"], add_generation_prompt=True, return_dict=False
-        )
-        assert tokens.token_ids == expected
-        await stream(gateway, chat=chat, max_tokens=1)
-        assert dense.submits[-1].prompt_token_ids == expected
-
-    dense = FakeDense(say(ids("Hello")))
-    with_gateway(tmp_path, dense, test)
-
-
-def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        info = await gateway.stub.ModelInfo(gateway_pb2.ModelInfoRequest())
-        assert info.model == EMBEDDED_MODEL.name
-        assert (info.family, info.dtype, info.num_layers) == ("llama", "float32", 2)
-        assert (info.vocab_size, info.max_model_len) == (32_000, 2048)
-        assert info.eos_token_ids == [EOS]
-        assert info.weights_hash == "c0ffee"
-        assert info.version
-
-    with_gateway(tmp_path, FakeDense(say([])), test)
-
-
-def test_reflection_lists_the_services(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        stub = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)
-        question = reflection_pb2.ServerReflectionRequest(list_services="")
-        async for response in stub.ServerReflectionInfo(iter([question])):
-            names = {service.name for service in response.list_services_response.service}
-            assert {"twostroke.v1.Gateway", "grpc.health.v1.Health"} <= names
-
-    with_gateway(tmp_path, FakeDense(say([])), test)
-
-
-def test_abort_ends_an_answer_with_what_it_has(tmp_path: Path) -> None:
-    dense = FakeDense(say(ids(ANSWER) * 100), step_s=0.002)
-
-    async def test(gateway: RunningGateway) -> None:
-        call = gateway.stub.GenerateStream(request(max_tokens=1000, request_id="mine"))
-        chunks = []
-        async for chunk in call:
-            if not chunks:
-                reply = await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="mine"))
-                assert reply.was_running
-            chunks.append(chunk)
-        assert chunks[-1].finish.reason == gateway_pb2.FINISH_REASON_ABORT
-        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        assert token_ids == (ids(ANSWER) * 100)[: len(token_ids)]
-        assert chunks[-1].finish.usage.num_output_tokens == len(token_ids)
-        await until(lambda: len(dense.cancelled_seq_ids) == 1)
-        assert not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="mine"))).was_running
-
-    with_gateway(tmp_path, dense, test)
-
-
-def test_the_best_of_several_answers_cannot_be_streamed(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match="best_of is 3 and n is 1"):
-            await gateway.stub.GenerateStream(request(best_of=3)).read()
-
-    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
-
-
-def test_another_model_is_not_found(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match="'gpt' is not served here, 'tiny-llama' is") as caught:
-            await gateway.stub.Generate(request(model="gpt"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
-
-
-def test_detokenize_is_the_inverse_of_tokenize(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        token_ids = (await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))).token_ids
-        plain = gateway_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=True)
-        assert (await gateway.stub.Detokenize(plain)).text == ANSWER
-        with pytest.raises(grpc.aio.AioRpcError, match=r"token_ids\[0\] is 4000000000"):
-            await gateway.stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=[4_000_000_000]))
-
-    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)

@@ -1,0 +1,115 @@
+"""The other calls of the gateway, and what it refuses to generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2
+from tests.fake_dense import FakeDense
+from tests.gateway_calls import (
+    ANSWER,
+    EOS,
+    REFERENCE,
+    ids,
+    request,
+    say,
+    stream,
+    with_gateway,
+)
+from tests.running_gateway import RunningGateway, until
+
+
+def test_tokenize_gives_what_the_model_would_see(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        text = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))
+        assert text.token_ids == REFERENCE(ANSWER)["input_ids"]
+        assert text.tokens == REFERENCE.convert_ids_to_tokens(text.token_ids)
+        chat = {"messages": [{"role": "user", "content": "Hi!"}]}
+        tokens = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(chat=chat))
+        expected = REFERENCE.apply_chat_template(
+            chat["messages"], add_generation_prompt=True, return_dict=False
+        )
+        assert tokens.token_ids == expected
+        await stream(gateway, chat=chat, max_tokens=1)
+        assert dense.submits[-1].prompt_token_ids == expected
+
+    dense = FakeDense(say(ids("Hello")))
+    with_gateway(tmp_path, dense, test)
+
+
+def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        info = await gateway.stub.ModelInfo(gateway_pb2.ModelInfoRequest())
+        assert info.model == EMBEDDED_MODEL.name
+        assert (info.family, info.dtype, info.num_layers) == ("llama", "float32", 2)
+        assert (info.vocab_size, info.max_model_len) == (32_000, 2048)
+        assert info.eos_token_ids == [EOS]
+        assert info.weights_hash == "c0ffee"
+        assert info.version
+
+    with_gateway(tmp_path, FakeDense(say([])), test)
+
+
+def test_reflection_lists_the_services(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for response in stub.ServerReflectionInfo(iter([question])):
+            names = {service.name for service in response.list_services_response.service}
+            assert {"twostroke.v1.Gateway", "grpc.health.v1.Health"} <= names
+
+    with_gateway(tmp_path, FakeDense(say([])), test)
+
+
+def test_abort_ends_an_answer_with_what_it_has(tmp_path: Path) -> None:
+    dense = FakeDense(say(ids(ANSWER) * 100), step_s=0.002)
+
+    async def test(gateway: RunningGateway) -> None:
+        call = gateway.stub.GenerateStream(request(max_tokens=1000, request_id="mine"))
+        chunks = []
+        async for chunk in call:
+            if not chunks:
+                reply = await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="mine"))
+                assert reply.was_running
+            chunks.append(chunk)
+        assert chunks[-1].finish.reason == gateway_pb2.FINISH_REASON_ABORT
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        assert token_ids == (ids(ANSWER) * 100)[: len(token_ids)]
+        assert chunks[-1].finish.usage.num_output_tokens == len(token_ids)
+        await until(lambda: len(dense.cancelled_seq_ids) == 1)
+        assert not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="mine"))).was_running
+
+    with_gateway(tmp_path, dense, test)
+
+
+def test_the_best_of_several_answers_cannot_be_streamed(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match="best_of is 3 and n is 1"):
+            await gateway.stub.GenerateStream(request(best_of=3)).read()
+
+    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
+
+
+def test_another_model_is_not_found(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match="'gpt' is not served here, 'tiny-llama' is") as caught:
+            await gateway.stub.Generate(request(model="gpt"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
+
+
+def test_detokenize_is_the_inverse_of_tokenize(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        token_ids = (await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))).token_ids
+        plain = gateway_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=True)
+        assert (await gateway.stub.Detokenize(plain)).text == ANSWER
+        with pytest.raises(grpc.aio.AioRpcError, match=r"token_ids\[0\] is 4000000000"):
+            await gateway.stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=[4_000_000_000]))
+
+    with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
