@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 
+from bench.attention_steps import MAX_MODEL_LEN, Shape, make_config, make_step
 from bench.device_rates import (
     describe_environment,
     measure_copy_rate,
@@ -31,25 +32,12 @@ from bench.device_rates import (
 )
 from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.backends.triton_rope_append import append_prefill
-from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
-from services.common.model_config import ModelConfig, RopeConfig
 
-MAX_MODEL_LEN = 32768
 CACHE_BYTES = 3 << 30  # of the layers together, many times the second-level cache
 MAX_LAYERS = 32
 HEADER = (
     f"{'kind':8}{'heads':>11}{'block':>6} {'step':<18}{'µs':>9}{'rate':>8}{'share':>7}{'FlashInfer µs':>15}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,36 +265,6 @@ class Bench:
         cache_shape = (batch * blocks_per_seq, 2, shape.num_kv_heads, block_size, shape.head_dim)
         caches = [torch.randn(cache_shape, device=self._device, dtype=self._dtype) for _ in range(num_layers)]
         return indptr, indices, last_lens, caches
-
-
-def make_config(shape: Shape, num_layers: int) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        vocab_size=1,
-        hidden_size=shape.num_heads * shape.head_dim,
-        intermediate_size=1,
-        num_layers=num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_windows=(None,) * num_layers,
-        max_position_embeddings=MAX_MODEL_LEN,
-        rope=RopeConfig("default", 10000.0, shape.head_dim, MAX_MODEL_LEN),
-        eos_token_ids=(),
-        checkpoint_dtype="bfloat16",
-    )
-
-
-def make_step(tables: np.ndarray, context: int, num_tokens: int, block_size: int) -> StepMetadata:
-    """The last `num_tokens` of sequences of `context` tokens each."""
-    counts = np.full(len(tables), num_tokens, np.int64)
-    return build_step_metadata(counts, context - counts, np.full(len(tables), context), tables, block_size)
 
 
 def import_flashinfer() -> ModuleType | None:

@@ -27,6 +27,7 @@ import numpy as np
 import structlog
 import torch
 
+from bench.attention_steps import make_step
 from bench.dense import MODELS
 from bench.device_rates import describe_environment
 from bench.handoff import EPOCH_BITS, WAIT_TIMEOUT_S, run_under_mps
@@ -35,7 +36,6 @@ from bench.options import whole_number
 from bench.step_timeline import Kernel, Span, format_timeline, make_timeline
 from services.attn_worker import layer_runner
 from services.attn_worker.backends.triton_attention import TritonAttention
-from services.attn_worker.step_metadata import build_step_metadata
 from services.common.channel import Channel, ChannelSpec, Flag
 from services.common.channel.cuda_ipc import KINDS, CudaIpcChannel, choose_kind
 from services.common.channel.factory import map_channel
@@ -115,10 +115,7 @@ class AttentionSide:
 
     def begin(self, batch: int) -> None:
         """Every sequence's newest token is to be attended to."""
-        counts = np.ones(batch, np.int64)
-        lengths = np.full(batch, self._context)
-        step = build_step_metadata(counts, lengths - 1, lengths, self._tables[:batch], BLOCK_SIZE)
-        self.backend.begin_step(step, batch)
+        self.backend.begin_step(make_step(self._tables[:batch], self._context, 1, BLOCK_SIZE), batch)
 
     def capture(self, channel: Channel, batch: int) -> Callable[[], None]:
         """The step as the attention worker captures it; returns what replays it."""
