@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import secrets
 import sys
@@ -21,7 +20,7 @@ import uvloop
 
 from bench.dense_load import DenseLoad, DenseRequest, open_dense
 from bench.load import LoadError
-from bench.options import json_value, non_negative, non_negative_number, positive, run_facts, whole_number
+from bench.options import non_negative, non_negative_number, positive, run_facts, save_run, whole_number
 from bench.stats import CoreFigures, RequestRecord, ServingFigures, core_figures, serving_figures
 from bench.workload import (
     LengthDistribution,
@@ -67,13 +66,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     if token_figures.num_failed:
         print(f"core: {token_figures.num_failed} failed, first: {token_figures.first_error}", file=sys.stderr)
     if arguments.json:
-        document = facts | {
-            "model": {field.name: json_value(value) for field, value in model.ListFields()},
-            "figures": dataclasses.asdict(figures),
-            "token_figures": dataclasses.asdict(token_figures),
-            "requests": [dataclasses.asdict(record) for record in records],
-        }
-        arguments.json.write_text(json.dumps(document, allow_nan=False))
+        by_name = {"figures": dataclasses.asdict(figures), "token_figures": dataclasses.asdict(token_figures)}
+        save_run(arguments.json, facts, model, records, **by_name)
     if arguments.plot:
         from bench.plots import save_run_plot  # it needs matplotlib
 

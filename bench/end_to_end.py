@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import secrets
 import sys
 import time
@@ -27,7 +26,7 @@ import uvloop
 
 from bench.dense_load import DenseLoad, DenseRequest, open_dense
 from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, TimedRequest, replay
-from bench.options import json_value, non_negative, positive, run_facts, whole_number
+from bench.options import non_negative, positive, run_facts, save_run, whole_number
 from bench.stats import RequestRecord, core_figures, serving_figures
 from bench.workload import Prompt, WorkloadError, dataset_prompts, load_encode
 from services.common.cli import dashed
@@ -78,13 +77,8 @@ async def _run(arguments: argparse.Namespace) -> int:
         f"{figures.output_tokens_per_request:.2f} tokens an answer"
     )
     if arguments.json:
-        document = facts | {
-            "model": {field.name: json_value(value) for field, value in model.ListFields()},
-            "figures": dataclasses.asdict(figures),
-            "token_figures": dataclasses.asdict(token_figures),
-            "requests": [dataclasses.asdict(record) for record in records],
-        }
-        arguments.json.write_text(json.dumps(document, allow_nan=False))
+        by_name = {"figures": dataclasses.asdict(figures), "token_figures": dataclasses.asdict(token_figures)}
+        save_run(arguments.json, facts, model, records, **by_name)
     if arguments.plot:
         from bench.plots import save_run_plot  # it needs matplotlib
 

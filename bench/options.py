@@ -1,16 +1,23 @@
-"""Types of command-line options, and the facts about a run that every benchmark's JSON starts with."""
+"""Types of command-line options, the facts about a run that every benchmark's JSON starts with, and that JSON."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
+import json
 import math
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from google.protobuf.message import Message
+
+from bench.stats import RequestRecord
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("grpcio", "protobuf", "numpy", "uvloop", "uvicorn", "fastapi")
@@ -67,17 +74,29 @@ def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": _versions(),
-        "config": {name: json_value(value) for name, value in vars(arguments).items()},
+        "config": {name: _json_value(value) for name, value in vars(arguments).items()},
     }
 
 
-def json_value(value: Any) -> Any:
+def save_run(
+    file: Path, facts: dict[str, Any], model: Message, records: Sequence[RequestRecord], **figures: Any
+) -> None:
+    """JSON of a run: its facts, the model as the server told it, figures by name, and the time of every token."""
+    document = facts | {
+        "model": {field.name: _json_value(value) for field, value in model.ListFields()},
+        **figures,
+        "requests": [dataclasses.asdict(record) for record in records],
+    }
+    file.write_text(json.dumps(document, allow_nan=False))
+
+
+def _json_value(value: Any) -> Any:
     """Something that JSON has: infinities and paths become strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    return str(value) if isinstance(value, Path) else [json_value(each) for each in value]
+    return str(value) if isinstance(value, Path) else [_json_value(each) for each in value]
 
 
 def _versions() -> dict[str, str]:

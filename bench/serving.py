@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import math
 import secrets
 import sys
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpc
 
 from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, LoadResult, TimedRequest, run_load
-from bench.options import json_value, non_negative, positive, ratio, run_facts, whole_number
+from bench.options import non_negative, positive, ratio, run_facts, save_run, whole_number
 from bench.reference import nearest_run
 from bench.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
 from bench.workload import (
@@ -63,13 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     figures = serving_figures(result.records)
     client = client_figures(result, figures, load.max_concurrency is None)
     if arguments.json:
-        document = facts | {
-            "model": {field.name: json_value(value) for field, value in model.ListFields()},
-            "figures": dataclasses.asdict(figures),
-            "client": client,
-            "requests": [dataclasses.asdict(record) for record in result.records],
-        }
-        arguments.json.write_text(json.dumps(document, allow_nan=False))
+        save_run(arguments.json, facts, model, result.records, figures=dataclasses.asdict(figures), client=client)
     print(format_table(figures))
     print(_format_client(figures, client))
     if client["max_load"] > MAX_CLIENT_LOAD:
