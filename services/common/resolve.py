@@ -13,6 +13,8 @@ from services.common.config import ModelSection
 from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 
+_MIN_CAPABILITY = (8, 0)  # bfloat16 on the matrix units; asynchronous copies, which the kernels use
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
@@ -34,14 +36,24 @@ def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU when there is one. Raises `ConfigError` when a GPU is asked for and there is none."""
+    """`auto` is the GPU when there is one. Raises `ConfigError` for a GPU that is not there, or too old."""
     num_gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and num_gpus == 0):
         return torch.device("cpu")
     index = int(name.partition(":")[2] or 0)
     if index >= num_gpus:
         raise ConfigError(f"device {name!r} was asked for, torch {torch.__version__} sees {num_gpus} CUDA devices")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _MIN_CAPABILITY:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(index)}, device {name!r}, has compute capability {_dotted(capability)}, "
+            f"{_dotted(_MIN_CAPABILITY)} or later is needed"
+        )
     return torch.device("cuda", index)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -1,12 +1,12 @@
-"""What start-up makes of a GPU that is too small."""
+"""What start-up makes of a GPU that is too small, too old or not there."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from services.common.errors import CapacityError
-from services.common.resolve import naming_what_needs_memory
+from services.common.errors import CapacityError, ConfigError
+from services.common.resolve import naming_what_needs_memory, resolve_device
 
 # As torch 2.11 words it on an H200.
 OUT_OF_MEMORY = (
@@ -25,3 +25,19 @@ def test_what_needs_memory_and_how_much_there_is_are_named() -> None:
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="illegal"), naming_what_needs_memory("the weights"):
         raise RuntimeError("an illegal memory access")
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (6, 1)][index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an old GPU")
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"an old GPU, device 'cuda:1', has compute capability 6\.1, 8\.0 or later"):
+        resolve_device("cuda:1")
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device 'cuda' was asked for, torch \S+ sees 0 CUDA devices"):
+        resolve_device("cuda")
