@@ -22,6 +22,7 @@ from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, TwostrokeError
 from services.common.resolve import gpu_uuid
+from services.common.server import run_together
 from services.dense_worker.scheduler import StepPlan
 from services.dense_worker.sequence import Sequence
 from services.pb import attn_pb2, attn_pb2_grpc
@@ -189,18 +190,17 @@ class AttentionClient:
         call = self._stub.Execute(
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
-        end: AttachmentEnd | None = None
         opening: dict[int, Sequence] = {}  # by seq_id, until they are answered
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(attachment, call, opening, listener))
-                tasks.create_task(self._send(attachment, call, opening))
-        except* _Ended as ended:
-            end = next(each.end for each in ended.exceptions if isinstance(each, _Ended))
+            # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
+            await run_together(
+                self._receive(attachment, call, opening, listener), self._send(attachment, call, opening)
+            )
+        except _Ended as ended:
+            return ended.end
         finally:
             call.cancel()
-        assert end is not None
-        return end
+        raise AssertionError("the stream's reader ends with an error")
 
     async def _receive(
         self,

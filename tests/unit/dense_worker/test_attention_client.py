@@ -107,6 +107,25 @@ def test_a_refused_sequence_fails_alone() -> None:
     assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
 
 
+def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
+    """Whoever stops a cluster stops both workers at the same time."""
+
+    async def test() -> None:
+        client = make_client(Attention())
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener()))
+        await asyncio.sleep(0)  # it waits
+        client.drop(ATTACHMENT, AttachmentEnd("the attention worker was asked to stop", is_crash=False))
+        while client._to_send.empty():  # noqa: ASYNC110  the test's limit bounds it
+            await asyncio.sleep(0)
+        while not client._to_send.empty():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
 def test_a_channel_for_another_kind_of_device_is_an_error_at_once() -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="offers a cuda_ipc_queued channel, the dense worker on cpu needs shm"):
