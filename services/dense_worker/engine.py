@@ -11,25 +11,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from services.common.channel import Channel
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
-from services.common.token_logprobs import TokenLogprobs
 from services.common.watchdog import Progress
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
 from services.dense_worker.observer import EngineObserver, StepStats
-from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import Scheduler, SchedulerLimits, SequenceOutput, StepPlan
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
-from services.dense_worker.step_tokens import StepTokens
+from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.step_report import StepReport, note_times, take_prompt_logprobs
 from services.pb import attn_pb2
 
 log = structlog.get_logger()
@@ -67,18 +65,6 @@ class EngineCounts:
     num_steps: int
     num_preemptions: int
     is_attached: bool  # to an attention worker
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step means to the gateways."""
-
-    step_id: int
-    started: list[Sequence]
-    outputs: list[SequenceOutput]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of tokens of the step, by seq_id
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # steps may have them from now on
 
 
 class Engine:
@@ -398,21 +384,3 @@ class Engine:
         outputs = self._scheduler.accepted(plan, result.num_freed_blocks, errors)
         if outputs:
             self._deliver(StepReport(plan.step_id, [], outputs))
-
-
-def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], begin_s: float, end_s: float) -> None:
-    """Keeps with each sequence when its first step began and when its first token was here."""
-    for sequence in started:
-        sequence.started_s = begin_s
-    for output in outputs:
-        if output.sequence.first_token_s is None:
-            output.sequence.first_token_s = end_s
-
-
-def take_prompt_logprobs(tokens: StepTokens) -> list[PromptLogprobs]:
-    """Of live sequences. What was told to the end is not wanted again when a preempted sequence starts over."""
-    taken = [each for each in tokens.prompt_logprobs if each.sequence.status is not SequenceStatus.FINISHED]
-    for each in taken:
-        if each.start + len(each.tokens) == each.sequence.num_prompt_tokens:
-            each.sequence.num_prompt_logprobs = None
-    return taken
