@@ -61,6 +61,7 @@ class EngineCounts:
     """Of sequences now, and of steps and preemptions in all."""
 
     num_waiting: int
+    num_opening: int
     num_running: int
     num_steps: int
     num_preemptions: int
@@ -110,6 +111,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineCounts(
             scheduler.num_waiting,
+            scheduler.num_opening,
             scheduler.num_running,
             scheduler.num_steps,
             scheduler.num_preemptions,
@@ -132,7 +134,7 @@ class Engine:
                 waits_for="attn_worker" if attachment.channel.is_waiting else "",
             )
         # Between two steps only an answer can be missing; or blocks are, that other gateways may still claim.
-        if counts.num_running or (counts.num_waiting and self._claim_deadline is None):
+        if counts.num_running or counts.num_opening or (counts.num_waiting and self._claim_deadline is None):
             return Progress(counter, waits_for="attn_worker")
         return None
 
