@@ -3,7 +3,7 @@
     schedule → publish → run → update → deliver
 
 A plan is published before the step ahead of it has run, so that the attention worker never waits for one.
-Everything from outside comes through an inbox and is handled between two steps.
+Everything from outside comes through an inbox and is handled between two steps, and while a GPU runs one.
 """
 
 from __future__ import annotations

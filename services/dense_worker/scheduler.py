@@ -80,7 +80,7 @@ class Scheduler:
     closed and later computed anew. Both lists share one order, which no sequence ever changes, so the first of
     all is never preempted: something always advances.
 
-    Call in this order, for ever: `expire` and `next_to_open` → `opened`*; `schedule`; `accepted`; `update`.
+    Each plan goes through `schedule`, `accepted`, `update`, one ahead of another; all else may come at any time.
     """
 
     def __init__(self, limits: SchedulerLimits, ledger: BlockLedger) -> None:
