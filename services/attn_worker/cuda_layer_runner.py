@@ -1,7 +1,7 @@
 """`CudaLayerRunner`: decode steps as captured CUDA graphs, handoffs included; other steps kernel by kernel.
 
-No host waits between layers: the handoffs are stream memory operations. Runs on the engine thread, on a
-stream of its own.
+No host waits between layers: the handoffs are the stream's own (see `channel/cuda_flags.py`). Runs on the engine
+thread, on a stream of its own.
 """
 
 from __future__ import annotations

@@ -245,6 +245,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
         def report(opening: Future[OpenResult]) -> None:
             if opening.cancelled():
+                span.end("the attention worker was stopped")
                 return
             error = opening.exception()
             if error is None:

@@ -22,7 +22,7 @@ from services.common.tracing import Tracer, tracing
 from services.common.watchdog import Watchdog
 from services.dense_worker.attention_client import Attachment, AttachOptions, AttentionClient
 from services.dense_worker.backends.select import select_backend
-from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.engine import Engine
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.model_runner import ModelRunner
 from services.dense_worker.observer import EngineObserver
@@ -32,6 +32,7 @@ from services.dense_worker.sampler import Sampler
 from services.dense_worker.scheduler import SchedulerLimits
 from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.step_log import writing_step_log
+from services.dense_worker.step_report import StepReport
 from services.dense_worker.tracing import SequenceTracer
 from services.dense_worker.weights import ModelWeights, load_weights, random_weights, weights_hash
 from services.pb import dense_pb2, dense_pb2_grpc

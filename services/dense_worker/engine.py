@@ -3,7 +3,7 @@
     schedule → publish → run → update → deliver
 
 A plan is published before the step ahead of it has run, so that the attention worker never waits for one.
-Everything from outside comes through an inbox and is handled between two steps.
+Everything from outside comes through an inbox and is handled between two steps, and while a GPU runs one.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from services.common.channel import Channel
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
-from services.common.token_logprobs import TokenLogprobs
 from services.common.watchdog import Progress
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
 from services.dense_worker.observer import EngineObserver, StepStats
-from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import Scheduler, SchedulerLimits, SequenceOutput, StepPlan
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
-from services.dense_worker.step_tokens import StepTokens
+from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.step_report import StepReport, note_times, take_prompt_logprobs
 from services.pb import attn_pb2
 
 log = structlog.get_logger()
@@ -63,22 +61,11 @@ class EngineCounts:
     """Of sequences now, and of steps and preemptions in all."""
 
     num_waiting: int
+    num_opening: int
     num_running: int
     num_steps: int
     num_preemptions: int
     is_attached: bool  # to an attention worker
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step means to the gateways."""
-
-    step_id: int
-    started: list[Sequence]
-    outputs: list[SequenceOutput]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of tokens of the step, by seq_id
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # steps may have them from now on
 
 
 class Engine:
@@ -124,6 +111,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineCounts(
             scheduler.num_waiting,
+            scheduler.num_opening,
             scheduler.num_running,
             scheduler.num_steps,
             scheduler.num_preemptions,
@@ -146,7 +134,7 @@ class Engine:
                 waits_for="attn_worker" if attachment.channel.is_waiting else "",
             )
         # Between two steps only an answer can be missing; or blocks are, that other gateways may still claim.
-        if counts.num_running or (counts.num_waiting and self._claim_deadline is None):
+        if counts.num_running or counts.num_opening or (counts.num_waiting and self._claim_deadline is None):
             return Progress(counter, waits_for="attn_worker")
         return None
 
@@ -398,21 +386,3 @@ class Engine:
         outputs = self._scheduler.accepted(plan, result.num_freed_blocks, errors)
         if outputs:
             self._deliver(StepReport(plan.step_id, [], outputs))
-
-
-def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], begin_s: float, end_s: float) -> None:
-    """Keeps with each sequence when its first step began and when its first token was here."""
-    for sequence in started:
-        sequence.started_s = begin_s
-    for output in outputs:
-        if output.sequence.first_token_s is None:
-            output.sequence.first_token_s = end_s
-
-
-def take_prompt_logprobs(tokens: StepTokens) -> list[PromptLogprobs]:
-    """Of live sequences. What was told to the end is not wanted again when a preempted sequence starts over."""
-    taken = [each for each in tokens.prompt_logprobs if each.sequence.status is not SequenceStatus.FINISHED]
-    for each in taken:
-        if each.start + len(each.tokens) == each.sequence.num_prompt_tokens:
-            each.sequence.num_prompt_logprobs = None
-    return taken

@@ -80,20 +80,20 @@ class Scheduler:
     closed and later computed anew. Both lists share one order, which no sequence ever changes, so the first of
     all is never preempted: something always advances.
 
-    Call in this order, for ever: `expire` and `next_to_open` → `opened`*; `schedule`; `accepted`; `update`.
+    Each plan goes through `schedule`, `accepted`, `update`, one ahead of another; all else may come at any time.
     """
 
     def __init__(self, limits: SchedulerLimits, ledger: BlockLedger) -> None:
         self.limits = limits
         self.ledger = ledger
         self.num_preemptions = 0
+        self.num_opening = 0  # whose answer is still out, cancelled ones included
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(
             limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
         )
         self._running: list[Sequence] = []  # in the same order
         self._suspects = Suspects()
-        self._num_opening = 0
         self._held_blocks: dict[int, int] = {}  # of sequences an earlier dense worker left open
         self._to_close: list[int] = []
         self._closing: set[int] = set()  # not to be opened again before the attention worker closed them
@@ -158,20 +158,20 @@ class Scheduler:
         chosen: list[Sequence] = []
         if self._is_short_of_blocks or self._suspects.open() is not None:
             return chosen
-        while self._waiting and self._num_opening + len(self._running) < self.limits.max_num_seqs:
+        while self._waiting and self.num_opening + len(self._running) < self.limits.max_num_seqs:
             sequence = self._suspects.first() or self._waiting.first(self._held_blocks)
             if sequence.num_pending_tokens or sequence.seq_id in self._closing:
                 break  # preempted a moment ago: its last token or its close is still on the way
             num_blocks = self._blocks_to_reserve(sequence, self._held_blocks.get(sequence.seq_id, 0))
             if num_blocks > self.ledger.num_available_blocks:
-                if not self._running and not self._num_opening and not self._closing:
+                if not self._running and not self.num_opening and not self._closing:
                     self._drop_held_blocks()  # nothing else can free any
                 break  # nobody overtakes: a small sequence would starve a large one
             self._waiting.remove(sequence)
             self.ledger.reserve(num_blocks)
             sequence.num_reserved_blocks = num_blocks
             sequence.status = SequenceStatus.OPENING
-            self._num_opening += 1
+            self.num_opening += 1
             chosen.append(sequence)
             if sequence.is_suspect:
                 break
@@ -190,7 +190,7 @@ class Scheduler:
         `num_pinned_blocks` of these left the free pool; the others are shared with, or kept from, before.
         `num_freed_blocks` it held before and could not keep.
         """
-        self._num_opening -= 1
+        self.num_opening -= 1
         self._held_blocks.pop(sequence.seq_id, None)
         self._release_reservation(sequence)
         self.ledger.take(num_pinned_blocks)
@@ -210,7 +210,7 @@ class Scheduler:
 
     def open_failed(self, sequence: Sequence, error: TwostrokeError) -> SequenceOutput | None:
         """The attention worker refused the sequence: it ends with an error, unless it was cancelled."""
-        self._num_opening -= 1
+        self.num_opening -= 1
         was_cancelled = sequence.status is SequenceStatus.FINISHED
         self._release_reservation(sequence)
         self._closing.discard(sequence.seq_id)
@@ -304,7 +304,7 @@ class Scheduler:
         self._to_close.clear()
         self._closing.clear()
         self._confirmed.clear()
-        self._num_opening = self._num_closing_plans = 0
+        self.num_opening = self._num_closing_plans = 0
         self._is_short_of_blocks = False
         for sequence in self._sequences.values():
             sequence.num_computed_tokens = sequence.num_pending_tokens = 0

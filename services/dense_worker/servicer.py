@@ -17,11 +17,12 @@ from services.common.sampling_messages import decode_sampling
 from services.common.server import until_over
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.common.watchdog import Watchdog
-from services.dense_worker.engine import Engine, StepReport
+from services.dense_worker.engine import Engine
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.step_report import StepReport
 from services.dense_worker.tracing import SequenceTracer
 from services.pb import dense_pb2, dense_pb2_grpc
 

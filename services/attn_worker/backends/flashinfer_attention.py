@@ -258,9 +258,8 @@ class _PlanMemory:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        is_cuda = device.type == "cuda"
         self._staging = [
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_STAGING_BUFFERS)
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_STAGING_BUFFERS)
         ]
 
     def lend(self, wrapper: Wrapper, staging_index: int) -> None:

@@ -1,4 +1,4 @@
-"""The seam between the two workers: one data region per lane, two flags, and an abort mark.
+"""The seam between the two workers: one data region per lane, flags, and an abort mark.
 
 The attention worker creates a region for each attachment and owns it; the dense worker maps it. Both run
 `signal` and `wait` from their engine thread, in the same order, layer by layer:

@@ -28,6 +28,7 @@ _LATE_RELEASE_INTERVAL_S = 1e-3  # of those of a step that is launched even late
 
 # A dependent launch starts a kernel before the one ahead of it has ended; `griddepcontrol.wait` is that end.
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+# Drivers compile PTX for any later GPU, but this version of it has no names for those.
 _PTX = """
 .version 8.0
 .target {target}
@@ -146,7 +147,7 @@ class FlagKernels:
         capability = torch.cuda.get_device_capability(device)
         overlaps = capability >= _DEPENDENT_LAUNCH_CAPABILITY
         ptx = _PTX.format(
-            target=f"sm_{capability[0]}{capability[1]}",
+            target="sm_90" if overlaps else "sm_70",
             last_poll=_POLLS_BEFORE_ABORT_CHECK - 1,
             await_kernel_before="griddepcontrol.wait;" if overlaps else "",
             start_kernel_after="griddepcontrol.launch_dependents;" if overlaps else "",

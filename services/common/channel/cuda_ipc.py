@@ -7,6 +7,7 @@ writes there ends all waits when the peer is dead.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Self
 
@@ -74,8 +75,12 @@ class CudaIpcChannel:
         address = ctypes.addressof(self._host)
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
         check(runtime.cudaHostRegister(address, HEADER_BYTES, flags))
-        header_pointer = int(check(runtime.cudaHostGetDevicePointer(address, 0)))
-        self._flags = _make_flags(kind, device, region, header_pointer, device_pointer + _flags_offset(spec))
+        try:
+            header_pointer = int(check(runtime.cudaHostGetDevicePointer(address, 0)))
+            self._flags = _make_flags(kind, device, region, header_pointer, device_pointer + _flags_offset(spec))
+        except BaseException:
+            runtime.cudaHostUnregister(address)
+            raise
         self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
         attn_out_pointer = device_pointer + _attn_out_offset(spec)
         self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, (spec.max_tokens, spec.attn_size), device)
@@ -86,21 +91,21 @@ class CudaIpcChannel:
     ) -> Self:
         """Allocates the region, of one of KINDS, on `device`; raises `CapacityError` when memory is short."""
         torch.cuda.init()
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), contextlib.ExitStack() as undo:
             error, pointer = runtime.cudaMalloc(_data_bytes(spec))
             if error != runtime.cudaError_t.cudaSuccess:
                 free, _ = torch.cuda.mem_get_info()
                 raise CapacityError(f"data region needs {_data_bytes(spec)} bytes of GPU memory, {free} are free")
-            try:
-                check(runtime.cudaMemset(int(pointer) + _flags_offset(spec), 0, _NUM_FLAG_BYTES))
-                check(runtime.cudaStreamSynchronize(0))
-                handle = check(runtime.cudaIpcGetMemHandle(pointer))
-                region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
-            except BaseException:
-                check(runtime.cudaFree(pointer))
-                raise
+            undo.callback(runtime.cudaFree, pointer)
+            check(runtime.cudaMemset(int(pointer) + _flags_offset(spec), 0, _NUM_FLAG_BYTES))
+            check(runtime.cudaStreamSynchronize(0))
+            handle = check(runtime.cudaIpcGetMemHandle(pointer))
+            region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
+            undo.callback(region.close)
             region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES] = bytes(handle.reserved)
-            return cls(device, kind, region, spec, int(pointer), is_owner=True)
+            channel = cls(device, kind, region, spec, int(pointer), is_owner=True)
+            undo.pop_all()
+            return channel
 
     @classmethod
     def map(
@@ -114,12 +119,15 @@ class CudaIpcChannel:
         region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
         ipc_handle = runtime.cudaIpcMemHandle_t()
         ipc_handle.reserved = region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES]
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), contextlib.ExitStack() as undo:
+            undo.callback(region.close)
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != runtime.cudaError_t.cudaSuccess:
-                region.close()
                 raise PeerError(f"{device} cannot map the attention worker's GPU memory: {error.name}")
-            return cls(device, kind, region, spec, int(pointer), is_owner=False)
+            undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
+            channel = cls(device, kind, region, spec, int(pointer), is_owner=False)
+            undo.pop_all()
+            return channel
 
     @property
     def handle(self) -> bytes:

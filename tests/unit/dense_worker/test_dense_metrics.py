@@ -10,11 +10,12 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine import EngineCounts, note_times
+from services.dense_worker.engine import EngineCounts
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.observer import StepStats
 from services.dense_worker.scheduler import SequenceOutput
 from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.step_report import note_times
 
 
 def make_stats(**fields: Any) -> StepStats:
@@ -108,7 +109,7 @@ def test_a_step_that_only_closes_is_no_step(registry: CollectorRegistry, metrics
 
 
 def test_counts_are_read_when_asked_for(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
-    counts = [EngineCounts(3, 2, 10, 1, True), EngineCounts(0, 0, 20, 1, False)]
+    counts = [EngineCounts(3, 1, 2, 10, 1, True), EngineCounts(0, 0, 0, 20, 1, False)]
     metrics.watch(lambda: counts[0])
     names = ("sequences_waiting", "sequences_running", "steps_total", "preemptions_total", "attached")
     assert [value(registry, name) for name in names] == [3, 2, 10, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ import pytest
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
-from services.dense_worker.engine import Engine, StepReport, take_prompt_logprobs
+from services.dense_worker.engine import Engine
 from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SchedulerLimits, StepPlan
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.step_report import StepReport, take_prompt_logprobs
 from services.dense_worker.step_tokens import StepTokens
 from services.pb import attn_pb2
 
@@ -55,7 +57,9 @@ class FakeAttention:
 
     def __init__(self, bad_step: int) -> None:
         self.bad_step = bad_step
-        self.channel = SimpleNamespace(num_errors=0, waited_s=0.0, abort=lambda: None)
+        self.channel = SimpleNamespace(
+            num_errors=0, num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+        )
         self.engine: Engine | None = None
 
     def open(self, attachment: Attachment, sequence: Sequence) -> None:
@@ -105,11 +109,11 @@ class SlowRunner(FakeRunner):
     """Steps like a GPU's: launched, and under way until `has_ended` is set."""
 
     def __init__(self) -> None:
-        self.is_launched = threading.Event()
+        self.launched: queue.Queue[StepPlan] = queue.Queue()
         self.has_ended = threading.Event()
 
     def launch(self, plan: StepPlan) -> SlowStep:
-        self.is_launched.set()
+        self.launched.put(plan)
         return SlowStep(plan, self.has_ended)
 
 
@@ -118,15 +122,24 @@ class NotingAttention(FakeAttention):
 
     def __init__(self) -> None:
         super().__init__(bad_step=0)
+        self.attachment: Attachment | None = None
         self.opened: queue.Queue[int] = queue.Queue()
         self.dropped: queue.Queue[str] = queue.Queue()
 
     def open(self, attachment: Attachment, sequence: Sequence) -> None:
+        self.attachment = attachment
         super().open(attachment, sequence)
         self.opened.put(sequence.seq_id)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self.dropped.put(end.reason)
+
+
+class MuteAttention(NotingAttention):
+    """Never answers."""
+
+    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+        self.opened.put(sequence.seq_id)
 
 
 def started_engine(
@@ -142,15 +155,19 @@ def started_engine(
     )
     attention.engine = engine
     engine.start()
-    engine.on_attached(Attachment(1, 1, attention.channel, 4, 100, 100, {}))
+    engine.on_attached(make_attachment(attention, 1))
     return engine
+
+
+def make_attachment(attention: FakeAttention, attachment_id: int) -> Attachment:
+    return Attachment(1, attachment_id, attention.channel, 4, 100, 100, {})
 
 
 def test_a_sequence_that_comes_while_a_step_runs_is_opened_before_that_step_ends() -> None:
     runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
-    assert runner.is_launched.wait(TIMEOUT_S)
+    runner.launched.get(timeout=TIMEOUT_S)
     assert attention.opened.get(timeout=TIMEOUT_S) == 1
     engine.submit(Sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert attention.opened.get(timeout=TIMEOUT_S) == 2
@@ -168,6 +185,52 @@ def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
     engine = started_engine(SlowRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
+
+
+def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> None:
+    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
+    for _ in range(2):
+        runner.launched.get(timeout=TIMEOUT_S)
+    engine.leave()
+    time.sleep(DELAY_S)
+    assert attention.dropped.empty(), "two steps are under way"
+    runner.has_ended.set()
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "another dense worker takes over"
+    engine.stop(TIMEOUT_S)
+    assert runner.launched.empty(), "nothing new was planned"
+    assert [output.token_id for report in reports.queue for output in report.outputs] == [9, 9]
+
+
+def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> None:
+    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    for _ in range(2):
+        runner.launched.get(timeout=TIMEOUT_S)
+    assert attention.attachment is not None
+    engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
+    engine.on_attached(make_attachment(attention, 2))
+    runner.has_ended.set()
+    tokens: list[int | None] = []
+    while len(tokens) < 3:
+        tokens += [output.token_id for output in reports.get(timeout=TIMEOUT_S).outputs]
+    engine.stop(TIMEOUT_S)
+    assert tokens == [9, 9, 9] and reports.empty(), "lost steps are run again, and told once"
+    assert list(attention.opened.queue) == [1, 1]
+
+
+def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:
+    attention = MuteAttention()
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
+    assert engine.progress(num_layers=2) is None
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert attention.opened.get(timeout=TIMEOUT_S) == 1
+    progress = engine.progress(num_layers=2)
+    assert progress is not None and progress.waits_for == "attn_worker"
+    assert engine.progress(num_layers=2) == progress
     engine.stop(TIMEOUT_S)
 
 

@@ -1,0 +1,107 @@
+"""The stream of plans opens sequences: each is answered, in order, and one that cannot be opened fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.attn_worker.kv_cache import KVCache
+from services.attn_worker.servicer import AttentionServicer
+from services.common.config import AttentionSection, ModelSection
+from services.common.resolve import resolve_model
+from services.common.tracing import NoTracer
+from services.pb import attn_pb2, stall_pb2
+
+EPOCH = 0x5EA1_ED5E_0000_0002
+TIMEOUT_S = 60.0
+NUM_BLOCKS, BLOCK_SIZE = 8, 4
+
+
+class Context:
+    """Of a call by the first attachment."""
+
+    def peer(self) -> str:
+        return "test"
+
+    def invocation_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata(("epoch", str(EPOCH)), ("attachment-id", "1"))
+
+
+def opening(seq_id: int, num_tokens: int) -> attn_pb2.OpenSequence:
+    return attn_pb2.OpenSequence(seq_id=seq_id, token_ids=range(5, 5 + num_tokens), num_prompt_tokens=num_tokens)
+
+
+async def answers_to(messages: list[attn_pb2.StepPlan], count: int) -> list[attn_pb2.StepResult]:
+    """The first `count` results of a stream of `messages`, after which it stays open."""
+
+    async def on_stall(stall: stall_pb2.Stall | None) -> None:
+        raise AssertionError(stall)
+
+    async def requests() -> AsyncIterator[attn_pb2.StepPlan]:
+        for message in messages:
+            yield message
+        await is_over.wait()
+
+    is_over = asyncio.Event()
+    model = resolve_model(ModelSection(), "cpu")
+    section = AttentionSection(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    servicer = AttentionServicer(
+        section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+    )
+    request = attn_pb2.AttachRequest(
+        dtype="float32",
+        model_fingerprint=model.config.fingerprint,
+        weights_hash="00",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    context: Any = Context()
+    await servicer.Attach(request, context)
+    results = servicer.Execute(requests(), context)
+    try:
+        return [await anext(results) for _ in range(count)]
+    finally:
+        is_over.set()
+        await results.aclose()
+        servicer.abort()
+        servicer.stop()
+
+
+def run(messages: list[attn_pb2.StepPlan], count: int) -> list[attn_pb2.StepResult]:
+    return asyncio.run(asyncio.wait_for(answers_to(messages, count), TIMEOUT_S))
+
+
+def test_a_sequence_that_cannot_be_opened_is_refused_and_the_others_are_opened() -> None:
+    too_long = NUM_BLOCKS * BLOCK_SIZE + 1
+    messages = [
+        attn_pb2.StepPlan(opens=[opening(1, 3), opening(2, too_long)]),
+        attn_pb2.StepPlan(opens=[opening(3, 3)]),
+    ]
+    opened = [result.opened for result in run(messages, 3)]
+    assert [each.seq_id for each in opened] == [1, 2, 3]
+    assert [each.HasField("error") for each in opened] == [False, True, False]
+    assert f"{too_long} tokens" in opened[1].error and opened[1].num_held_blocks == 0
+
+
+def test_openings_and_closings_are_answered_in_the_order_of_the_stream() -> None:
+    messages = [
+        attn_pb2.StepPlan(opens=[opening(1, 3)]),
+        attn_pb2.StepPlan(step_id=1, close_seq_ids=[1], opens=[opening(2, 3)]),
+        attn_pb2.StepPlan(opens=[opening(1, 3)]),
+    ]
+    results = run(messages, 4)
+    assert [(result.step_id, result.opened.seq_id) for result in results] == [(0, 1), (0, 2), (1, 0), (0, 1)]
+
+
+def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room for a table")
+
+    monkeypatch.setattr(KVCache, "open_sequence", fail)
+    with pytest.raises(MemoryError, match="no room for a table"):
+        run([attn_pb2.StepPlan(opens=[opening(1, 3)])], 1)

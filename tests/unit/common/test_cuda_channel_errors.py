@@ -1,0 +1,141 @@
+"""A CUDA channel that cannot be made leaves nothing behind. A stand-in for the driver; `tests/gpu` has a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import sys
+from collections.abc import Iterator
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.channel import ChannelSpec
+from services.common.channel.region import HEADER_BYTES, SharedRegion
+from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.common.errors import PeerError
+
+EPOCH = 0x5EA1_ED5E_0000_0003
+DEVICE = torch.device("cuda", 0)
+SPEC = ChannelSpec(max_tokens=2, qkv_size=12, attn_size=4, dtype=torch.bfloat16)
+MODULES = ("services.common.channel.cuda_flags", "services.common.channel.cuda_ipc")
+POINTER = 1 << 20
+
+
+class Error(IntEnum):
+    cudaSuccess = 0
+    CUDA_ERROR_INVALID_PTX = 218
+
+
+class Driver:
+    """Knows what is allocated, mapped and registered; refuses all kernels, and keeps their PTX."""
+
+    cudaError_t = Error
+    cudaHostRegisterMapped = cudaHostRegisterPortable = cudaIpcMemLazyEnablePeerAccess = 0
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.ptx = ""
+
+    def cudaMalloc(self, num_bytes: int) -> tuple[Error, int]:
+        self.held.append("memory")
+        return Error.cudaSuccess, POINTER
+
+    def cudaFree(self, pointer: int) -> tuple[Error]:
+        self.held.remove("memory")
+        return (Error.cudaSuccess,)
+
+    def cudaIpcOpenMemHandle(self, handle: object, flags: int) -> tuple[Error, int]:
+        self.held.append("mapping")
+        return Error.cudaSuccess, POINTER
+
+    def cudaIpcCloseMemHandle(self, pointer: int) -> tuple[Error]:
+        self.held.remove("mapping")
+        return (Error.cudaSuccess,)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Error]:
+        self.held.append("page")
+        return (Error.cudaSuccess,)
+
+    def cudaHostUnregister(self, address: int) -> tuple[Error]:
+        self.held.remove("page")
+        return (Error.cudaSuccess,)
+
+    def cudaHostGetDevicePointer(self, address: int, flags: int) -> tuple[Error, int]:
+        return Error.cudaSuccess, address
+
+    def cudaMemset(self, pointer: int, value: int, num_bytes: int) -> tuple[Error]:
+        return (Error.cudaSuccess,)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[Error]:
+        return (Error.cudaSuccess,)
+
+    def cudaIpcMemHandle_t(self) -> SimpleNamespace:
+        return SimpleNamespace(reserved=b"")
+
+    def cudaIpcGetMemHandle(self, pointer: int) -> tuple[Error, SimpleNamespace]:
+        return Error.cudaSuccess, SimpleNamespace(reserved=bytes(64))
+
+    def cuModuleLoadData(self, address: int) -> tuple[Error]:
+        self.ptx = ctypes.string_at(address).decode()
+        return (Error.CUDA_ERROR_INVALID_PTX,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = bindings.runtime = driver
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    real = {name: sys.modules.pop(name, None) for name in MODULES}
+    yield driver
+    for name in MODULES:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in real.items() if module is not None})
+
+
+def num_regions() -> int:
+    return len(list(SHM_DIR.glob(f"{NAME_PREFIX}{EPOCH:016x}-*")))
+
+
+def test_a_channel_whose_kernels_are_refused_is_not_created_by_halves(driver: Driver) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    with pytest.raises(PeerError, match="INVALID_PTX"):
+        cuda_ipc.CudaIpcChannel.create(DEVICE, cuda_ipc.SPINNING, SPEC, EPOCH, 1, 0)
+    assert driver.held == [] and num_regions() == 0
+
+
+def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Driver) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
+    with pytest.raises(PeerError, match="INVALID_PTX"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.SPINNING, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("capability", "target", "has_dependent_launch"),
+    [((8, 0), "sm_70", False), ((9, 0), "sm_90", True), ((10, 0), "sm_90", True), ((12, 1), "sm_90", True)],
+)
+def test_kernels_name_a_gpu_that_their_version_of_ptx_knows(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    target: str,
+    has_dependent_launch: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda_flags, _ = map(importlib.import_module, MODULES)
+    with pytest.raises(PeerError, match="INVALID_PTX"):
+        cuda_flags.FlagKernels(DEVICE, POINTER, POINTER, queued=None)
+    assert ".version 8.0\n" in driver.ptx and f".target {target}\n" in driver.ptx
+    assert ("griddepcontrol" in driver.ptx) is has_dependent_launch
