@@ -222,16 +222,20 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if plan.close_seq_ids or accepted.step.errors:
                 put(encode_result(plan.step_id, accepted))
 
-        async for message in until_over(requests):
-            for opening in message.opens:
-                self._open(engine, attachment_id, opening, put)
-            if not message.step_id:
-                continue
-            plan = decode_plan(message)
-            on_accepted = functools.partial(accept, plan)
-            step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)
-            step.add_done_callback(report)
-        put(PeerError("the dense worker ended the stream of plans"))
+        try:
+            async for message in until_over(requests):
+                for opening in message.opens:
+                    self._open(engine, attachment_id, opening, put)
+                if not message.step_id:
+                    continue
+                plan = decode_plan(message)
+                on_accepted = functools.partial(accept, plan)
+                step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)
+                step.add_done_callback(report)
+        except Exception as error:  # nobody awaits the reader
+            put(error)
+        else:
+            put(PeerError("the dense worker ended the stream of plans"))
 
     def _open(
         self,

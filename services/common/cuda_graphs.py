@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import structlog
 import torch
 
+from services.common.resolve import naming_what_needs_memory
+
 log = structlog.get_logger()
 
 Size = TypeVar("Size")
@@ -51,8 +53,13 @@ class StepGraphs(Generic[Size]):
         return graph
 
     def _capture(self, size: Size) -> torch.cuda.CUDAGraph:
+        """Raises `CapacityError` where the GPU has no room for it."""
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with (
+            naming_what_needs_memory("the CUDA graphs of steps"),
+            torch.inference_mode(),
+            torch.cuda.stream(self._stream),
+        ):
             self._warm_up(size)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 self._run(size)

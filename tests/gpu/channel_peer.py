@@ -26,9 +26,9 @@ def answer_to(qkv: torch.Tensor, out: torch.Tensor) -> None:
     torch.add(qkv[:, : SPEC.attn_size], qkv[:, -SPEC.attn_size :], out=out)
 
 
-def answer(channel: Channel) -> None:
+def answer(channel: Channel, question_ready: Flag) -> None:
     """One round, enqueued or, on a CPU, done."""
-    channel.wait(Flag.QKV_READY)
+    channel.wait(question_ready)
     answer_to(channel.qkv, channel.attn_out)
     channel.signal(Flag.ATTENTION_READY)
 
@@ -53,11 +53,11 @@ class Peer:
         assert channel is not None, "map comes first"
         if command == "answer":
             for _ in range(int(arguments[0])):
-                answer(channel)
+                answer(channel, Flag[arguments[1]])
         elif command == "replay":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self._device)):
-                answer(channel)
+                answer(channel, Flag[arguments[1]])
             for _ in range(int(arguments[0])):
                 graph.replay()
         elif command == "count_errors":

@@ -30,6 +30,7 @@ DEVICE_TIMEOUT_S = 20.0
 RELEASE_S = 2.0  # within which an abort has let everybody go
 LONG_AFTER_S = 3.0
 EPOCH = secrets.randbits(63)
+QUESTION_READY = [Flag.QKV_READY, Flag.LONG_STEP_QKV_READY]  # of short steps, and of long ones
 attachment_ids = itertools.count(1)
 
 pytestmark = pytest.mark.timeout(200)
@@ -137,10 +138,10 @@ class Owner:
     def room_for_answers(self, count: int) -> torch.Tensor:
         return torch.zeros(count, SPEC.max_tokens, SPEC.attn_size, dtype=SPEC.dtype, device=self.device)
 
-    def ask(self, question: torch.Tensor, answer: torch.Tensor) -> None:
+    def ask(self, question: torch.Tensor, answer: torch.Tensor, question_ready: Flag = Flag.QKV_READY) -> None:
         """One round, enqueued or, on a CPU, done."""
         self.channel.qkv.copy_(question)
-        self.channel.signal(Flag.QKV_READY)
+        self.channel.signal(question_ready)
         self.channel.wait(Flag.ATTENTION_READY)
         answer.copy_(self.channel.attn_out)
 
@@ -212,20 +213,24 @@ def when_waiting(function: Callable[[], object]) -> threading.Thread:
     return timer
 
 
-def test_each_side_reads_what_the_other_wrote_before_its_signal(owner: Owner, mapped: Peer) -> None:
+@pytest.mark.parametrize("question_ready", QUESTION_READY)
+def test_each_side_reads_what_the_other_wrote_before_its_signal(
+    owner: Owner, mapped: Peer, question_ready: Flag
+) -> None:
     assert owner.channel.qkv.device == owner.channel.attn_out.device == owner.device
     questions, answers = owner.questions(NUM_ROUNDS), owner.room_for_answers(NUM_ROUNDS)
     expected = owner.expect(questions)
-    mapped.send("answer", NUM_ROUNDS)
+    mapped.send("answer", NUM_ROUNDS, question_ready.name)
     for question, answer in zip(questions, answers, strict=True):
-        owner.ask(question, answer)
+        owner.ask(question, answer, question_ready)
     owner.finish()
     assert mapped.reply() == DONE
     assert torch.equal(answers, expected) and not torch.equal(answers[0], answers[1])
 
 
+@pytest.mark.parametrize("question_ready", QUESTION_READY)
 def test_handoffs_captured_in_a_graph_on_both_sides_carry_new_data_at_every_replay(
-    owner: Owner, mapped: Peer
+    owner: Owner, mapped: Peer, question_ready: Flag
 ) -> None:
     if owner.device.type == "cpu":
         pytest.skip("a CPU captures no graphs")
@@ -234,8 +239,8 @@ def test_handoffs_captured_in_a_graph_on_both_sides_carry_new_data_at_every_repl
     question, answer = questions[0].clone(), answers[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        owner.ask(question, answer)
-    mapped.send("replay", NUM_ROUNDS)
+        owner.ask(question, answer, question_ready)
+    mapped.send("replay", NUM_ROUNDS, question_ready.name)
     for index in range(NUM_ROUNDS):
         question.copy_(questions[index])
         graph.replay()
@@ -338,7 +343,7 @@ def test_a_region_that_does_not_fit_is_named_in_bytes_and_harms_nobody(devices: 
         devices.make_channel(too_large, next(attachment_ids))
     owner = Owner(devices)
     assert peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
-    peer.send("answer", 1)
+    peer.send("answer", 1, Flag.QKV_READY.name)
     questions, answers = owner.questions(1), owner.room_for_answers(1)
     owner.ask(questions[0], answers[0])
     owner.finish()

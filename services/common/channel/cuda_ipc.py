@@ -23,12 +23,16 @@ from services.common.channel.cuda_flags import (
     check,
 )
 from services.common.channel.region import HEADER_BYTES, SharedRegion
-from services.common.errors import CapacityError, PeerError
+from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.resolve import gpu_uuid
 
 SPINNING, QUEUED = KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")  # by what waits; see `cuda_flags`
 _IPC_HANDLE_OFFSET = 2048  # in the region's header
 _IPC_HANDLE_BYTES = 64
+_NO_PEER_ACCESS = (
+    runtime.cudaError_t.cudaErrorPeerAccessUnsupported,
+    runtime.cudaError_t.cudaErrorMapBufferObjectFailed,
+)
 _NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
 _ALIGNMENT = 512  # of attn_out and the flags within the data region
 
@@ -113,7 +117,7 @@ class CudaIpcChannel:
     ) -> Self:
         """Maps the peer's region, of its `kind`, for work on `device`; raises `StaleEpoch` for another one.
 
-        Raises `PeerError` where `device` has no access to the memory of the peer's GPU.
+        Raises `ConfigError` where `device` has no access to the memory of the peer's GPU.
         """
         torch.cuda.init()
         region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
@@ -123,7 +127,8 @@ class CudaIpcChannel:
             undo.callback(region.close)
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != runtime.cudaError_t.cudaSuccess:
-                raise PeerError(f"{device} cannot map the attention worker's GPU memory: {error.name}")
+                cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the other may be dead just now
+                raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}")
             undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
             channel = cls(device, kind, region, spec, int(pointer), is_owner=False)
             undo.pop_all()

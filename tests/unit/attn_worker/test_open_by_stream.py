@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.kv_cache import KVCache
 from services.attn_worker.servicer import AttentionServicer
 from services.common.config import AttentionSection, ModelSection
+from services.common.errors import InvalidRequest
 from services.common.resolve import resolve_model
 from services.common.tracing import NoTracer
 from services.pb import attn_pb2, stall_pb2
@@ -105,3 +106,8 @@ def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_stream(monkeypat
     monkeypatch.setattr(KVCache, "open_sequence", fail)
     with pytest.raises(MemoryError, match="no room for a table"):
         run([attn_pb2.StepPlan(opens=[opening(1, 3)])], 1)
+
+
+def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
+    with pytest.raises(InvalidRequest, match="columns of plan 1 differ in length"):
+        run([attn_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)
