@@ -17,7 +17,7 @@ import torch
 from services.common.channel import ChannelSpec
 from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
-from services.common.errors import PeerError
+from services.common.errors import ConfigError, PeerError
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 DEVICE = torch.device("cuda", 0)
@@ -28,7 +28,10 @@ POINTER = 1 << 20
 
 class Error(IntEnum):
     cudaSuccess = 0
+    cudaErrorMapBufferObjectFailed = 205
+    cudaErrorPeerAccessUnsupported = 217
     CUDA_ERROR_INVALID_PTX = 218
+    cudaErrorInvalidResourceHandle = 400
 
 
 class Driver:
@@ -40,6 +43,7 @@ class Driver:
     def __init__(self) -> None:
         self.held: list[str] = []
         self.ptx = ""
+        self.mapping_error = Error.cudaSuccess
 
     def cudaMalloc(self, num_bytes: int) -> tuple[Error, int]:
         self.held.append("memory")
@@ -50,8 +54,9 @@ class Driver:
         return (Error.cudaSuccess,)
 
     def cudaIpcOpenMemHandle(self, handle: object, flags: int) -> tuple[Error, int]:
-        self.held.append("mapping")
-        return Error.cudaSuccess, POINTER
+        if self.mapping_error is Error.cudaSuccess:
+            self.held.append("mapping")
+        return self.mapping_error, POINTER
 
     def cudaIpcCloseMemHandle(self, pointer: int) -> tuple[Error]:
         self.held.remove("mapping")
@@ -118,6 +123,24 @@ def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Dri
     region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
     with pytest.raises(PeerError, match="INVALID_PTX"):
         cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.SPINNING, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Error.cudaErrorPeerAccessUnsupported, ConfigError),  # no later try can cure it
+        (Error.cudaErrorMapBufferObjectFailed, ConfigError),
+        (Error.cudaErrorInvalidResourceHandle, PeerError),  # whoever made the handle may be dead
+    ],
+)
+def test_memory_that_cannot_be_mapped_is_named(driver: Driver, error: Error, cause: type[Exception]) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    driver.mapping_error = error
+    region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
+    with pytest.raises(cause, match=f"cuda:0 cannot map the attention worker's GPU memory: {error.name}"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
     assert driver.held == []
     region.close()
 
