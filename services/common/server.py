@@ -29,9 +29,6 @@ from services.pb import stall_pb2
 
 log = structlog.get_logger()
 
-# How long an engine thread that is busy in Python may keep the event loop waiting, and tokens with it.
-_SWITCH_INTERVAL_S = 2e-4
-
 MAX_SOCKET_PATH_BYTES = 107  # of Linux
 MIN_PING_INTERVAL_MS = 5_000  # of clients that make sure that we still live
 LIVENESS = "liveness"  # health name for who restarts us: it serves even while there is nothing to serve with
@@ -214,7 +211,6 @@ def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = N
 
     With `drain`, the first SIGTERM sets that instead: the service ends itself when what runs has ended.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     status = 0
     try:
         uvloop.run(_cancel_on_signal(main, drain))
