@@ -280,7 +280,7 @@ class Engine:
         while not in_flight.step.is_done():
             if self._handle_one(in_flight.attachment, _POLL_S):
                 self._open_next(in_flight.attachment)
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:  # however much comes
                 raise PeerError(f"step {in_flight.plan.step_id} has not ended after {self._result_timeout_s} s")
 
     def _await_errors(self, in_flight: InFlight) -> None:

@@ -234,6 +234,26 @@ def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:
     engine.stop(TIMEOUT_S)
 
 
+def test_a_step_that_never_ends_gives_the_attachment_up_however_much_comes_meanwhile() -> None:
+    class TalkingStep(FakeStep):
+        """Whenever it is looked at, something new has come."""
+
+        def is_done(self) -> bool:
+            assert attention.engine is not None
+            attention.engine.cancel(seq_id=99)
+            return False
+
+    class TalkingRunner(FakeRunner):
+        def launch(self, plan: StepPlan) -> TalkingStep:
+            return TalkingStep(plan)
+
+    attention = NotingAttention()
+    engine = started_engine(TalkingRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
+
+
 def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:
     def told(status: SequenceStatus, start: int, count: int) -> PromptLogprobs:
         sequence = Sequence(1, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
