@@ -94,6 +94,10 @@ class OneProcess:
         self._attend(self._layer % self._num_layers)
         self._layer += 1
 
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """It is here already."""
+        return self.attn_out[:num_tokens]
+
 
 class AttentionSide:
     """The attention worker's kernels over a cache of random keys and values."""

@@ -162,12 +162,13 @@ def run_layers(
     token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size]
     """
     num_tokens = len(token_ids)
-    qkv, attn_out = channel.qkv[:num_tokens], channel.attn_out[:num_tokens]
+    qkv = channel.qkv[:num_tokens]
     qkv_ready = qkv_flag(num_tokens)
     backend.first(token_ids, qkv)
     for layer in range(num_layers):
         channel.signal(qkv_ready)
         channel.wait(Flag.ATTENTION_READY)
+        attn_out = channel.fetch_attn_out(num_tokens)
         if layer + 1 < num_layers:
             backend.middle(layer, attn_out, qkv)
     if not len(sampled_rows):

@@ -60,6 +60,11 @@ class Peer:
                 answer(channel, Flag[arguments[1]])
             for _ in range(int(arguments[0])):
                 graph.replay()
+        elif command == "return":
+            num_tokens = int(arguments[0])
+            channel.wait(Flag.ATTENTION_READY)
+            channel.qkv[:num_tokens, : SPEC.attn_size] = channel.fetch_attn_out(num_tokens)
+            channel.signal(Flag.QKV_READY)
         elif command == "count_errors":
             return str(channel.num_errors)
         elif command == "abort":

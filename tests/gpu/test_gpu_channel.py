@@ -250,6 +250,19 @@ def test_handoffs_captured_in_a_graph_on_both_sides_carry_new_data_at_every_repl
     assert torch.equal(answers, expected) and not torch.equal(answers[0], answers[1])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, SPEC.max_tokens])
+def test_the_peer_fetches_the_rows_it_asks_for(owner: Owner, mapped: Peer, num_tokens: int) -> None:
+    qkv, attn_out = owner.channel.qkv, owner.channel.attn_out
+    qkv.zero_()
+    attn_out.copy_(owner.questions(1)[0, :, : SPEC.attn_size])
+    mapped.send("return", num_tokens)
+    owner.channel.signal(Flag.ATTENTION_READY)
+    owner.wait(Flag.QKV_READY)
+    assert mapped.reply() == DONE
+    assert torch.equal(qkv[:num_tokens, : SPEC.attn_size], attn_out[:num_tokens])
+    assert not qkv[num_tokens:].any() and not qkv[:, SPEC.attn_size :].any()
+
+
 def test_errors_are_counted_on_both_sides(owner: Owner, mapped: Peer) -> None:
     owner.channel.add_errors(3)
     assert mapped.ask("count_errors") == "3"

@@ -93,6 +93,13 @@ class Channel(Protocol):
         with meaningless data: call `check` when the device is done, before using any result.
         """
 
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """The first rows of `attn_out`, [num_tokens, attn_size], where this process can read them often and fast.
+
+        The dense worker calls it after each wait for ATTENTION_READY; the tensor is valid until the next call.
+        """
+        ...
+
     def check(self) -> None:
         """Raises `ChannelAborted` after an abort."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 from typing import Self
 
 import torch
@@ -27,13 +28,16 @@ from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.resolve import gpu_uuid
 
 SPINNING, QUEUED = KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")  # by what waits; see `cuda_flags`
-_IPC_HANDLE_OFFSET = 2048  # in the region's header
-_IPC_HANDLE_BYTES = 64
+_OFFER = struct.Struct("64s36s")  # the memory's IPC handle, and the UUID of its GPU
+_OFFER_OFFSET = 2048  # in the region's header
 _NO_PEER_ACCESS = (
     runtime.cudaError_t.cudaErrorPeerAccessUnsupported,
     runtime.cudaError_t.cudaErrorMapBufferObjectFailed,
 )
 _NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
+# A matrix product reads its input once for each of its tiles, and a peer's memory is not cached here: from here on
+# to copy it first is faster, as `bench/seam.py` finds with two GPUs.
+_COPIED_FROM_TOKENS = 5
 _ALIGNMENT = 512  # of attn_out and the flags within the data region
 
 
@@ -66,8 +70,9 @@ class CudaIpcChannel:
         device_pointer: int,
         *,
         is_owner: bool,
+        lies_on_peer: bool = False,
     ) -> None:
-        """`device` is where this process computes, and current; the memory may lie on its peer."""
+        """`device` is where this process computes, and current; the memory may lie on a peer of it."""
         self.kind = kind
         self._region = region
         self._device = device
@@ -88,6 +93,7 @@ class CudaIpcChannel:
         self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
         attn_out_pointer = device_pointer + _attn_out_offset(spec)
         self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, (spec.max_tokens, spec.attn_size), device)
+        self._near_attn_out = torch.empty_like(self.attn_out) if lies_on_peer else None
 
     @classmethod
     def create(
@@ -106,7 +112,7 @@ class CudaIpcChannel:
             handle = check(runtime.cudaIpcGetMemHandle(pointer))
             region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
             undo.callback(region.close)
-            region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES] = bytes(handle.reserved)
+            _OFFER.pack_into(region.memory, _OFFER_OFFSET, bytes(handle.reserved), gpu_uuid(device).encode())
             channel = cls(device, kind, region, spec, int(pointer), is_owner=True)
             undo.pop_all()
             return channel
@@ -122,7 +128,8 @@ class CudaIpcChannel:
         torch.cuda.init()
         region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
         ipc_handle = runtime.cudaIpcMemHandle_t()
-        ipc_handle.reserved = region.memory[_IPC_HANDLE_OFFSET : _IPC_HANDLE_OFFSET + _IPC_HANDLE_BYTES]
+        ipc_handle.reserved, gpu = _OFFER.unpack_from(region.memory, _OFFER_OFFSET)
+        lies_on_peer = gpu.decode() != gpu_uuid(device)
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
             undo.callback(region.close)
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
@@ -130,7 +137,7 @@ class CudaIpcChannel:
                 cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the other may be dead just now
                 raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}")
             undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
-            channel = cls(device, kind, region, spec, int(pointer), is_owner=False)
+            channel = cls(device, kind, region, spec, int(pointer), is_owner=False, lies_on_peer=lies_on_peer)
             undo.pop_all()
             return channel
 
@@ -151,6 +158,14 @@ class CudaIpcChannel:
     def wait(self, flag: Flag) -> None:
         """See `Channel.wait`."""
         self._flags.wait(flag)
+
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """See `Channel.fetch_attn_out`. Enqueues a copy if the memory lies on a peer and the rows are many."""
+        attn_out = self.attn_out[:num_tokens]
+        if self._near_attn_out is None or num_tokens < _COPIED_FROM_TOKENS:
+            return attn_out
+        # A kernel: as `copy_` it would be a graph's copy node, which takes 10 µs more.
+        return torch.mul(attn_out, 1.0, out=self._near_attn_out[:num_tokens])
 
     def check(self) -> None:
         """See `Channel.check`."""
@@ -176,7 +191,7 @@ class CudaIpcChannel:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self._flags.close()
-            del self.qkv, self.attn_out
+            del self.qkv, self.attn_out, self._near_attn_out
             check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
             del self._host
             if self._is_owner:

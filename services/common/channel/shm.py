@@ -90,6 +90,10 @@ class ShmChannel:
         self.num_waits += 1
         self.waited_s += time.perf_counter() - start
 
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """See `Channel.fetch_attn_out`."""
+        return self.attn_out[:num_tokens]
+
     def check(self) -> None:
         """See `Channel.check`."""
         if self._region.is_aborted:
