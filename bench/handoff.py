@@ -25,7 +25,7 @@ from bench.options import whole_number
 from bench.stats import summarize
 from services.common.channel import Channel, ChannelSpec, Flag
 from services.common.channel.factory import create_channel, map_channel
-from services.common.resolve import gpu_uuid
+from services.common.gpu import gpu_uuid
 from services.mps import MpsDaemon, has_mps
 
 SPEC = ChannelSpec(max_tokens=16, qkv_size=64, attn_size=64, dtype=torch.float32)

@@ -40,8 +40,8 @@ from services.common.channel import Channel, ChannelSpec, Flag
 from services.common.channel.cuda_ipc import KINDS, CudaIpcChannel, choose_kind
 from services.common.channel.factory import map_channel
 from services.common.cuda_graphs import StepGraphs
+from services.common.gpu import gpu_uuid
 from services.common.model_config import ModelConfig
-from services.common.resolve import gpu_uuid
 from services.dense_worker import model_runner
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.weights import random_weights

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import structlog
 import torch
 
-from services.common.resolve import naming_what_needs_memory
+from services.common.gpu import naming_what_needs_memory
 
 log = structlog.get_logger()
 

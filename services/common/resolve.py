@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from services.common.config import ModelSection
-from services.common.errors import CapacityError, ConfigError
+from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 
 _MIN_CAPABILITY = (8, 0)  # bfloat16 on the matrix units; asynchronous copies, which the kernels use
@@ -74,21 +72,6 @@ def resolve_max_model_len(section: ModelSection, config: ModelConfig) -> int:
             "and its RoPE is not scaled"
         )
     return section.max_model_len
-
-
-@contextlib.contextmanager
-def naming_what_needs_memory(what: str) -> Iterator[None]:
-    """Raises `CapacityError` where a GPU has no room for `what`, which is allocated meanwhile."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        sizes = " ".join(str(error).split(". ")[1:3])  # what was asked for, and what the GPU has; the rest is advice
-        raise CapacityError(f"the GPU has no room for {what}: {sizes}") from error
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Tells the GPUs of a machine apart in all its processes; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def use_device(device: torch.device, num_threads: int | None) -> None:

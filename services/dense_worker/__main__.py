@@ -14,9 +14,10 @@ from services.common.channel import ChannelSpec
 from services.common.cli import parse_service_args
 from services.common.client import read_peer_tls
 from services.common.config import Config, ModelSection
+from services.common.gpu import naming_what_needs_memory
 from services.common.logs import configure_logs
 from services.common.metrics import new_registry, serve_metrics_once_free, serving_metrics
-from services.common.resolve import ResolvedModel, naming_what_needs_memory, resolve_model, use_device
+from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.server import GrpcServer, run_service, run_together
 from services.common.tracing import Tracer, tracing
 from services.common.watchdog import Watchdog

@@ -21,7 +21,7 @@ from services.common.channel.factory import map_channel
 from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, TwostrokeError
-from services.common.resolve import gpu_uuid
+from services.common.gpu import gpu_uuid
 from services.common.server import run_together
 from services.dense_worker.scheduler import StepPlan
 from services.dense_worker.sequence import Sequence
@@ -215,10 +215,15 @@ class AttentionClient:
                     raise _Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
                 if not result.HasField("opened"):
                     listener.on_accepted(attachment, result)
-                elif result.opened.HasField("error"):
-                    listener.on_open_failed(attachment, opening.pop(result.opened.seq_id), result.opened.error)
+                    continue
+                opened = result.opened
+                sequence = opening.pop(opened.seq_id, None)
+                if sequence is None:
+                    raise _Ended(AttachmentEnd(f"sequence {opened.seq_id:x} is not being opened", is_crash=True))
+                if opened.HasField("error"):
+                    listener.on_open_failed(attachment, sequence, opened.error)
                 else:
-                    listener.on_opened(attachment, opening.pop(result.opened.seq_id), result.opened)
+                    listener.on_opened(attachment, sequence, opened)
         except grpc.aio.AioRpcError as error:
             is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
             reason = f"running a step: {error.code().name}: {error.details()}"

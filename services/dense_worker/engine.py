@@ -35,6 +35,7 @@ log = structlog.get_logger()
 # How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
 CLAIM_S = 30.0
 _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
+_STEPS_BEFORE_OPENING = 2  # that the attention worker may have to run first: one under way, and one planned ahead
 
 
 class AttentionPort(Protocol):
@@ -103,6 +104,7 @@ class Engine:
         self._channel: Channel | None = None  # of the last attachment, owned by the engine
         self._claim_deadline: float | None = None
         self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
+        self._asked_s: dict[int, float] = {}  # by seq_id, those being opened, the oldest first; on the monotonic clock
         self._num_errors = 0  # of the attachment, in the results that have come
 
     @property
@@ -169,8 +171,8 @@ class Engine:
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self._post(self._detach, attachment, end)
 
-    def on_opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.SequenceOpened) -> None:
-        self._post(self._opened, attachment, sequence, reply)
+    def on_opened(self, attachment: Attachment, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None:
+        self._post(self._opened, attachment, sequence, opened)
 
     def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None:
         self._post(self._open_failed, attachment, sequence, error)
@@ -225,6 +227,7 @@ class Engine:
         if self._is_leaving or not (admitted := self._scheduler.next_to_open()):
             return
         for sequence in admitted:
+            self._asked_s[sequence.seq_id] = time.monotonic()
             self._attention.open(attachment, sequence)
         # The gateways know of it by the time that the attention worker has answered: before any step.
         self._deliver(StepReport(0, [], [], admitted=admitted))
@@ -287,7 +290,8 @@ class Engine:
         """Handles what comes until all errors are here that the attention worker has counted."""
         deadline = time.monotonic() + self._result_timeout_s
         while self._num_errors != in_flight.attachment.channel.num_errors:
-            if not self._handle_one(in_flight.attachment, max(0.0, deadline - time.monotonic())):
+            left_s = deadline - time.monotonic()  # however much else comes
+            if left_s <= 0.0 or not self._handle_one(in_flight.attachment, left_s):
                 raise PeerError(
                     f"errors up to step {in_flight.plan.step_id} are not here after {self._result_timeout_s} s"
                 )
@@ -317,6 +321,16 @@ class Engine:
             self._scheduler.close_unclaimed()
         if expired := self._scheduler.expire(time.monotonic()):
             self._deliver(StepReport(0, [], expired))
+        self._check_openings()
+
+    def _check_openings(self) -> None:
+        """Gives an attachment up that does not answer."""
+        timeout_s = self._result_timeout_s * (1 + _STEPS_BEFORE_OPENING)
+        if self._attachment is not None and self._asked_s:
+            seq_id, asked_s = next(iter(self._asked_s.items()))
+            if time.monotonic() - asked_s > timeout_s:
+                reason = f"sequence {seq_id:x} has not been opened after {timeout_s:g} s"
+                self._give_up(self._attachment, AttachmentEnd(reason, is_crash=True))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         self._inbox.put((function, arguments))
@@ -342,6 +356,7 @@ class Engine:
     def _attach(self, attachment: Attachment) -> None:
         self._is_leaving = False
         self._published.clear()
+        self._asked_s.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)
         if self._channel is not None:  # of the attachment before: nobody works in it any more
@@ -360,19 +375,21 @@ class Engine:
                 observer.on_handoff_abort()
             log.warning("detached", reason=end.reason, is_crash=end.is_crash)
 
-    def _opened(self, attachment: Attachment, sequence: Sequence, reply: attn_pb2.SequenceOpened) -> None:
+    def _opened(self, attachment: Attachment, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None:
         if attachment is self._attachment:
-            log.debug("opened", request_id=sequence.request_id, num_cached_tokens=reply.num_cached_tokens)
+            del self._asked_s[sequence.seq_id]
+            log.debug("opened", request_id=sequence.request_id, num_cached_tokens=opened.num_cached_tokens)
             self._scheduler.opened(
                 sequence,
-                reply.num_cached_tokens,
-                reply.num_pinned_blocks,
-                reply.num_held_blocks,
-                reply.num_freed_blocks,
+                opened.num_cached_tokens,
+                opened.num_pinned_blocks,
+                opened.num_held_blocks,
+                opened.num_freed_blocks,
             )
 
     def _open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None:
         if attachment is self._attachment:
+            del self._asked_s[sequence.seq_id]
             output = self._scheduler.open_failed(sequence, RequestAborted(error))
             if output is not None:
                 self._deliver(StepReport(0, [], [output]))

@@ -168,12 +168,11 @@ def run_layers(
     for layer in range(num_layers):
         channel.signal(qkv_ready)
         channel.wait(Flag.ATTENTION_READY)
-        attn_out = channel.fetch_attn_out(num_tokens)
         if layer + 1 < num_layers:
-            backend.middle(layer, attn_out, qkv)
+            backend.middle(layer, channel.fetch_attn_out(num_tokens), qkv)
     if not len(sampled_rows):
         return torch.empty(0, 0)
-    return backend.last(attn_out, sampled_rows)
+    return backend.last(channel.attn_out[:num_tokens], sampled_rows)
 
 
 def _known_token_ids(entry: PlanEntry) -> list[int]:

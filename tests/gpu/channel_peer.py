@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -33,6 +34,14 @@ def answer(channel: Channel, question_ready: Flag) -> None:
     channel.signal(Flag.ATTENTION_READY)
 
 
+def give_back(channel: Channel, num_rounds: int, num_tokens: int) -> None:
+    """In each round, as the dense worker: fetches rows of `attn_out`, and puts them into `qkv`."""
+    for _ in range(num_rounds):
+        channel.wait(Flag.ATTENTION_READY)
+        channel.qkv[:num_tokens, : SPEC.attn_size] = channel.fetch_attn_out(num_tokens)
+        channel.signal(Flag.QKV_READY)
+
+
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
     """Makes a stream of its own current, as both workers do, and the device too."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
@@ -55,16 +64,14 @@ class Peer:
             for _ in range(int(arguments[0])):
                 answer(channel, Flag[arguments[1]])
         elif command == "replay":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self._device)):
-                answer(channel, Flag[arguments[1]])
+            replay = self._capture(lambda: answer(channel, Flag[arguments[1]]))
             for _ in range(int(arguments[0])):
-                graph.replay()
+                replay()
         elif command == "return":
-            num_tokens = int(arguments[0])
-            channel.wait(Flag.ATTENTION_READY)
-            channel.qkv[:num_tokens, : SPEC.attn_size] = channel.fetch_attn_out(num_tokens)
-            channel.signal(Flag.QKV_READY)
+            num_rounds, num_tokens = map(int, arguments)
+            self._capture(lambda: give_back(channel, num_rounds, num_tokens))()
+        elif command == "copies":
+            return str(channel.fetch_attn_out(int(arguments[0])).data_ptr() != channel.attn_out.data_ptr())
         elif command == "count_errors":
             return str(channel.num_errors)
         elif command == "abort":
@@ -77,6 +84,15 @@ class Peer:
         if self._device.type == "cuda" and self._channel is not None:
             torch.cuda.current_stream(self._device).synchronize()
         return DONE
+
+    def _capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What replays it; on a CPU the function itself."""
+        if self._device.type == "cpu":
+            return function
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self._device)):
+            function()
+        return graph.replay
 
     def wait_for_ever(self) -> None:
         """For a question that never comes."""

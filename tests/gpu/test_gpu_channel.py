@@ -20,7 +20,7 @@ import torch
 from services.common.channel import Channel, ChannelAborted, ChannelSpec, Flag
 from services.common.channel.factory import create_channel
 from services.common.errors import CapacityError
-from services.common.resolve import gpu_uuid
+from services.common.gpu import gpu_uuid
 from tests.cluster import REPOSITORY
 from tests.gpu.channel_peer import DONE, MAPPED, SPEC, WAIT_TIMEOUT_S, answer_to, own_stream
 
@@ -251,16 +251,28 @@ def test_handoffs_captured_in_a_graph_on_both_sides_carry_new_data_at_every_repl
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, SPEC.max_tokens])
-def test_the_peer_fetches_the_rows_it_asks_for(owner: Owner, mapped: Peer, num_tokens: int) -> None:
+def test_the_peer_fetches_the_rows_of_each_round(owner: Owner, mapped: Peer, num_tokens: int) -> None:
     qkv, attn_out = owner.channel.qkv, owner.channel.attn_out
+    rounds = owner.questions(NUM_ROUNDS)[:, :, : SPEC.attn_size]
+    fetched = torch.zeros_like(rounds)
     qkv.zero_()
-    attn_out.copy_(owner.questions(1)[0, :, : SPEC.attn_size])
-    mapped.send("return", num_tokens)
-    owner.channel.signal(Flag.ATTENTION_READY)
-    owner.wait(Flag.QKV_READY)
+    mapped.send("return", NUM_ROUNDS, num_tokens)
+    for sent, back in zip(rounds, fetched, strict=True):
+        attn_out.copy_(sent)
+        owner.channel.signal(Flag.ATTENTION_READY)
+        owner.channel.wait(Flag.QKV_READY)
+        back.copy_(qkv[:, : SPEC.attn_size])
+    owner.finish()
     assert mapped.reply() == DONE
-    assert torch.equal(qkv[:num_tokens, : SPEC.attn_size], attn_out[:num_tokens])
-    assert not qkv[num_tokens:].any() and not qkv[:, SPEC.attn_size :].any()
+    assert torch.equal(fetched[:, :num_tokens], rounds[:, :num_tokens])
+    assert not fetched[:, num_tokens:].any()
+
+
+def test_the_peer_copies_many_rows_from_another_gpu_and_nothing_else(
+    devices: Devices, owner: Owner, mapped: Peer
+) -> None:
+    is_far = devices.owner != devices.peer
+    assert [mapped.ask("copies", num_tokens) for num_tokens in (1, SPEC.max_tokens)] == ["False", str(is_far)]
 
 
 def test_errors_are_counted_on_both_sides(owner: Owner, mapped: Peer) -> None:

@@ -96,7 +96,8 @@ class Channel(Protocol):
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
         """The first rows of `attn_out`, [num_tokens, attn_size], where this process can read them often and fast.
 
-        The dense worker calls it after each wait for ATTENTION_READY; the tensor is valid until the next call.
+        The dense worker calls it after a wait for ATTENTION_READY, where it needs all rows: of the last layer it reads
+        those from `attn_out` that are sampled. The tensor is valid until the next call.
         """
         ...
 

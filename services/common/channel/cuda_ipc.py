@@ -25,7 +25,7 @@ from services.common.channel.cuda_flags import (
 )
 from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.errors import CapacityError, ConfigError, PeerError
-from services.common.resolve import gpu_uuid
+from services.common.gpu import gpu_uuid, naming_what_needs_memory
 
 SPINNING, QUEUED = KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")  # by what waits; see `cuda_flags`
 _OFFER = struct.Struct("64s36s")  # the memory's IPC handle, and the UUID of its GPU
@@ -80,6 +80,10 @@ class CudaIpcChannel:
         self.is_waiting = False
         self._is_owner = is_owner
         self._device_pointer = device_pointer
+        attn_out_pointer = device_pointer + _attn_out_offset(spec)
+        attn_out_shape = (spec.max_tokens, spec.attn_size)
+        with naming_what_needs_memory("attention's output"):
+            self._near_attn_out = torch.empty(attn_out_shape, dtype=spec.dtype, device=device) if lies_on_peer else None
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
         address = ctypes.addressof(self._host)
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
@@ -91,9 +95,7 @@ class CudaIpcChannel:
             runtime.cudaHostUnregister(address)
             raise
         self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
-        attn_out_pointer = device_pointer + _attn_out_offset(spec)
-        self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, (spec.max_tokens, spec.attn_size), device)
-        self._near_attn_out = torch.empty_like(self.attn_out) if lies_on_peer else None
+        self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, attn_out_shape, device)
 
     @classmethod
     def create(
@@ -123,15 +125,16 @@ class CudaIpcChannel:
     ) -> Self:
         """Maps the peer's region, of its `kind`, for work on `device`; raises `StaleEpoch` for another one.
 
-        Raises `ConfigError` where `device` has no access to the memory of the peer's GPU.
+        Raises `ConfigError` where `device` has no access to the memory of the peer's GPU, and `CapacityError` where
+        it has no room to copy from there.
         """
         torch.cuda.init()
-        region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
-        ipc_handle = runtime.cudaIpcMemHandle_t()
-        ipc_handle.reserved, gpu = _OFFER.unpack_from(region.memory, _OFFER_OFFSET)
-        lies_on_peer = gpu.decode() != gpu_uuid(device)
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
+            region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
             undo.callback(region.close)
+            ipc_handle = runtime.cudaIpcMemHandle_t()
+            ipc_handle.reserved, gpu = _OFFER.unpack_from(region.memory, _OFFER_OFFSET)
+            lies_on_peer = gpu.decode() != gpu_uuid(device)
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != runtime.cudaError_t.cudaSuccess:
                 cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the other may be dead just now

@@ -17,13 +17,14 @@ import torch
 from services.common.channel import ChannelSpec
 from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
-from services.common.errors import ConfigError, PeerError
+from services.common.errors import CapacityError, ConfigError, PeerError
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 DEVICE = torch.device("cuda", 0)
 SPEC = ChannelSpec(max_tokens=2, qkv_size=12, attn_size=4, dtype=torch.bfloat16)
 MODULES = ("services.common.channel.cuda_flags", "services.common.channel.cuda_ipc")
 POINTER = 1 << 20
+UUID = "12345678-9abc-def0-1234-56789abcdef0"
 
 
 class Error(IntEnum):
@@ -100,11 +101,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
     real = {name: sys.modules.pop(name, None) for name in MODULES}
     yield driver
     for name in MODULES:
         del sys.modules[name]
     sys.modules.update({name: module for name, module in real.items() if module is not None})
+
+
+def make_region(cuda_ipc: Any, gpu: str) -> SharedRegion:
+    """What the attention worker leaves to be mapped; its memory lies on the GPU with this UUID."""
+    region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
+    cuda_ipc._OFFER.pack_into(region.memory, cuda_ipc._OFFER_OFFSET, bytes(64), gpu.encode())
+    return region
 
 
 def num_regions() -> int:
@@ -120,9 +129,24 @@ def test_a_channel_whose_kernels_are_refused_is_not_created_by_halves(driver: Dr
 
 def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Driver) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
-    region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
+    region = make_region(cuda_ipc, UUID)
     with pytest.raises(PeerError, match="INVALID_PTX"):
         cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.SPINNING, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
+def test_a_gpu_without_room_to_copy_from_its_peer_holds_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(shape: tuple[int, int], **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 bytes. GPU 0 is full. Advice.")
+
+    cuda_ipc = importlib.import_module(MODULES[1])
+    region = make_region(cuda_ipc, UUID[::-1])
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(CapacityError, match=r"no room for attention's output: Tried to allocate 16 bytes\. GPU 0"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
     assert driver.held == []
     region.close()
 
@@ -138,7 +162,7 @@ def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Dri
 def test_memory_that_cannot_be_mapped_is_named(driver: Driver, error: Error, cause: type[Exception]) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
     driver.mapping_error = error
-    region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
+    region = make_region(cuda_ipc, UUID)
     with pytest.raises(cause, match=f"cuda:0 cannot map the attention worker's GPU memory: {error.name}"):
         cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
     assert driver.held == []

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from services.common.errors import CapacityError, ConfigError
-from services.common.resolve import naming_what_needs_memory, resolve_device
+from services.common.gpu import naming_what_needs_memory
+from services.common.resolve import resolve_device
 
 # As torch 2.11 words it on an H200.
 OUT_OF_MEMORY = (
@@ -17,7 +18,7 @@ OUT_OF_MEMORY = (
 
 
 def test_what_needs_memory_and_how_much_there_is_are_named() -> None:
-    sizes = r"no room for the weights: .*172\.00 MiB .*139\.81 GiB .*61\.25 MiB is free$"
+    sizes = r"no room for the weights: .*172\.00 MiB\. GPU 0 .*139\.81 GiB .*61\.25 MiB is free$"
     with pytest.raises(CapacityError, match=sizes), naming_what_needs_memory("the weights"):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 

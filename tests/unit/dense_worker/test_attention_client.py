@@ -49,10 +49,10 @@ class Attention:
     """The attention worker's stub."""
 
     def __init__(self, refusal: str | None = None) -> None:
-        self._refusal = refusal
+        self.call = Call(refusal)
 
     def Execute(self, metadata: object) -> Call:
-        return Call(self._refusal)
+        return self.call
 
     async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
         return attn_pb2.AttachReply(lanes=[attn_pb2.LaneHandle(kind="cuda_ipc_queued", handle=b"handle")])
@@ -105,6 +105,17 @@ def test_sequences_are_opened_in_order_by_the_stream_of_plans() -> None:
 def test_a_refused_sequence_fails_alone() -> None:
     listener = open_all(refusal="no room")
     assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
+
+
+def test_an_answer_that_nobody_waits_for_ends_the_attachment() -> None:
+    async def test() -> None:
+        client = make_client(attention := Attention())
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener()))
+        await asyncio.sleep(0)  # it waits
+        await attention.call.write(attn_pb2.StepPlan(opens=[attn_pb2.OpenSequence(seq_id=0xAB)]))
+        assert await serving == AttachmentEnd("sequence ab is not being opened", is_crash=True)
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 
 
 def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:

@@ -254,6 +254,37 @@ def test_a_step_that_never_ends_gives_the_attachment_up_however_much_comes_meanw
     engine.stop(TIMEOUT_S)
 
 
+def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_meanwhile() -> None:
+    class TalkingChannel(SimpleNamespace):
+        """Whenever it is asked for its errors, something new has come."""
+
+        @property
+        def num_errors(self) -> int:
+            assert attention.engine is not None
+            attention.engine.cancel(seq_id=99)
+            return 1
+
+    attention = NotingAttention()
+    attention.channel = TalkingChannel(
+        num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+    )
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert "errors up to step 1 are not here after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
+
+
+def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
+    attention = MuteAttention()
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(0xAB, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "sequence ab has not been opened after 0.15 s"
+    assert attention.opened.get(timeout=TIMEOUT_S) == 0xAB
+    engine.on_attached(make_attachment(attention, 2))
+    assert attention.opened.get(timeout=TIMEOUT_S) == 0xAB
+    engine.stop(TIMEOUT_S)
+
+
 def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:
     def told(status: SequenceStatus, start: int, count: int) -> PromptLogprobs:
         sequence = Sequence(1, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
