@@ -155,11 +155,11 @@ class Engine:
 
     def cancel(self, seq_id: int) -> None:
         """Forgets a sequence."""
-        self._post(self._cancel, seq_id)
+        self._post(self._scheduler.cancel, seq_id)
 
     def close_unclaimed(self, gateway: int) -> None:
         """All sequences of this gateway have been submitted: what else is held of it can go."""
-        self._post(self._close_unclaimed, gateway)
+        self._post(self._scheduler.close_unclaimed, gateway)
 
     def leave(self) -> None:
         """Gives the attachment up after the step under way, whose tokens are delivered."""
@@ -343,12 +343,6 @@ class Engine:
             self._scheduler.add(sequence)
         except TwostrokeError as error:
             self._deliver(StepReport(0, [], [SequenceOutput(sequence, None, FinishReason.ERROR, error)]))
-
-    def _cancel(self, seq_id: int) -> None:
-        self._scheduler.cancel(seq_id)
-
-    def _close_unclaimed(self, gateway: int) -> None:
-        self._scheduler.close_unclaimed(gateway)
 
     def _leave(self) -> None:
         self._is_leaving = True
