@@ -2,78 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import sys
 
-import structlog
-from prometheus_client import CollectorRegistry
-
-from services.attn_worker.backends.select import select_backend
-from services.attn_worker.servicer import AttentionServicer
-from services.common.channel.shm_cleanup import remove_stale_regions
 from services.common.cli import parse_service_args
-from services.common.client import read_peer_tls
-from services.common.config import Config
 from services.common.logs import configure_logs
-from services.common.metrics import new_registry, serving_metrics
-from services.common.resolve import resolve_model, use_device
-from services.common.server import GrpcServer, run_service
-from services.common.tracing import Tracer, tracing
-from services.pb import attn_pb2_grpc
-
-log = structlog.get_logger()
-
-SERVICE_NAME = "twostroke.attn.v1.AttentionWorker"
-STOP_GRACE_S = 1.0
-
-
-async def serve(config: Config) -> None:
-    """Opens everything, serves until cancelled, closes everything."""
-    registry = new_registry("attention")
-    with (
-        serving_metrics(config.attention.metrics_address, registry),
-        tracing(config.tracing, "attention") as tracer,
-    ):
-        await serve_watched(config, registry, tracer)
-
-
-async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer) -> None:
-    """See `serve`."""
-    section = config.attention
-    tls = read_peer_tls(config.peers)
-    server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
-    model = resolve_model(config.model, section.device)
-    backend = select_backend(section, model)  # here too, so that a backend that is not there ends the start
-    use_device(model.device, section.num_threads)
-    if removed := remove_stale_regions():
-        log.info("removed shared memory of dead processes", names=",".join(removed))
-    servicer = AttentionServicer(
-        section,
-        model,
-        secrets.randbits(64),
-        config.channel.wait_timeout_s,
-        registry,
-        tracer,
-        config.watchdog.stall_timeout_s,
-        server.set_stall,
-    )
-    attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
-    try:
-        address = await server.start()
-        await server.set_serving(True)
-        log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype), backend=backend)
-        await servicer.watchdog.run()
-    finally:
-        await servicer.leave(STOP_GRACE_S)
-        servicer.abort()
-        await server.stop(STOP_GRACE_S)
-        await asyncio.to_thread(servicer.stop)
+from services.common.process import importing
+from services.common.server import run_service
 
 
 def main() -> None:
     config = parse_service_args("services.attn_worker", sys.argv[1:])
     configure_logs(config.log, "attn_worker")
+    with importing():
+        from services.attn_worker.service import serve
     run_service(serve(config))
 
 

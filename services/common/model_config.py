@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",  # 2.5 too
     "qwen3": "Qwen3ForCausalLM",
 }
+DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SIZES = (
     "vocab_size",
@@ -148,7 +149,7 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
         max_position_embeddings=hf.max_position_embeddings,
         rope=_rope_config(hf, head_dim, path),
         eos_token_ids=_eos_token_ids(hf, path),
-        checkpoint_dtype=str(hf.dtype or "float32").removeprefix("torch."),
+        checkpoint_dtype=_checkpoint_dtype(hf, path),
     )
 
 
@@ -187,6 +188,13 @@ def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
         return AutoConfig.for_model(**raw)
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
+
+
+def _checkpoint_dtype(hf: PretrainedConfig, path: Path) -> str:
+    name = str(hf.dtype or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"{path} has dtype {name!r}, supported: {', '.join(DTYPES)}")
+    return name
 
 
 def _check_shapes(hf: PretrainedConfig, path: Path) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,46 +249,47 @@ def test_directory_in_place_of_config_json_is_an_error(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "message"),
-    [
-        ("gpt2", {}, "'gpt2', supported: llama, mistral, qwen2, qwen3"),
-        ("llama", {"model_type": None}, "None, supported: llama"),
-        ("llama", {"model_type": ["llama"]}, "supported: llama"),
-        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Classification.*LlamaForCausalLM"),
-        ("llama", {"hidden_act": "gelu"}, "'gelu', supported: silu"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "awq.*supported: unquantized"),
-        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4,.*num_key_value_heads 3"),
-        ("llama", {"num_attention_heads": 0}, "num_attention_heads 0,"),
-        ("qwen3", {"hidden_size": -64}, "hidden_size -64,"),
-        ("qwen2", {"vocab_size": 0}, "vocab_size 0,"),
-        ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers 0,"),
-        ("llama", {"intermediate_size": "96"}, "intermediate_size '96',"),
-        ("llama", {"max_position_embeddings": 2.5}, "max_position_embeddings 2.5,"),
-        ("llama", {"max_position_embeddings": True}, "max_position_embeddings True,"),
-        ("llama", {"hidden_size": 66}, "66"),
-        ("mistral", {"hidden_size": 2}, "head_dim 0,"),
-        ("llama", {"head_dim": 3}, "head_dim 3,"),
-        ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps -1.0,"),
-        ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps nan,"),
-        ("llama", {"rms_norm_eps": "small"}, "small"),
-        ("llama", {"eos_token_id": "</s>"}, "</s>"),
-        ("mistral", {"sliding_window": 0}, "sliding_window 0,"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is off"),
-        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "linear_attention.*supported: full_attention"),
-        ("qwen2", {"layer_types": ["full_attention"] * 3}, "3"),
-        ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "'su', supported: default, linear"),
-        ("llama", {"rope_scaling": "yarn"}, "yarn"),
-        ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0,"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor '2',"),
-        ("llama", rope_scaling("longrope", short_factor=[1]), "8 numbers"),
-        ("llama", rope_scaling("llama3", high_freq_factor=1), "low < high"),
-        ("llama", {"rope_theta": -1.0}, "rope_theta -1.0,"),
-        ("llama", {"torch_dtype": "float33"}, "float33"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, supported: 1.0"),
-    ],
-)
+UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {}, "'gpt2', supported: llama, mistral, qwen2, qwen3"),
+    ("llama", {"model_type": None}, "None, supported: llama"),
+    ("llama", {"model_type": ["llama"]}, "supported: llama"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Classification.*LlamaForCausalLM"),
+    ("llama", {"hidden_act": "gelu"}, "'gelu', supported: silu"),
+    ("llama", {"quantization_config": {"quant_method": "awq"}}, "awq.*supported: unquantized"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4,.*num_key_value_heads 3"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads 0,"),
+    ("qwen3", {"hidden_size": -64}, "hidden_size -64,"),
+    ("qwen2", {"vocab_size": 0}, "vocab_size 0,"),
+    ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers 0,"),
+    ("llama", {"intermediate_size": "96"}, "intermediate_size '96',"),
+    ("llama", {"max_position_embeddings": 2.5}, "max_position_embeddings 2.5,"),
+    ("llama", {"max_position_embeddings": True}, "max_position_embeddings True,"),
+    ("llama", {"hidden_size": 66}, "66"),
+    ("mistral", {"hidden_size": 2}, "head_dim 0,"),
+    ("llama", {"head_dim": 3}, "head_dim 3,"),
+    ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps -1.0,"),
+    ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps nan,"),
+    ("llama", {"rms_norm_eps": "small"}, "small"),
+    ("llama", {"eos_token_id": "</s>"}, "</s>"),
+    ("mistral", {"sliding_window": 0}, "sliding_window 0,"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is off"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 4}, "linear_attention.*supported: full_attention"),
+    ("qwen2", {"layer_types": ["full_attention"] * 3}, "3"),
+    ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "'su', supported: default, linear"),
+    ("llama", {"rope_scaling": "yarn"}, "yarn"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0,"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor '2',"),
+    ("llama", rope_scaling("longrope", short_factor=[1]), "8 numbers"),
+    ("llama", rope_scaling("llama3", high_freq_factor=1), "low < high"),
+    ("llama", {"rope_theta": -1.0}, "rope_theta -1.0,"),
+    ("llama", {"torch_dtype": "float33"}, "float33"),
+    ("llama", {"dtype": "float64"}, "dtype 'float64', supported: float32, bfloat16, float16"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, supported: 1.0"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), UNUSABLE)
 def test_unusable_config_names_the_value(tmp_path: Path, family: str, fields: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         load_model_config(write_config(tmp_path, family, **fields))
@@ -298,3 +301,45 @@ def test_unusable_eos_in_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     with pytest.raises(ModelError, match="</s>"):
         load_model_config(tmp_path)
+
+
+# What a service does: transformers does not see torch, and so does not import half of it for a config.json.
+SERVICE = """
+import sys
+from pathlib import Path
+from services.common.process import importing
+
+with importing():
+    from services.common.errors import ModelError
+    from services.common.model_config import load_model_config
+    from services.dense_worker.service import serve
+for path in map(Path, sys.argv[1:]):
+    try:
+        print(load_model_config(path))
+    except ModelError:
+        print("refused")
+assert "torch" in sys.modules and "torch._dynamo" not in sys.modules
+"""
+
+
+def test_a_service_reads_every_config_as_transformers_with_torch_does(tmp_path: Path) -> None:
+    variants: list[tuple[str, dict[str, Any]]] = [(family, fields) for family, fields, _ in UNUSABLE]
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        variants += [(family, {"dtype": dtype}) for dtype in ("float32", "bfloat16", "float16")]
+        variants += [(family, {"torch_dtype": "bfloat16"}), (family, WINDOW_OF_8)]
+        variants += [
+            (family, {"rope_scaling": {"rope_type": case.partition("-")[0]} | fields})
+            for case, fields in ROPE_CASES.items()
+        ]
+    paths = [write_config(tmp_path / str(index), variant[0], **variant[1]) for index, variant in enumerate(variants)]
+    expected = []
+    for path in paths:
+        try:
+            expected.append(str(load_model_config(path)))
+        except ModelError:
+            expected.append("refused")
+    command = [sys.executable, "-c", SERVICE, *map(str, paths)]
+    repository = Path(__file__).parents[3]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60, cwd=repository)
+    assert found.stdout.splitlines() == expected
+    assert len(UNUSABLE) <= expected.count("refused") < len(expected) - 4 * 5

@@ -385,5 +385,5 @@ def test_missing_packages_are_named(
 
 def test_the_commands_and_the_worker_start_without_the_optional_packages() -> None:
     code = "import sys; sys.modules |= dict.fromkeys(('onnx', 'onnxruntime', 'tensorrt'))\n"
-    code += "import services.dense_worker.export, services.dense_worker.build, services.dense_worker.__main__"
+    code += "import services.dense_worker.export, services.dense_worker.build, services.dense_worker.service"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=60)
