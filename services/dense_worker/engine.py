@@ -367,7 +367,7 @@ class Engine:
             self._attachment = None
             for observer in self._observers:
                 observer.on_handoff_abort()
-            log.warning("detached", reason=end.reason, is_crash=end.is_crash)
+            (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
 
     def _opened(self, attachment: Attachment, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None:
         if attachment is self._attachment:

@@ -38,7 +38,7 @@ class Readiness:
 
     async def detached(self, end: AttachmentEnd) -> None:
         """Gateways are sent away, and may come back."""
-        log.warning("attention worker lost", reason=end.reason, is_crash=end.is_crash)
+        (log.warning if end.is_crash else log.info)("no attention worker", reason=end.reason, is_crash=end.is_crash)
         servicer, state = self._servicer, dense_pb2.DenseStatus
         servicer.set_info(None)
         servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
