@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",  # 2.5 too
     "qwen3": "Qwen3ForCausalLM",
 }
-DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SIZES = (
     "vocab_size",
@@ -192,8 +192,8 @@ def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
 
 def _checkpoint_dtype(hf: PretrainedConfig, path: Path) -> str:
     name = str(hf.dtype or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise ModelError(f"{path} has dtype {name!r}, supported: {', '.join(DTYPES)}")
+    if name not in _DTYPES:
+        raise ModelError(f"{path} has dtype {name!r}, supported: {', '.join(_DTYPES)}")
     return name
 
 

@@ -126,7 +126,7 @@ class CudaModelRunner(ModelRunner):
         attn_out.zero_()
         self._backend.first(token_ids, qkv)
         if self._num_layers > 1:
-            self._backend.middle(0, attn_out, qkv)
+            self._backend.middle(0, channel.fetch_attn_out(num_rows), qkv)
         self._backend.last(attn_out, sampled_rows[:num_sampled])
 
 

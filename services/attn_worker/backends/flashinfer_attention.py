@@ -46,7 +46,7 @@ class FlashInferAttention:
 
     The cache is that of the Triton kernels: FlashInfer takes keys and values of a block by their strides. Decode
     steps go through its decode kernels, one wrapper per `padded_num_seqs` and kind of window; with a prompt among
-    them, all rows of a step go through its kernels for prompts (fa2, which every GPU has that runs this).
+    them, all rows of a step go through its kernels for prompts (fa2: fa3 is for Hopper alone).
     """
 
     def __init__(
