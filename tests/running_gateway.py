@@ -26,8 +26,18 @@ TEST_LIMIT_S = 30.0  # far beyond what any test needs
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Runs one asynchronous test on the event loop that the services use."""
-    uvloop.run(asyncio.wait_for(test, TEST_LIMIT_S))
+    """Runs one asynchronous test on the event loop that the services use.
+
+    An exception that nobody waits for, such as that of a task, fails it, too.
+    """
+    unhandled: list[dict[str, Any]] = []
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        await asyncio.wait_for(test, TEST_LIMIT_S)
+
+    uvloop.run(body())
+    assert not unhandled
 
 
 class ServiceProcess:

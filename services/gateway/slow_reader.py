@@ -81,5 +81,6 @@ class SlowReaders:
     async def _tell(self, context: grpc.aio.ServicerContext) -> None:
         """Until the client reads it, or goes."""
         message = f"the stream was not read for {self._timeout_s:g} s"
-        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
+        # Respectively: told; had gone before; went meanwhile.
+        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)

@@ -242,7 +242,7 @@ def test_a_call_that_nobody_reads_can_be_cancelled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reads_on", [True, False])
 def test_a_call_that_nobody_reads_is_cut(reads_on: bool, tmp_path: Path) -> None:
     def num_tellers() -> int:
-        return sum("SlowReaders" in task.get_coro().__qualname__ for task in asyncio.all_tasks())
+        return sum("SlowReaders" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
     async def test(gateway: RunningGateway) -> None:
         with capture_logs() as events:
