@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import grpc
 import structlog
@@ -56,6 +56,9 @@ class AttachmentEnd:
     is_replaced: bool = False  # another dense worker has attached
 
 
+_Message: TypeAlias = StepPlan | Sequence | AttachmentEnd | Literal["ready"]  # from the engine
+
+
 class AttentionListener(Protocol):
     """What the engine wants to know; called on the event loop."""
 
@@ -69,7 +72,7 @@ class AttentionListener(Protocol):
 class AttachmentWatcher(Protocol):
     """Who tells gateways whether there is an attention worker; see `Readiness`."""
 
-    async def attached(self, attachment: Attachment) -> None: ...
+    async def ready(self, attachment: Attachment) -> None: ...
     async def detached(self, end: AttachmentEnd) -> None: ...
 
 
@@ -102,7 +105,7 @@ class AttentionClient:
         self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
         self._attachment: Attachment | None = None
-        self._to_send: asyncio.Queue[tuple[Attachment, StepPlan | Sequence | AttachmentEnd]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         """Attaches, serves until the attachment breaks, and again. Raises `PeerError` when nobody is there."""
@@ -111,8 +114,7 @@ class AttentionClient:
                 await self._may_attach.wait()
                 attachment = self._attachment = await self._attach()
                 listener.on_attached(attachment)
-                await watcher.attached(attachment)
-                end = await self._serve(attachment, listener)
+                end = await self._serve(attachment, listener, watcher)
                 attachment.channel.abort()
                 if end.is_replaced:
                     self._may_attach.clear()  # to attach again would throw the other one out
@@ -126,17 +128,24 @@ class AttentionClient:
         if self._attachment is not None:
             self._attachment.channel.abort()
 
+    def ready(self, attachment: Attachment) -> None:
+        """The engine can run steps. Called on the engine thread; never blocks."""
+        self._post(attachment, "ready")
+
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
         """Sends a plan. Called on the engine thread; never blocks."""
-        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, plan))
+        self._post(attachment, plan)
 
     def open(self, attachment: Attachment, sequence: Sequence) -> None:
         """Asks for a sequence to be opened. Called on the engine thread; never blocks."""
-        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, sequence))
+        self._post(attachment, sequence)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives the attachment up and makes a new one. Called on the engine thread; never blocks."""
-        self._loop.call_soon_threadsafe(self._to_send.put_nowait, (attachment, end))
+        self._post(attachment, end)
+
+    def _post(self, attachment: Attachment, message: _Message) -> None:
+        self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))
 
     async def _attach(self) -> Attachment:
         options = self._options
@@ -185,7 +194,9 @@ class AttentionClient:
             held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
         )
 
-    async def _serve(self, attachment: Attachment, listener: AttentionListener) -> AttachmentEnd:
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
         """Until the attachment ends; returns why it did."""
         call = self._stub.Execute(
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
@@ -194,7 +205,8 @@ class AttentionClient:
         try:
             # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
             await run_together(
-                self._receive(attachment, call, opening, listener), self._send(attachment, call, opening)
+                self._receive(attachment, call, opening, listener),
+                self._handle_inbox(attachment, call, opening, watcher),
             )
         except _Ended as ended:
             return ended.end
@@ -230,13 +242,21 @@ class AttentionClient:
             raise _Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced)) from error
         raise _Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
 
-    async def _send(
-        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, opening: dict[int, Sequence]
+    async def _handle_inbox(
+        self,
+        attachment: Attachment,
+        call: grpc.aio.StreamStreamCall,
+        opening: dict[int, Sequence],
+        watcher: AttachmentWatcher,
     ) -> None:
+        """What the engine has posted, in order."""
         while True:
-            wanted_by, message = await self._to_send.get()
+            wanted_by, message = await self._inbox.get()
             if wanted_by is not attachment:
                 continue  # of an attachment that is gone
+            if message == "ready":
+                await watcher.ready(attachment)
+                continue
             if isinstance(message, AttachmentEnd):
                 raise _Ended(message)
             if isinstance(message, Sequence):

@@ -41,6 +41,7 @@ _STEPS_BEFORE_OPENING = 2  # that the attention worker may have to run first: on
 class AttentionPort(Protocol):
     """The engine's way to the attention worker; see `AttentionClient`."""
 
+    def ready(self, attachment: Attachment) -> None: ...
     def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...
     def open(self, attachment: Attachment, sequence: Sequence) -> None: ...
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
@@ -361,6 +362,7 @@ class Engine:
         self._scheduler.reset(ledger, attachment.held_blocks)
         self._claim_deadline = time.monotonic() + CLAIM_S if attachment.held_blocks else None
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
+        self._attention.ready(attachment)
 
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
         if self._attachment is attachment:

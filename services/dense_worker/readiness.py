@@ -1,7 +1,8 @@
 """`Readiness`: tells gateways, health checks and the supervisor whether this dense worker can serve.
 
-It can while it is attached. When an attachment ends, every gateway's stream ends with a farewell that says
-whether that was a crash; the gateways come back and submit their sequences again. Runs on the event loop.
+It can while it is attached, from when its engine is ready for steps: on a GPU that has graphs to capture. When an
+attachment ends, every gateway's stream ends with a farewell that says whether that was a crash; the gateways come
+back and submit their sequences again. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Readiness:
         self._server = server
         self._describe = describe
 
-    async def attached(self, attachment: Attachment) -> None:
+    async def ready(self, attachment: Attachment) -> None:
         """Gateways are welcome."""
         info = self._describe(attachment)
         self._servicer.set_info(info)

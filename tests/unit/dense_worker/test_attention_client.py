@@ -71,6 +71,14 @@ class Listener:
         self.refused[sequence.seq_id] = error
 
 
+class Watcher:
+    def __init__(self) -> None:
+        self.is_ready = asyncio.Event()
+
+    async def ready(self, attachment: object) -> None:
+        self.is_ready.set()
+
+
 def make_client(attention: Attention) -> AttentionClient:
     spec = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
     options = AttachOptions("", "", 1, spec, torch.device("cpu"), 1.0)
@@ -85,7 +93,7 @@ def open_all(refusal: str | None) -> Listener:
     async def run() -> Listener:
         listener: Any = Listener()
         client = make_client(Attention(refusal))
-        serving = asyncio.create_task(client._serve(ATTACHMENT, listener))
+        serving = asyncio.create_task(client._serve(ATTACHMENT, listener, Watcher()))
         for seq_id in range(NUM_SEQUENCES):
             client.open(ATTACHMENT, make_sequence(seq_id, 4, 4))
         while len(listener.opened) + len(listener.refused) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
@@ -107,10 +115,25 @@ def test_a_refused_sequence_fails_alone() -> None:
     assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
 
 
+def test_gateways_are_welcome_once_the_engine_is_ready_and_not_by_word_of_an_earlier_attachment() -> None:
+    async def test() -> None:
+        client, watcher = make_client(Attention()), Watcher()
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), watcher))
+        client.ready(SimpleNamespace(epoch=1, attachment_id=0))
+        await asyncio.sleep(0.01)
+        assert not watcher.is_ready.is_set()
+        client.ready(ATTACHMENT)
+        await watcher.is_ready.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
 def test_an_answer_that_nobody_waits_for_ends_the_attachment() -> None:
     async def test() -> None:
         client = make_client(attention := Attention())
-        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener()))
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), Watcher()))
         await asyncio.sleep(0)  # it waits
         await attention.call.write(attn_pb2.StepPlan(opens=[attn_pb2.OpenSequence(seq_id=0xAB)]))
         assert await serving == AttachmentEnd("sequence ab is not being opened", is_crash=True)
@@ -123,12 +146,12 @@ def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
 
     async def test() -> None:
         client = make_client(Attention())
-        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener()))
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), Watcher()))
         await asyncio.sleep(0)  # it waits
         client.drop(ATTACHMENT, AttachmentEnd("the attention worker was asked to stop", is_crash=False))
-        while client._to_send.empty():  # noqa: ASYNC110  the test's limit bounds it
+        while client._inbox.empty():  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0)
-        while not client._to_send.empty():  # noqa: ASYNC110
+        while not client._inbox.empty():  # noqa: ASYNC110
             await asyncio.sleep(0)
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -61,6 +61,10 @@ class FakeAttention:
             num_errors=0, num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
         )
         self.engine: Engine | None = None
+        self.ready_for: queue.Queue[int] = queue.Queue()
+
+    def ready(self, attachment: Attachment) -> None:
+        self.ready_for.put(attachment.attachment_id)
 
     def open(self, attachment: Attachment, sequence: Sequence) -> None:
         assert self.engine is not None
@@ -161,6 +165,22 @@ def started_engine(
 
 def make_attachment(attention: FakeAttention, attachment_id: int) -> Attachment:
     return Attachment(1, attachment_id, attention.channel, 4, 100, 100, {})
+
+
+def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
+    may_attach = threading.Event()
+
+    class CapturingRunner(FakeRunner):
+        def attach(self, channel: object) -> None:
+            assert may_attach.wait(TIMEOUT_S)
+
+    attention = FakeAttention(bad_step=0)
+    engine = started_engine(CapturingRunner(), attention, queue.Queue(), TIMEOUT_S)
+    time.sleep(DELAY_S)
+    assert attention.ready_for.empty()
+    may_attach.set()
+    assert attention.ready_for.get(timeout=TIMEOUT_S) == 1
+    engine.stop(TIMEOUT_S)
 
 
 def test_a_sequence_that_comes_while_a_step_runs_is_opened_before_that_step_ends() -> None:
