@@ -15,7 +15,7 @@ from services.common.client import read_peer_tls
 from services.common.config import Config
 from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import resolve_model, use_device
-from services.common.server import GrpcServer
+from services.common.server import GrpcServer, run_together
 from services.common.tracing import Tracer, tracing
 from services.pb import attn_pb2_grpc
 
@@ -60,9 +60,11 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         address = await server.start()
         await server.set_serving(True)
         log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype), backend=backend)
-        await servicer.watchdog.run()
-    finally:
+        await run_together(servicer.watchdog.run(), servicer.wait_failure())
+    except asyncio.CancelledError:  # asked to stop: no crash
         await servicer.leave(STOP_GRACE_S)
+        raise
+    finally:
         servicer.abort()
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(servicer.stop)

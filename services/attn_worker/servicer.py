@@ -20,7 +20,15 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import create_channel
 from services.common.config import AttentionSection
-from services.common.errors import CapacityError, ConfigError, InvalidRequest, PeerError, StaleEpoch
+from services.common.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceError,
+    InvalidRequest,
+    PeerError,
+    StaleEpoch,
+    TwostrokeError,
+)
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
 from services.common.server import until_over
@@ -56,6 +64,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._model = model
         self._engine: AttentionEngine | None = None
         self._building: asyncio.Task[AttentionEngine] | None = None
+        self._limits: StepLimits | None = None  # what the engine was, or is being, built for
         self._tracer = tracer
         self._metrics = AttentionMetrics(registry, lambda: self._engine)
         self._epoch = epoch
@@ -66,13 +75,23 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._readers: set[asyncio.Task[None]] = set()
         self._results: _Results | None = None  # of the stream of plans, while there is one
         self._is_leaving = False  # who was told so comes back at once, and must not be let in
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def Attach(
         self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttachReply:
-        if self._is_leaving:
+        if self._is_leaving or self._failure.done():
             raise PeerError("the attention worker is stopping")
         self._check_model(request)
+        self._check_limits(request)
+        try:
+            return await self._attach(request, context.peer())
+        except Exception as error:
+            if self._note_failure(error):
+                raise PeerError(f"the attention worker has failed: {error}") from error
+            raise
+
+    async def _attach(self, request: attn_pb2.AttachRequest, peer: str) -> attn_pb2.AttachReply:
         if self._results is not None:  # told before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._attachment_id} is replaced by another one"))
         self.abort()
@@ -96,15 +115,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             raise
         attaching = engine.submit(engine.attach, channel, attachment_id, request.weights_hash)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine has the channel now, come what may
-        log.info("attached", attachment_id=attachment_id, peer=context.peer(), channel=channel.kind)
+        log.info("attached", attachment_id=attachment_id, peer=peer, channel=channel.kind)
         cache = engine.cache
         held_blocks = cache.held_blocks
         return attn_pb2.AttachReply(
             epoch=self._epoch,
             attachment_id=attachment_id,
-            lanes=[
-                attn_pb2.LaneHandle(lane=0, kind=channel.kind, handle=channel.handle, num_bytes=channel.num_bytes)
-            ],
+            lanes=[attn_pb2.LaneHandle(lane=0, kind=channel.kind, handle=channel.handle)],
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
@@ -162,6 +179,10 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             resident_bytes=resident_bytes(),
         )
 
+    async def wait_failure(self) -> None:
+        """Raises what no other attachment would cure: a bug, or a GPU that has failed."""
+        await asyncio.shield(self._failure)
+
     async def leave(self, timeout_s: float) -> None:
         """Tells the dense worker that this is no crash, and waits until it lets go; `timeout_s` seconds at most."""
         self._is_leaving = True
@@ -187,13 +208,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
     async def _built_engine(self, limits: StepLimits) -> AttentionEngine:
         """Built once, whoever waits for it: a second KV cache would not fit beside the first."""
         if self._building is None:
+            self._limits = limits
             build = asyncio.to_thread(build_engine, self._section, self._model, limits, self._metrics)
             self._building = asyncio.create_task(build)
         try:
             self._engine = await asyncio.shield(self._building)
         finally:
             if self._building.done() and (self._building.cancelled() or self._building.exception() is not None):
-                self._building = None  # the next one may be luckier
+                self._building = self._limits = None  # the next one may be luckier
         return self._engine
 
     def _require_engine(self) -> AttentionEngine:
@@ -212,7 +234,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         loop = asyncio.get_running_loop()
 
         def put(result: attn_pb2.StepResult | Exception) -> None:
-            loop.call_soon_threadsafe(results.put_nowait, result)
+            loop.call_soon_threadsafe(self._tell, results, result)
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
@@ -275,6 +297,29 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             message.request_id,
         )
         opening.add_done_callback(report)
+
+    def _tell(self, results: _Results, result: attn_pb2.StepResult | Exception) -> None:
+        if isinstance(result, Exception):
+            self._note_failure(result)  # even if the dense worker, which may have failed too, reads no more
+        results.put_nowait(result)
+
+    def _note_failure(self, error: Exception) -> bool:
+        """Whether this error ends the worker."""
+        is_failure = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)
+        if is_failure and not self._failure.done():
+            self._failure.set_exception(error)
+        return is_failure
+
+    def _check_limits(self, request: attn_pb2.AttachRequest) -> None:
+        limits = self._limits
+        if limits is None:
+            return
+        for field, limit in (("max_num_seqs", limits.max_num_seqs), ("max_num_batched_tokens", limits.max_num_tokens)):
+            if getattr(request, field) > limit:
+                raise ConfigError(
+                    f"the dense worker's {field} is {getattr(request, field)}, this attention worker was started for "
+                    f"{limit} by the first one: restart it, too"
+                )
 
     def _check_model(self, request: attn_pb2.AttachRequest) -> None:
         own = {"dtype": _name(self._model.dtype), "model_fingerprint": self._model.config.fingerprint}

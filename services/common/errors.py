@@ -102,6 +102,14 @@ class PeerError(TwostrokeError):
     code = "unavailable"
 
 
+class DeviceError(TwostrokeError):
+    """A GPU or its driver has failed a call: this process cannot go on. For its peers it is one that is gone."""
+
+    status_code = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    code = "device"
+
+
 class Draining(TwostrokeError):
     """This server is about to stop and takes no new requests; another one may."""
 

@@ -20,7 +20,7 @@ from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import map_channel
 from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, PeerError, TwostrokeError
+from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
 from services.common.server import run_together
 from services.dense_worker.scheduler import StepPlan
@@ -162,7 +162,7 @@ class AttentionClient:
             try:
                 reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
                 return self._map(reply)
-            except ConfigError:
+            except (ConfigError, DeviceError):
                 raise  # no later try can cure it
             except (grpc.aio.AioRpcError, TwostrokeError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _TRANSIENT:

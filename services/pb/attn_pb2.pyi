@@ -24,16 +24,14 @@ class AttachRequest(_message.Message):
     def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class LaneHandle(_message.Message):
-    __slots__ = ("lane", "kind", "handle", "num_bytes")
+    __slots__ = ("lane", "kind", "handle")
     LANE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     lane: int
     kind: str
     handle: bytes
-    num_bytes: int
-    def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks")

@@ -18,7 +18,7 @@ from cuda.bindings import driver
 
 from services.common.channel import Flag
 from services.common.channel.region import ABORT_WORD, WORD_BYTES, SharedRegion, flag_word
-from services.common.errors import PeerError
+from services.common.errors import DeviceError
 
 FLAG_BYTES = 128  # of device memory, for each flag: a cache line of its own
 _POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; a look at the abort mark goes to the host's memory
@@ -142,7 +142,7 @@ class FlagKernels:
     def __init__(
         self, device: torch.device, flags_pointer: int, header_pointer: int, queued: StreamMemoryOperations
     ) -> None:
-        """`device` is this process's, and current. Raises `PeerError` when the driver refuses the kernels."""
+        """`device` is this process's, and current. Raises `DeviceError` when the driver refuses the kernels."""
         self._queued = queued
         capability = torch.cuda.get_device_capability(device)
         overlaps = capability >= _DEPENDENT_LAUNCH_CAPABILITY
@@ -200,10 +200,10 @@ class FlagKernels:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a CUDA call; raises `PeerError` naming the error."""
+    """The value of a CUDA call; raises `DeviceError` naming the error."""
     error, *values = result
     if int(error) != 0:
-        raise PeerError(f"CUDA call failed: {error.name}")
+        raise DeviceError(f"a CUDA call failed: {error.name}")
     return values[0] if values else None
 
 

@@ -105,9 +105,10 @@ class CudaIpcChannel:
         torch.cuda.init()
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
             error, pointer = runtime.cudaMalloc(_data_bytes(spec))
-            if error != runtime.cudaError_t.cudaSuccess:
+            if error == runtime.cudaError_t.cudaErrorMemoryAllocation:
                 free, _ = torch.cuda.mem_get_info()
                 raise CapacityError(f"data region needs {_data_bytes(spec)} bytes of GPU memory, {free} are free")
+            check((error,))
             undo.callback(runtime.cudaFree, pointer)
             check(runtime.cudaMemset(int(pointer) + _flags_offset(spec), 0, _NUM_FLAG_BYTES))
             check(runtime.cudaStreamSynchronize(0))
@@ -148,11 +149,6 @@ class CudaIpcChannel:
     def handle(self) -> bytes:
         """What the peer passes to `map`."""
         return self._region.name.encode()
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data region."""
-        return _attn_out_offset_of(self) + self.attn_out.nbytes
 
     def signal(self, flag: Flag) -> None:
         """See `Channel.signal`."""
@@ -222,10 +218,6 @@ def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device:
 
 def _attn_out_offset(spec: ChannelSpec) -> int:
     return align_up(spec.qkv_bytes, _ALIGNMENT)
-
-
-def _attn_out_offset_of(channel: CudaIpcChannel) -> int:
-    return align_up(channel.qkv.nbytes, _ALIGNMENT)
 
 
 def _flags_offset(spec: ChannelSpec) -> int:

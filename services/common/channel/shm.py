@@ -57,11 +57,6 @@ class ShmChannel:
         """What the peer passes to `map`."""
         return self._region.name.encode()
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the region."""
-        return len(self._region.memory)
-
     def signal(self, flag: Flag) -> None:
         """Sets the flag; the peer has cleared it, since both sides strictly alternate."""
         self._region.words[flag_word(flag)] = 1

@@ -14,18 +14,35 @@ from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.servicer import AttentionServicer
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
-from services.common.errors import PeerError
+from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
 from services.common.resolve import resolve_model
 from services.common.tracing import NoTracer
 from services.pb import attn_pb2, stall_pb2
 
 EPOCH = 0x5EA1_ED5E_0000_0001
 TIMEOUT_S = 60.0
+MODEL = resolve_model(ModelSection(), "cpu")
 
 
 class FakeContext:
     def peer(self) -> str:
         return "test"
+
+
+async def on_stall(stall: stall_pb2.Stall | None) -> None:
+    raise AssertionError(stall)
+
+
+def make_servicer() -> AttentionServicer:
+    section = AttentionSection(num_blocks=8)
+    return AttentionServicer(section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall)
+
+
+def make_request(**limits: int) -> attn_pb2.AttachRequest:
+    fields = {"max_num_seqs": 4, "max_num_batched_tokens": 16} | limits
+    return attn_pb2.AttachRequest(
+        dtype="float32", model_fingerprint=MODEL.config.fingerprint, weights_hash="00", **fields
+    )
 
 
 def num_regions() -> int:
@@ -41,24 +58,11 @@ def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkey
         assert may_end.wait(TIMEOUT_S)
         return build_engine(*arguments)
 
-    async def on_stall(stall: stall_pb2.Stall | None) -> None:
-        raise AssertionError(stall)
-
     monkeypatch.setattr(servicer_module, "build_engine", build_slowly)
-    model = resolve_model(ModelSection(), "cpu")
-    request = attn_pb2.AttachRequest(
-        dtype="float32",
-        model_fingerprint=model.config.fingerprint,
-        weights_hash="00",
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-    )
+    request = make_request()
 
     async def attach_twice() -> None:
-        section = AttentionSection(num_blocks=8)
-        servicer = AttentionServicer(
-            section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
-        )
+        servicer = make_servicer()
         killed = asyncio.create_task(servicer.Attach(request, FakeContext()))
         while not num_builds:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -85,17 +89,56 @@ def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkey
 def test_nobody_attaches_to_a_worker_that_is_stopping() -> None:
     """A dense worker that is told so would come back within milliseconds."""
 
-    async def on_stall(stall: stall_pb2.Stall | None) -> None:
-        raise AssertionError(stall)
-
     async def attach_late() -> None:
-        model = resolve_model(ModelSection(), "cpu")
-        servicer = AttentionServicer(
-            AttentionSection(), model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
-        )
+        servicer = make_servicer()
         await servicer.leave(TIMEOUT_S)
         with pytest.raises(PeerError, match="stopping"):
             await servicer.Attach(attn_pb2.AttachRequest(), FakeContext())
         assert num_regions() == 0
 
     asyncio.run(attach_late())
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (DeviceError("a CUDA call failed: CUDA_ERROR_ILLEGAL_ADDRESS"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),  # as torch tells it
+        (CapacityError("no room for the KV cache"), False),
+    ],
+)
+def test_a_gpu_that_has_failed_ends_the_worker_and_the_dense_worker_waits_for_the_next(
+    error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> AttentionEngine:
+        raise error
+
+    monkeypatch.setattr(servicer_module, "build_engine", fail)
+
+    async def attach() -> None:
+        servicer = make_servicer()
+        failure = asyncio.create_task(servicer.wait_failure())
+        for message in (str(error), "stopping" if ends else str(error)):
+            with pytest.raises(PeerError if ends else type(error), match=message):
+                await servicer.Attach(make_request(), FakeContext())
+        await asyncio.sleep(0.01)  # for the task to be told
+        assert failure.done() is ends
+        if ends:
+            assert failure.exception() is error
+        failure.cancel()
+
+    asyncio.run(attach())
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+def test_a_later_dense_worker_may_not_plan_larger_steps_than_the_first(limit: str) -> None:
+    async def attach() -> None:
+        servicer = make_servicer()
+        await servicer.Attach(make_request(), FakeContext())
+        with pytest.raises(ConfigError, match=rf"{limit} is 17, this attention worker was started for (4|16) "):
+            await servicer.Attach(make_request(**{limit: 17}), FakeContext())
+        assert (await servicer.Attach(make_request(**{limit: 3}), FakeContext())).attachment_id == 2
+        servicer.abort()
+        servicer.stop()
+
+    asyncio.run(attach())

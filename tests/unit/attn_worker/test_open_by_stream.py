@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.kv_cache import KVCache
+from services.attn_worker.layer_runner import EagerLayerRunner
 from services.attn_worker.servicer import AttentionServicer
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import InvalidRequest
@@ -37,8 +38,13 @@ def opening(seq_id: int, num_tokens: int) -> attn_pb2.OpenSequence:
     return attn_pb2.OpenSequence(seq_id=seq_id, token_ids=range(5, 5 + num_tokens), num_prompt_tokens=num_tokens)
 
 
-async def answers_to(messages: list[attn_pb2.StepPlan], count: int) -> list[attn_pb2.StepResult]:
-    """The first `count` results of a stream of `messages`, after which it stays open."""
+async def answers_to(
+    messages: list[attn_pb2.StepPlan], count: int, failure: type[Exception] | None = None
+) -> list[attn_pb2.StepResult]:
+    """The first `count` results of a stream of `messages`, after which it stays open.
+
+    The worker ends with a `failure`, if any.
+    """
 
     async def on_stall(stall: stall_pb2.Stall | None) -> None:
         raise AssertionError(stall)
@@ -69,12 +75,16 @@ async def answers_to(messages: list[attn_pb2.StepPlan], count: int) -> list[attn
     finally:
         is_over.set()
         await results.aclose()
+        assert failure is None or type(servicer._failure.exception()) is failure
+        assert failure is not None or not servicer._failure.done()
         servicer.abort()
         servicer.stop()
 
 
-def run(messages: list[attn_pb2.StepPlan], count: int) -> list[attn_pb2.StepResult]:
-    return asyncio.run(asyncio.wait_for(answers_to(messages, count), TIMEOUT_S))
+def run(
+    messages: list[attn_pb2.StepPlan], count: int, failure: type[Exception] | None = None
+) -> list[attn_pb2.StepResult]:
+    return asyncio.run(asyncio.wait_for(answers_to(messages, count, failure), TIMEOUT_S))
 
 
 def test_a_sequence_that_cannot_be_opened_is_refused_and_the_others_are_opened() -> None:
@@ -99,13 +109,23 @@ def test_openings_and_closings_are_answered_in_the_order_of_the_stream() -> None
     assert [(result.step_id, result.opened.seq_id) for result in results] == [(0, 1), (0, 2), (1, 0), (0, 1)]
 
 
-def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise MemoryError("no room for a table")
 
     monkeypatch.setattr(KVCache, "open_sequence", fail)
     with pytest.raises(MemoryError, match="no room for a table"):
-        run([attn_pb2.StepPlan(opens=[opening(1, 3)])], 1)
+        run([attn_pb2.StepPlan(opens=[opening(1, 3)])], 1, failure=MemoryError)
+
+
+def test_a_step_that_fails_for_no_fault_of_the_dense_worker_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(EagerLayerRunner, "launch", fail)
+    plan = attn_pb2.StepPlan(step_id=1, opens=[opening(1, 3)], seq_ids=[1], num_tokens=[3], num_computed_tokens=[0])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run([plan], 2, failure=RuntimeError)
 
 
 def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:

@@ -17,7 +17,7 @@ import torch
 from services.common.channel import ChannelSpec
 from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
-from services.common.errors import CapacityError, ConfigError, PeerError
+from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 DEVICE = torch.device("cuda", 0)
@@ -29,6 +29,7 @@ UUID = "12345678-9abc-def0-1234-56789abcdef0"
 
 class Error(IntEnum):
     cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
     cudaErrorMapBufferObjectFailed = 205
     cudaErrorPeerAccessUnsupported = 217
     CUDA_ERROR_INVALID_PTX = 218
@@ -122,7 +123,7 @@ def num_regions() -> int:
 
 def test_a_channel_whose_kernels_are_refused_is_not_created_by_halves(driver: Driver) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
-    with pytest.raises(PeerError, match="INVALID_PTX"):
+    with pytest.raises(DeviceError, match="INVALID_PTX"):
         cuda_ipc.CudaIpcChannel.create(DEVICE, cuda_ipc.SPINNING, SPEC, EPOCH, 1, 0)
     assert driver.held == [] and num_regions() == 0
 
@@ -130,7 +131,7 @@ def test_a_channel_whose_kernels_are_refused_is_not_created_by_halves(driver: Dr
 def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Driver) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
     region = make_region(cuda_ipc, UUID)
-    with pytest.raises(PeerError, match="INVALID_PTX"):
+    with pytest.raises(DeviceError, match="INVALID_PTX"):
         cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.SPINNING, region.name.encode(), SPEC, EPOCH, 1)
     assert driver.held == []
     region.close()
@@ -182,7 +183,7 @@ def test_kernels_name_a_gpu_that_their_version_of_ptx_knows(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda_flags, _ = map(importlib.import_module, MODULES)
-    with pytest.raises(PeerError, match="INVALID_PTX"):
+    with pytest.raises(DeviceError, match="INVALID_PTX"):
         cuda_flags.FlagKernels(DEVICE, POINTER, POINTER, queued=None)
     assert ".version 8.0\n" in driver.ptx and f".target {target}\n" in driver.ptx
     assert ("griddepcontrol" in driver.ptx) is has_dependent_launch
