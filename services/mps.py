@@ -50,13 +50,15 @@ class MpsDaemon:
             "CUDA_MPS_PIPE_DIRECTORY": str(self._pipe),
             "CUDA_MPS_LOG_DIRECTORY": str(self._log),
         }
+        # Both would count: a client's indices would be looked up among the devices that the daemon was left with.
+        self._own_environment = {k: v for k, v in self.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
 
     def start(self) -> None:
         """Raises `PeerError` when the daemon cannot be started or does not answer; then none is left behind."""
         self._pipe.mkdir(parents=True, exist_ok=True)
         self._log.mkdir(exist_ok=True)
-        self._run([CONTROL, "-d"], None)
         try:
+            self._run([CONTROL, "-d"], None)
             self.client_pids()
         except PeerError:
             with contextlib.suppress(PeerError):
@@ -78,7 +80,12 @@ class MpsDaemon:
     def _run(self, command: list[str], text: str | None) -> str:
         try:
             result = subprocess.run(
-                command, input=text, env=self.environment, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S
+                command,
+                input=text,
+                env=self._own_environment,
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired as error:
             call = " ".join(command)

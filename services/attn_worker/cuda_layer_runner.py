@@ -33,6 +33,7 @@ class CudaLayerRunner:
 
     def attach(self, channel: Channel) -> None:
         """See `LayerRunner`. Captures one graph per bucket, unless they shall be captured when they are needed."""
+        torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
         self._channel = channel
         self._graphs = None  # their memory is free before the new ones need it
         backend, layers = self._backend, range(self._num_layers)

@@ -47,9 +47,10 @@ class StepGraphs(Generic[Size]):
         """Captures it first, which waits for the device, if no step of this size has come before."""
         graph = self._graphs.get(size)
         if graph is None:
-            start = time.monotonic()
+            start, free_before = time.monotonic(), torch.cuda.mem_get_info()[0]
             graph = self._capture(size)
-            log.info("captured a graph", size=str(size), seconds=round(time.monotonic() - start, 3))
+            seconds, num_bytes = round(time.monotonic() - start, 3), free_before - torch.cuda.mem_get_info()[0]
+            log.info("captured a graph", size=str(size), seconds=seconds, bytes=num_bytes)
         return graph
 
     def _capture(self, size: Size) -> torch.cuda.CUDAGraph:

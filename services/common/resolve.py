@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from services.common.config import ModelSection
 from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 
+_GPU_PACKAGES = {"triton": "triton", "cuda.bindings": "cuda-bindings"}  # by module
 _MIN_CAPABILITY = (8, 0)  # bfloat16 on the matrix units; asynchronous copies, which the kernels use
 
 
@@ -34,7 +36,10 @@ def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU when there is one. Raises `ConfigError` for a GPU that is not there, or too old."""
+    """`auto` is the GPU when there is one.
+
+    Raises `ConfigError` for a GPU that is not there, or too old, and for a package that it needs and is not there.
+    """
     num_gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and num_gpus == 0):
         return torch.device("cpu")
@@ -47,7 +52,19 @@ def resolve_device(name: str) -> torch.device:
             f"{torch.cuda.get_device_name(index)}, device {name!r}, has compute capability {_dotted(capability)}, "
             f"{_dotted(_MIN_CAPABILITY)} or later is needed"
         )
+    if torch.version.cuda is None:
+        raise ConfigError(f"device {name!r} needs a torch for CUDA, torch {torch.__version__} is for something else")
+    for module, package in _GPU_PACKAGES.items():
+        if not _is_installed(module):
+            raise ConfigError(f"device {name!r} needs {package}, which is not installed; torch's CUDA build brings it")
     return torch.device("cuda", index)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is what it is a part of
+        return False
 
 
 def _dotted(capability: tuple[int, int]) -> str:

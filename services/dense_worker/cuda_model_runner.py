@@ -53,6 +53,7 @@ class CudaModelRunner(ModelRunner):
 
     def attach(self, channel: Channel) -> None:
         """Captures the graphs, unless they shall be captured when they are needed."""
+        torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
         super().attach(channel)
         self._graphs = None  # their memory is free before the new ones need it
 

@@ -119,7 +119,8 @@ async def use(
     for child in children:
         child.may_restart = True
     if mps is not None:
-        missing = [child.role for child in children if child.role != "gateway" and child.pid not in mps.client_pids()]
+        clients = await asyncio.to_thread(mps.client_pids)
+        missing = [child.role for child in children if child.role != "gateway" and child.pid not in clients]
         if missing:
             log.error("NOT under MPS: every handoff is about 20 times slower", roles=",".join(missing))
         else:

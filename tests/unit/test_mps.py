@@ -15,7 +15,7 @@ from services.mps import CONTROL, MpsDaemon
 TIMEOUT_S = 0.5
 # Does what the real one does as far as it matters here: `-d` leaves a daemon, which `quit` ends.
 WORKING = """
-if [ "$1" = -d ]; then touch "$CUDA_MPS_PIPE_DIRECTORY/daemon"; exit; fi
+if [ "$1" = -d ]; then echo "devices: $CUDA_VISIBLE_DEVICES" > "$CUDA_MPS_PIPE_DIRECTORY/daemon"; exit; fi
 read command
 case "$command" in
   get_server_list) echo 11; echo 12;;
@@ -60,6 +60,19 @@ def test_clients_of_all_servers_are_told_and_stop_leaves_no_daemon(directory: Pa
     assert daemons(directory)
     daemon.stop()
     assert not daemons(directory)
+
+
+def test_indices_of_gpus_mean_to_a_client_what_they_mean_without_the_daemon(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documentation of MPS: with the variable set for both, a client's indices count the daemon's devices."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    install(directory, WORKING)
+    daemon = MpsDaemon(directory)
+    daemon.start()
+    assert [each.read_text() for each in daemons(directory)] == ["devices: \n"]
+    assert daemon.environment["CUDA_VISIBLE_DEVICES"] == "2"
+    daemon.stop()
 
 
 @pytest.mark.parametrize(

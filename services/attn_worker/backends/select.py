@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 from typing import Literal
 
 import torch
@@ -41,8 +40,6 @@ def _check(name: BackendName, model: ResolvedModel) -> None:
     if is_on_cpu != (name == "torch"):
         needed = "a CUDA device" if is_on_cpu else "the CPU alone"
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        raise ConfigError("triton is not installed; torch's CUDA build brings it")
     if name == "flashinfer":
         _check_flashinfer(model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.common import resolve
 from services.common.errors import CapacityError, ConfigError
 from services.common.gpu import naming_what_needs_memory
 from services.common.resolve import resolve_device
@@ -28,13 +29,46 @@ def test_other_errors_stay_what_they_are() -> None:
         raise RuntimeError("an illegal memory access")
 
 
-def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is an old one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (6, 1)][index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an old GPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(resolve, "_is_installed", lambda module: True)
+
+
+def test_a_gpu_that_is_too_old_is_named(two_gpus: None) -> None:
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match=r"an old GPU, device 'cuda:1', has compute capability 6\.1, 8\.0 or later"):
         resolve_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("triton", "device 'auto' needs triton, which is not installed; torch's CUDA build brings it"),
+        ("cuda.bindings", "device 'auto' needs cuda-bindings, which is not installed"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named(
+    module: str, message: str, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "_is_installed", lambda other: other != module)
+    with pytest.raises(ConfigError, match=message):
+        resolve_device("auto")
+
+
+def test_a_torch_for_other_gpus_is_named(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"device 'cuda' needs a torch for CUDA, torch \S+ is for something else"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(("module", "is_there"), [("grpc.aio", True), ("torch.nowhere", False), ("no_parent.x", False)])
+def test_what_is_installed_is_found(module: str, is_there: bool) -> None:
+    assert resolve._is_installed(module) is is_there
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
