@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 import torch
 import triton
 
+from bench.options import describe_commit
+
 NUM_REPLAYS = 7
 
 
@@ -59,10 +61,9 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def describe_environment(device: torch.device) -> dict[str, str]:
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    commit = subprocess.run(("git", "rev-parse", "HEAD"), capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": describe_commit() or "unknown",
         "gpu": torch.cuda.get_device_name(device),
         "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0],
         "torch": torch.__version__,

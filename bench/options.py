@@ -72,7 +72,7 @@ def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """When, with what code and with what options a benchmark ran."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": describe_commit(),
         "versions": _versions(),
         "config": {name: _json_value(value) for name, value in vars(arguments).items()},
     }
@@ -109,8 +109,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _commit() -> str | None:
-    """Of this repository; `None` where there is no git or no repository."""
+def describe_commit() -> str | None:
+    """Of this repository, with `-dirty` where files differ from it; `None` where there is no git or no repository."""
     if shutil.which("git") is None:
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
