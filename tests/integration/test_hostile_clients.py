@@ -19,7 +19,7 @@ from tests.http_clients import client, connect_socket, request_bytes
 
 LIMIT_S = 1.5  # of everything that waits for a client
 LATE_S = 30.0  # bound of every wait of these tests, for a machine that does other things too
-MAX_GAP_S = 5.0  # of the normal stream; a step takes milliseconds, an attack that stops the gateway for ever does not
+MAX_GAP_S = 15.0  # of the normal stream; a step takes milliseconds, an attack that stops the gateway for ever does not
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "San Francisco is a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 

@@ -331,13 +331,15 @@ def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(clu
 def kill_dense_worker_after(
     cluster: Cluster, num_steps: int, submits: list[dense_pb2.Submit]
 ) -> dict[int, SequenceNews]:
-    """What came until the dense worker was killed, some steps on; returns when another one serves."""
+    """What came until the dense worker was killed, some steps on, when all had tokens; returns when another serves."""
     pid = cluster.pid_of("dense_worker")
     news: dict[int, SequenceNews] = {}
+    is_killed = False
     with contextlib.suppress(grpc.RpcError):
         for num_done, _ in enumerate(stream_steps(cluster.dense, submits, news), 1):
-            if num_done == num_steps:
+            if not is_killed and num_done >= num_steps and all(each.token_ids for each in news.values()):
                 os.kill(pid, signal.SIGKILL)
+                is_killed = True
     deadline = time.monotonic() + RESTART_TIMEOUT_S
     while True:
         try:
