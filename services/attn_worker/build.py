@@ -38,7 +38,10 @@ def build_engine(
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     num_blocks = count_blocks(section, model)
-    max_model_len = min(model.max_model_len, num_blocks * section.block_size)
+    room = num_blocks * section.block_size
+    max_model_len = min(model.max_model_len, room)
+    if room < model.max_model_len:
+        log.warning("the KV cache bounds a sequence", num_tokens=room, max_model_len=model.max_model_len)
     cache = KVCache(
         num_blocks,
         section.block_size,

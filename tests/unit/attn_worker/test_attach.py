@@ -7,10 +7,12 @@ import threading
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from services.attn_worker import servicer as servicer_module
-from services.attn_worker.build import build_engine
+from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
+from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import AttentionServicer
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
@@ -142,3 +144,14 @@ def test_a_later_dense_worker_may_not_plan_larger_steps_than_the_first(limit: st
         servicer.stop()
 
     asyncio.run(attach())
+
+
+@pytest.mark.parametrize(("num_blocks", "is_bound"), [(127, True), (128, False)])
+def test_a_cache_too_small_for_the_models_longest_sequence_says_so(num_blocks: int, is_bound: bool) -> None:
+    assert MODEL.max_model_len == 128 * 16
+    section = AttentionSection(num_blocks=num_blocks, block_size=16)
+    with capture_logs() as events:
+        engine = build_engine(section, MODEL, StepLimits(4, 16), AttentionMetrics(CollectorRegistry(), lambda: None))
+    engine.stop()
+    warnings = [event for event in events if event["log_level"] == "warning"]
+    assert [event["num_tokens"] for event in warnings] == ([num_blocks * 16] if is_bound else [])
