@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from bench.device_rates import require_gpu
 from bench.options import whole_number
 from bench.stats import summarize
 from services.common.channel import Channel, ChannelSpec, Flag
@@ -123,6 +124,8 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        require_gpu("cuda.bindings")
     if arguments.peer:
         run_peer(arguments.device, arguments.channel, arguments.peer, arguments.epoch, arguments.steps)
         return
