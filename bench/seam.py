@@ -26,6 +26,7 @@ from bench.handoff import run_under_mps
 from bench.options import whole_number
 from bench.step_timeline import format_timeline
 from services.common.channel import CUDA_KINDS
+from services.common.errors import TwostrokeError
 
 
 def main() -> None:
@@ -43,6 +44,13 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    try:
+        _run(arguments)
+    except TwostrokeError as error:
+        raise SystemExit(f"seam: {error}") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
     require_gpu("triton", "cuda.bindings")
     # They need both packages.
     from bench.seam_sides import DenseSide, Task, measure_one_process, measure_two_processes, run_peer

@@ -6,7 +6,6 @@ import itertools
 import json
 import secrets
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -17,8 +16,9 @@ import torch
 
 from bench.attention_steps import make_step
 from bench.dense import MODELS
-from bench.handoff import EPOCH_BITS, WAIT_TIMEOUT_S
+from bench.handoff import EPOCH_BITS
 from bench.kernel_trace import record_kernels
+from bench.peer import WAIT_TIMEOUT_S, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
 from bench.step_timeline import Kernel, Span, make_timeline
 from services.attn_worker import layer_runner
 from services.attn_worker.backends.triton_attention import TritonAttention
@@ -137,9 +137,12 @@ class DenseSide:
         rows = torch.arange(batch, device="cuda")
 
         def warm_up(batch: int) -> None:
-            self._backend.first(token_ids, channel.qkv[:batch])
-            self._backend.middle(0, channel.attn_out[:batch], channel.qkv[:batch])
-            self._backend.last(channel.attn_out[:batch], rows)
+            qkv, attn_out = channel.qkv[:batch], channel.attn_out[:batch]
+            attn_out.zero_()
+            self._backend.first(token_ids, qkv)
+            if self._config.num_layers > 1:
+                self._backend.middle(0, channel.fetch_attn_out(batch), qkv)
+            self._backend.last(attn_out, rows)
 
         def run(batch: int) -> None:
             model_runner.run_layers(self._backend, channel, self._config.num_layers, token_ids, rows)
@@ -154,7 +157,7 @@ def measure_one_process(task: Task, dense: DenseSide) -> dict[int, float]:
     for batch in task.batches:
         attention.begin(batch)
         replay = dense.capture(OneProcess(task.spec, attention, batch), batch)
-        times[batch] = time_steps(replay, task.num_steps)
+        times[batch] = time_steps(replay, task.num_steps, torch.cuda.Event.synchronize)
     return times
 
 
@@ -163,50 +166,48 @@ def measure_two_processes(task: Task, dense: DenseSide) -> tuple[dict[int, float
     epoch = secrets.randbits(EPOCH_BITS)
     device = torch.device("cuda", torch.cuda.current_device())
     command = [sys.executable, str(PROGRAM), "--peer", json.dumps(asdict(task)), "--epoch", str(epoch)]
-    peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert peer.stdout is not None
-    kind, handle = peer.stdout.readline().split()
-    channel = map_channel(device, kind, handle.encode(), task.spec, epoch, 1, WAIT_TIMEOUT_S)
     times, timelines = {}, {}
-    for batch in task.batches:
-        replay = dense.capture(channel, batch)
-        times[batch] = time_steps(replay, task.num_steps)
-        if task.is_traced:
-            kernels = record_kernels(replay, NUM_TRACED)[NUM_TRACED // 2]
-            attention_kernels = [Kernel(**each) for each in json.loads(peer.stdout.readline())]
-            timelines[batch] = make_timeline(kernels, attention_kernels)
-    peer.wait(WAIT_TIMEOUT_S)
-    channel.close()
+    with PeerProcess(command) as peer:
+        kind, handle = peer.read_line().split()
+        with closing(map_channel(device, kind, handle.encode(), task.spec, epoch, 1, WAIT_TIMEOUT_S)) as channel:
+            wait = DeviceWait(channel, peer)
+            for batch in task.batches:
+                replay = dense.capture(channel, batch)
+                times[batch] = time_steps(replay, task.num_steps, wait)
+                if task.is_traced:
+                    kernels = trace_step(replay, wait)
+                    attention_kernels = [Kernel(**each) for each in json.loads(peer.read_line())]
+                    timelines[batch] = make_timeline(kernels, attention_kernels)
     return times, timelines
 
 
 def run_peer(task: Task, epoch: int) -> None:
     """The other process, the attention worker: replays every step once for each of the dense worker's."""
+    parent = ParentProcess()
     device = torch.device(task.attention_device)
     torch.cuda.set_device(device)
     kind = task.kind or choose_kind(device, gpu_uuid(torch.device("cuda:0")))
-    channel = CudaIpcChannel.create(device, kind, task.spec, epoch, 1, 0)
-    attention = AttentionSide(task, device)
-    print(channel.kind, channel.handle.decode(), flush=True)
-    for batch in task.batches:
-        replay = attention.capture(channel, batch)
-        attention.begin(batch)
-        time_steps(replay, task.num_steps)
-        if task.is_traced:
-            kernels = record_kernels(replay, NUM_TRACED)[NUM_TRACED // 2]
-            print(json.dumps([asdict(kernel) for kernel in kernels]), flush=True)
-    channel.close()
+    with closing(CudaIpcChannel.create(device, kind, task.spec, epoch, 1, 0)) as channel:
+        wait = DeviceWait(channel, parent)
+        attention = AttentionSide(task, device)
+        print(channel.kind, channel.handle.decode(), flush=True)
+        for batch in task.batches:
+            replay = attention.capture(channel, batch)
+            attention.begin(batch)
+            time_steps(replay, task.num_steps, wait)
+            if task.is_traced:
+                print(json.dumps([asdict(kernel) for kernel in trace_step(replay, wait)]), flush=True)
 
 
-def time_steps(replay: Callable[[], None], num_steps: int) -> float:
+def time_steps(replay: Callable[[], None], num_steps: int, wait: Callable[[torch.cuda.Event], None]) -> float:
     """Median milliseconds between the ends of two steps that follow each other at once."""
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_WARM_UPS + num_steps)]
-    for end in ends:
-        replay()
-        end.record()
-    torch.cuda.synchronize()
-    ends = ends[NUM_WARM_UPS - 1 :]
+    ends = replay_steps(replay, NUM_WARM_UPS + num_steps, wait)[NUM_WARM_UPS - 1 :]
     return statistics.median(first.elapsed_time(second) for first, second in itertools.pairwise(ends))
+
+
+def trace_step(replay: Callable[[], None], wait: Callable[[torch.cuda.Event], None]) -> list[Kernel]:
+    """The kernels of one step."""
+    return record_kernels(lambda: replay_steps(replay, NUM_TRACED, wait), NUM_TRACED)[NUM_TRACED // 2]
 
 
 def _replaying(stream: torch.cuda.Stream, graphs: StepGraphs[int], batch: int) -> Callable[[], None]:
