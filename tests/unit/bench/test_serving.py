@@ -20,7 +20,9 @@ from bench.load import Load, replay, shares
 from bench.serving import format_table, main
 from bench.stats import RequestRecord, ServingFigures, Summary, num_output_tokens
 from bench.transport import PROTOCOLS, RequestError, TimedRequest, Transport, open_transport
-from services.pb import gateway_pb2, gateway_pb2_grpc
+from services.gateway.http.schemas.completions import CompletionRequest
+from services.gateway.http.to_message import completion_messages
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 from tests.fake_dense import FakeDense
 from tests.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
 
@@ -416,6 +418,21 @@ class _RefuseFourth(dict[str, tuple[grpc.StatusCode, str]]):
 
     def __getitem__(self, request_id: str) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "Once upon"}, {"prompt_token_ids": {"ids": [5, 0, 7]}}])
+def test_the_gateway_reads_the_same_request_over_http(prompt: dict[str, Any]) -> None:
+    sampling = sampling_pb2.SamplingParams(temperature=0.25)
+    options = {"max_tokens": 9, "ignore_eos": True, "cache_salt": "salt"}
+    message = gateway_pb2.GenerateRequest(request_id="bench-1", sampling=sampling, **options, **prompt)
+
+    async def test() -> None:
+        async with open_transport("http", "host:1") as transport:
+            body = CompletionRequest.model_validate_json(transport.encode(message))
+        assert completion_messages(body, "bench-1") == [message]
+        assert body.stream and body.return_token_ids
+
+    run(test())
 
 
 @pytest.mark.parametrize(("protocol", "error"), [("grpc", "UNAVAILABLE: "), ("http", "ConnectError: ")])
