@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import uvloop
 
 from bench.dense_load import DenseLoad, DenseRequest, open_dense
-from bench.load import LoadError
 from bench.options import non_negative, non_negative_number, positive, run_facts, save_run, whole_number
 from bench.stats import CoreFigures, RequestRecord, ServingFigures, core_figures, serving_figures
+from bench.transport import LoadError
 from bench.workload import (
     LengthDistribution,
     Prompt,

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, LoadError
+from bench.grpc_transport import CHANNEL_OPTIONS
 from bench.stats import NS_PER_S, RequestRecord
+from bench.transport import CONNECT_TIMEOUT_S, LoadError
 from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
 
 FIRST_SEQ_ID = 1

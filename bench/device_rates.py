@@ -1,18 +1,34 @@
-"""What a card can do at best, and how long something takes on it. Needs a CUDA device and triton."""
+"""What a card can do at best, and how long something takes on it. Needs a CUDA device; to import it needs none."""
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 
 import torch
-import triton
 
 from bench.options import describe_commit
 
 NUM_REPLAYS = 7
+
+
+def require_gpu(*packages: str) -> None:
+    """Ends the process with one line where there is no CUDA device, or not one of these packages that need it."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this machine has no CUDA device, or torch cannot use it")
+    for package in packages:
+        if not _is_installed(package):
+            raise SystemExit(f"the package {package} is not installed")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor what it is a part of
+        return False
 
 
 def time_graph(run_layer: Callable[[int], object], num_layers: int) -> float:
@@ -60,6 +76,8 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def describe_environment(device: torch.device) -> dict[str, str]:
+    import triton  # needed here only
+
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "date": datetime.now(UTC).date().isoformat(),

@@ -25,9 +25,11 @@ import grpc
 import uvloop
 
 from bench.dense_load import DenseLoad, DenseRequest, open_dense
-from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, TimedRequest, replay
+from bench.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
+from bench.load import Load, replay
 from bench.options import non_negative, positive, run_facts, save_run, whole_number
 from bench.stats import RequestRecord, core_figures, serving_figures
+from bench.transport import CONNECT_TIMEOUT_S, LoadError, TimedRequest
 from bench.workload import Prompt, WorkloadError, dataset_prompts, load_encode
 from services.common.cli import dashed
 from services.common.config import EMBEDDED_MODEL, DenseSection, GatewaySection
@@ -126,12 +128,13 @@ async def _replay(
     channel: grpc.aio.Channel, prompts: Sequence[Prompt], arguments: argparse.Namespace
 ) -> list[RequestRecord]:
     salt = secrets.token_hex(8)
-    requests = [
-        TimedRequest(index, 0, _request(f"end-to-end-{salt}-{index}", prompt, salt).SerializeToString())
-        for index, prompt in enumerate(prompts)
-    ]
-    load = Load(arguments.address, [], requests, arguments.max_concurrency, arguments.timeout)
-    return await replay(channel, load, time.monotonic_ns())
+    transport = GrpcTransport(channel)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        message = _request(f"end-to-end-{salt}-{index}", prompt, salt)
+        requests.append(TimedRequest(index, 0, message.request_id, transport.encode(message)))
+    load = Load("grpc", arguments.address, [], requests, arguments.max_concurrency, arguments.timeout)
+    return await replay(transport, load, time.monotonic_ns())
 
 
 def _check_answered(name: str, records: Sequence[RequestRecord]) -> None:

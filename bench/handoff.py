@@ -15,22 +15,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from bench.device_rates import require_gpu
 from bench.options import whole_number
+from bench.peer import WAIT_TIMEOUT_S, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
 from bench.stats import summarize
 from services.common.channel import Channel, ChannelSpec, Flag
 from services.common.channel.factory import create_channel, map_channel
+from services.common.errors import TwostrokeError
 from services.common.gpu import gpu_uuid
 from services.mps import MpsDaemon, has_mps
 
 SPEC = ChannelSpec(max_tokens=16, qkv_size=64, attn_size=64, dtype=torch.float32)
 NUM_LAYERS = 32  # handoffs each way in one step
-WAIT_TIMEOUT_S = 60.0
 EPOCH_BITS = 63
 
 
@@ -64,18 +68,16 @@ def capture(channel: Channel, is_asking: bool) -> torch.cuda.CUDAGraph:
 
 def run_peer(device: str, kind: str, handle: str, epoch: int, num_steps: int) -> None:
     """The other process: maps the region and answers `num_steps` steps."""
+    parent = ParentProcess()
     torch_device = torch.device("cpu") if device == "cpu" else gpu(device)
-    channel = map_channel(torch_device, kind, handle.encode(), SPEC, epoch, 1, WAIT_TIMEOUT_S)
-    if device == "cpu":
+    with closing(map_channel(torch_device, kind, handle.encode(), SPEC, epoch, 1, WAIT_TIMEOUT_S)) as channel:
+        graph = capture(channel, is_asking=False) if device != "cpu" else None
         print("ready", flush=True)
+        if graph is not None:
+            replay_steps(graph.replay, num_steps, DeviceWait(channel, parent))
+            return
         for _ in range(num_steps):
             answer(channel)
-        return
-    graph = capture(channel, is_asking=False)
-    print("ready", flush=True)
-    for _ in range(num_steps):
-        graph.replay()
-    torch.cuda.synchronize()
 
 
 def make_channel(device: str, peer_device: str, epoch: int, kind: str | None) -> Channel:
@@ -93,22 +95,27 @@ def measure(channel: Channel, epoch: int, device: str, peer_device: str, num_ste
     command = [sys.executable, __file__, "--device", peer_device, "--peer", channel.handle.decode()]
     command += ["--channel", channel.kind]
     command += ["--epoch", str(epoch), "--steps", str(num_steps)]
-    peer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert peer.stdout is not None
-    assert peer.stdout.readline().strip() == "ready"
     microseconds = []
-    graph = capture(channel, is_asking=True) if device != "cpu" else None
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        if graph is None:
-            ask(channel)
-        else:
-            graph.replay()
-            torch.cuda.synchronize()
-        microseconds.append((time.perf_counter() - start) / NUM_LAYERS * 1e6)
-    peer.wait(WAIT_TIMEOUT_S)
-    channel.close()
+    with PeerProcess(command) as peer:
+        assert peer.read_line() == "ready"
+        step = partial(ask, channel) if device == "cpu" else _replaying(channel, peer)
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            step()
+            microseconds.append((time.perf_counter() - start) / NUM_LAYERS * 1e6)
     return microseconds[num_steps // 10 :]  # without the warm-up
+
+
+def _replaying(channel: Channel, peer: PeerProcess) -> Callable[[], None]:
+    """One step on the GPU, and the wait for its end."""
+    graph, end, wait = capture(channel, is_asking=True), torch.cuda.Event(), DeviceWait(channel, peer)
+
+    def step() -> None:
+        graph.replay()
+        end.record()
+        wait(end)
+
+    return step
 
 
 def main() -> None:
@@ -123,6 +130,15 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    try:
+        _run(arguments)
+    except TwostrokeError as error:
+        raise SystemExit(f"handoff: {error}") from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.device != "cpu":
+        require_gpu("cuda.bindings")
     if arguments.peer:
         run_peer(arguments.device, arguments.channel, arguments.peer, arguments.epoch, arguments.steps)
         return
@@ -132,9 +148,9 @@ def main() -> None:
         run_under_mps()
         return
     epoch = secrets.randbits(EPOCH_BITS)
-    channel = make_channel(arguments.device, peer_device, epoch, arguments.channel)
-    kind = channel.kind
-    values = measure(channel, epoch, arguments.device, peer_device, arguments.steps)
+    with closing(make_channel(arguments.device, peer_device, epoch, arguments.channel)) as channel:
+        kind = channel.kind
+        values = measure(channel, epoch, arguments.device, peer_device, arguments.steps)
     summary = summarize(values)
     assert summary is not None, "there was at least one step"
     figures = {
@@ -158,16 +174,18 @@ def main() -> None:
 
 
 def run_under_mps() -> None:
-    """This very program again, as a client of an MPS daemon of its own."""
+    """This very program again, as a client of an MPS daemon of its own. Ends this one too if that fails."""
     if not has_mps():
         raise SystemExit("this machine has no MPS: use --mps off")
     with tempfile.TemporaryDirectory() as directory:
         daemon = MpsDaemon(Path(directory) / "mps")
         daemon.start()
         try:
-            subprocess.run([sys.executable, *sys.argv], env=daemon.environment, check=True)
+            status = subprocess.run([sys.executable, *sys.argv], env=daemon.environment, check=False).returncode
         finally:
             daemon.stop()
+    if status:
+        raise SystemExit(status)  # it has said why
 
 
 if __name__ == "__main__":

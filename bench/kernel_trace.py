@@ -10,12 +10,10 @@ from torch.autograd import DeviceType
 from bench.step_timeline import Kernel
 
 
-def record_kernels(replay: Callable[[], None], num_steps: int) -> list[list[Kernel]]:
-    """The kernels of each of `num_steps` calls of `replay`, in order of their starts; all calls run the same ones."""
+def record_kernels(run: Callable[[], object], num_steps: int) -> list[list[Kernel]]:
+    """The kernels of each of the `num_steps` alike steps that `run` awaits, in order of their starts."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(num_steps):
-            replay()
-        torch.cuda.synchronize()
+        run()
     assert profiler.profiler is not None, "the profile has ended"
     kernels = sorted(
         (

@@ -1,7 +1,7 @@
-"""Sends a workload to a gateway over gRPC and notes when every chunk of every answer arrives.
+"""Sends a workload to a gateway and notes when every chunk of every answer arrives.
 
 Runs in one or several client processes, which share the requests in turn and start together. While the load
-runs they do no more for a chunk than to keep its bytes and the time: requests are serialized before, chunks
+runs they do no more for a chunk than to keep its bytes and the time: requests are encoded before, chunks
 parsed after.
 """
 
@@ -9,45 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from typing import Any
 
-import grpc
 import uvloop
 
 from bench.stats import NS_PER_S, RequestRecord
+from bench.transport import Answer, LoadError, RequestError, TimedRequest, Transport, open_transport, served_model
 from services.pb import gateway_pb2
 
-GENERATE_STREAM = f"/{gateway_pb2.DESCRIPTOR.services_by_name['Gateway'].full_name}/GenerateStream"
-CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
-CONNECT_TIMEOUT_S = 10.0
 START_DELAY_NS = 100_000_000  # for the start time to reach every process
-
-
-class LoadError(Exception):
-    """The load could not be run at all; single requests that fail are in their records instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimedRequest:
-    """One request, ready to be sent."""
-
-    index: int  # position in the workload
-    due_ns: int  # since the start of the run
-    message: bytes  # a serialized GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What one client process has to do, or all of them together."""
 
+    protocol: str  # one of PROTOCOLS
     address: str  # of the gateway
     warmup: list[TimedRequest]  # sent and awaited before the run, whatever their due times
     requests: list[TimedRequest]  # by due time
@@ -86,33 +72,31 @@ def shares(load: Load, num_shares: int) -> list[Load]:
     if load.max_concurrency is not None:
         num_shares = min(num_shares, load.max_concurrency)
     return [
-        Load(
-            load.address,
-            load.warmup[share::num_shares],
-            load.requests[share::num_shares],
-            None if load.max_concurrency is None else (load.max_concurrency + num_shares - 1 - share) // num_shares,
-            load.request_timeout_s,
+        dataclasses.replace(
+            load,
+            warmup=load.warmup[share::num_shares],
+            requests=load.requests[share::num_shares],
+            max_concurrency=(
+                None if load.max_concurrency is None else (load.max_concurrency + num_shares - 1 - share) // num_shares
+            ),
         )
         for share in range(num_shares)
     ]
 
 
-async def replay(channel: grpc.aio.Channel, load: Load, start_ns: int) -> list[RequestRecord]:
+async def replay(transport: Transport, load: Load, start_ns: int) -> list[RequestRecord]:
     """Sends `load.requests`, each when it is due after `start_ns` of the monotonic clock, and awaits them all."""
-    send = channel.unary_stream(GENERATE_STREAM)  # without (de)serializers: bytes go in and come out
     slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.requests)))
-    answers: list[_Answer] = []
+    logs: list[_AnswerLog] = []
 
     async def run(request: TimedRequest) -> None:
-        answer = _Answer(request.index, request.due_ns, time.monotonic_ns() - start_ns)
-        answers.append(answer)
+        log = _AnswerLog(request, start_ns)
+        logs.append(log)
         try:
-            async for chunk in send(request.message, timeout=load.request_timeout_s):
-                answer.chunk_ns.append(time.monotonic_ns() - start_ns)
-                answer.chunks.append(chunk)
-        except grpc.aio.AioRpcError as error:
-            answer.error = f"{error.code().name}: {error.details()}"
-        answer.end_ns = time.monotonic_ns() - start_ns
+            await transport.send(request, load.request_timeout_s, log.add)
+        except RequestError as error:
+            log.error = str(error)
+        log.end_ns = time.monotonic_ns() - start_ns
         slots.release()
 
     async with asyncio.TaskGroup() as tasks:
@@ -122,45 +106,45 @@ async def replay(channel: grpc.aio.Channel, load: Load, start_ns: int) -> list[R
                 await asyncio.sleep(delay_s)
             await slots.acquire()
             tasks.create_task(run(request))
-    return [answer.record() for answer in answers]
+    return [log.record(transport.parse(log.chunks)) for log in logs]
 
 
-class _Answer:
+class _AnswerLog:
     """One answer as it comes in: times in ns since the start of the run, chunks not yet parsed."""
 
-    def __init__(self, index: int, due_ns: int, send_ns: int) -> None:
-        self.index = index
-        self.due_ns = due_ns
-        self.send_ns = send_ns
-        self.end_ns = send_ns
-        self.chunk_ns: list[int] = []
+    def __init__(self, request: TimedRequest, start_ns: int) -> None:
+        self._request = request
+        self._start_ns = start_ns
+        self._send_ns = self.end_ns = time.monotonic_ns() - start_ns
+        self._chunk_ns: list[int] = []
         self.chunks: list[bytes] = []
         self.error: str | None = None
 
-    def record(self) -> RequestRecord:
-        chunks = [gateway_pb2.GenerateChunk.FromString(chunk) for chunk in self.chunks]
-        chunk_num_tokens = [len(chunk.token_ids) for chunk in chunks]
-        usage = chunks[-1].finish.usage if chunks else gateway_pb2.Usage()
-        if self.error is None:
-            self.error = _inconsistency(chunks, sum(chunk_num_tokens))
+    def add(self, chunk: bytes) -> None:
+        self._chunk_ns.append(time.monotonic_ns() - self._start_ns)
+        self.chunks.append(chunk)
+
+    def record(self, answer: Answer) -> RequestRecord:
+        usage = answer.usage or gateway_pb2.Usage()
         return RequestRecord(
-            index=self.index,
-            scheduled_ns=self.due_ns,
-            send_ns=self.send_ns,
+            index=self._request.index,
+            scheduled_ns=self._request.due_ns,
+            send_ns=self._send_ns,
             end_ns=self.end_ns,
-            chunk_ns=self.chunk_ns,
-            chunk_num_tokens=chunk_num_tokens,
+            chunk_ns=self._chunk_ns,
+            chunk_num_tokens=answer.chunk_num_tokens,
             num_prompt_tokens=usage.num_prompt_tokens,
             num_cached_tokens=usage.num_cached_tokens,
-            error=self.error,
+            error=self.error or answer.error or _inconsistency(answer),
         )
 
 
-def _inconsistency(chunks: Sequence[gateway_pb2.GenerateChunk], num_tokens: int) -> str | None:
-    if not chunks or not chunks[-1].HasField("finish"):
+def _inconsistency(answer: Answer) -> str | None:
+    if answer.usage is None:
         return "the stream ended without a finish"
-    if num_tokens != chunks[-1].finish.usage.num_output_tokens:
-        return f"{num_tokens} tokens came, the server counts {chunks[-1].finish.usage.num_output_tokens}"
+    num_tokens = sum(answer.chunk_num_tokens)
+    if num_tokens != answer.usage.num_output_tokens:
+        return f"{num_tokens} tokens came, the server counts {answer.usage.num_output_tokens}"
     return None
 
 
@@ -198,23 +182,20 @@ def _run_client(load: Load, parent: Connection) -> None:
 
 
 async def _warm_up_and_replay(load: Load, parent: Connection) -> LoadResult:
-    async with grpc.aio.insecure_channel(load.address, options=CHANNEL_OPTIONS) as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
-        except TimeoutError:
-            raise LoadError(f"no gateway at {load.address} within {CONNECT_TIMEOUT_S:g} s") from None
-        await _warm_up(channel, load)
+    async with open_transport(load.protocol, load.address) as transport:
+        await served_model(transport, load.address)  # connects
+        await _warm_up(transport, load)
         gc.collect()
         gc.disable()  # a collection would delay every chunk behind it
         parent.send("ready")
         start_ns = await asyncio.to_thread(parent.recv)
         cpu_start_s = time.process_time()
-        records = await replay(channel, load, start_ns)
+        records = await replay(transport, load, start_ns)
         return LoadResult(records, [time.process_time() - cpu_start_s])
 
 
-async def _warm_up(channel: grpc.aio.Channel, load: Load) -> None:
-    warmup = Load(load.address, [], load.warmup, load.max_concurrency, load.request_timeout_s)
-    for record in await replay(channel, warmup, start_ns=0):  # all are due already
+async def _warm_up(transport: Transport, load: Load) -> None:
+    warmup = dataclasses.replace(load, requests=load.warmup)
+    for record in await replay(transport, warmup, start_ns=0):  # all are due already
         if record.error is not None:
             raise LoadError(f"a warm-up request failed: {record.error}")

@@ -1,4 +1,4 @@
-"""Load on a running gateway over gRPC, and the latencies and throughput that its clients see.
+"""Load on a running gateway over gRPC or HTTP, and the latencies and throughput that its clients see.
 
 `python bench/serving.py --num-prompts 500 --request-rate 16 --json FILE` prints the table and saves the raw
 timestamps of every chunk, from which every figure can be computed again. The definitions are in `bench.stats`.
@@ -17,12 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import grpc
+import uvloop
 
-from bench.load import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, Load, LoadError, LoadResult, TimedRequest, run_load
+from bench.load import Load, LoadResult, run_load
 from bench.options import non_negative, positive, ratio, run_facts, save_run, whole_number
 from bench.reference import nearest_run
 from bench.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
+from bench.transport import PROTOCOLS, LoadError, TimedRequest, Transport, open_transport, served_model
 from bench.workload import (
     LengthDistribution,
     Prompt,
@@ -32,9 +33,11 @@ from bench.workload import (
     load_encode,
     random_prompts,
 )
-from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from services.common.config import GatewaySection
+from services.pb import gateway_pb2, sampling_pb2
 
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 235, 212  # means of ShareGPT's first turns
+DEFAULT_ADDRESSES = {"grpc": GatewaySection().address, "http": GatewaySection().http_address}
 MAX_CLIENT_LOAD = 0.7  # of one core; a busier client process adds delays of its own
 TABLE_WIDTH = 50
 
@@ -55,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     facts = run_facts(arguments)
-    model = _model_info(arguments.address)
-    load = make_load(arguments, model)
-    print(f"{len(load.requests)} requests to {model.model} at {arguments.address}", file=sys.stderr)
+    model, load = uvloop.run(_ask_and_prepare(arguments))
+    print(f"{len(load.requests)} requests to {model.model} at {load.address} over {load.protocol}", file=sys.stderr)
     result = run_load(load, arguments.client_processes)
     figures = serving_figures(result.records)
     client = client_figures(result, figures, load.max_concurrency is None)
@@ -70,14 +72,22 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         from bench.plots import save_run_plot  # it needs matplotlib
 
-        title = f"{model.model}, {len(load.requests)} requests, {arguments.request_rate:g} requests/s"
+        title = (
+            f"{model.model}, {len(load.requests)} requests over {load.protocol}, {arguments.request_rate:g} requests/s"
+        )
         reference = nearest_run(arguments.request_rate) if arguments.reference else None
         save_run_plot(result.records, title, arguments.plot, reference)
     return 1 if figures.num_failed else 0
 
 
-def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse) -> Load:
-    """All requests of the run, serialized. Raises `WorkloadError`."""
+async def _ask_and_prepare(arguments: argparse.Namespace) -> tuple[gateway_pb2.ModelInfoResponse, Load]:
+    async with open_transport(arguments.protocol, arguments.address) as transport:
+        model = await served_model(transport, arguments.address)
+        return model, make_load(arguments, model, transport)
+
+
+def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse, transport: Transport) -> Load:
+    """All requests of the run, encoded. Raises `WorkloadError`."""
     count, seed = arguments.num_prompts, arguments.seed
     prompts = _prompts(arguments, model, count, seed)
     warmup_prompts = _prompts(arguments, model, arguments.warmup, seed + 1)
@@ -90,9 +100,10 @@ def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoRespons
     due_s = arrival_times(count, arguments.request_rate, arguments.arrivals, seed)
     salt = secrets.token_hex(8)  # no prefix that an earlier run left in the cache is used
     return Load(
+        protocol=arguments.protocol,
         address=arguments.address,
-        warmup=_requests(warmup_prompts, [0.0] * len(warmup_prompts), f"{salt}-warmup", arguments),
-        requests=_requests(prompts, due_s, salt, arguments),
+        warmup=_requests(warmup_prompts, [0.0] * len(warmup_prompts), f"{salt}-warmup", arguments, transport),
+        requests=_requests(prompts, due_s, salt, arguments, transport),
         max_concurrency=arguments.max_concurrency,
         request_timeout_s=arguments.request_timeout,
     )
@@ -156,16 +167,6 @@ def _row(label: str, value: float | None) -> str:
     return f"{label:<40} {text}"
 
 
-def _model_info(address: str) -> gateway_pb2.ModelInfoResponse:
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stub = gateway_pb2_grpc.GatewayStub(channel)
-        try:
-            return stub.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-        except grpc.RpcError as error:
-            details = " ".join(error.details().split())
-            raise LoadError(f"gateway at {address}: {error.code().name}: {details}") from error
-
-
 def _prompts(
     arguments: argparse.Namespace, model: gateway_pb2.ModelInfoResponse, count: int, seed: int
 ) -> list[Prompt]:
@@ -180,7 +181,11 @@ def _prompts(
 
 
 def _requests(
-    prompts: Sequence[Prompt], due_s: Sequence[float], salt: str, arguments: argparse.Namespace
+    prompts: Sequence[Prompt],
+    due_s: Sequence[float],
+    salt: str,
+    arguments: argparse.Namespace,
+    transport: Transport,
 ) -> list[TimedRequest]:
     requests = []
     for index, (prompt, due) in enumerate(zip(prompts, due_s, strict=True)):
@@ -195,7 +200,7 @@ def _requests(
             message.prompt = prompt.text
         else:
             message.prompt_token_ids.ids.extend(prompt.token_ids)
-        requests.append(TimedRequest(index, round(due * NS_PER_S), message.SerializeToString()))
+        requests.append(TimedRequest(index, round(due * NS_PER_S), message.request_id, transport.encode(message)))
     return requests
 
 
@@ -205,12 +210,18 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
         parser.error("--dataset and --tokenizer belong together")
     if arguments.dataset is not None and arguments.input_len is not None:
         parser.error("--input-len is for prompts without a --dataset")
-    for module, needed_for in (("tokenizers", "dataset"), ("matplotlib", "plot")):
-        if getattr(arguments, needed_for) is not None and importlib.util.find_spec(module) is None:
-            parser.error(f"--{needed_for} needs the package {module}, see requirements-bench.txt")
+    for module, option, is_used in (
+        ("tokenizers", "--dataset", arguments.dataset is not None),
+        ("matplotlib", "--plot", arguments.plot is not None),
+        ("httpx2", "--protocol http", arguments.protocol == "http"),
+    ):
+        if is_used and importlib.util.find_spec(module) is None:
+            parser.error(f"{option} needs the package {module}, see requirements-bench.txt")
     for file in (arguments.json, arguments.plot):
         if file is not None and not file.absolute().parent.is_dir():
             parser.error(f"{file} cannot be written: no such directory")
+    if arguments.address is None:
+        arguments.address = DEFAULT_ADDRESSES[arguments.protocol]
     if arguments.ignore_eos is None:
         arguments.ignore_eos = arguments.dataset is None
 
@@ -224,7 +235,12 @@ def _parser() -> argparse.ArgumentParser:
         "when they are sent.",
     )
     add = parser.add_argument
-    add("--address", default="127.0.0.1:50051", help="of the gateway, host:port or unix:PATH (%(default)s)")
+    add("--protocol", choices=PROTOCOLS, default="grpc", help="GenerateStream, or /v1/completions (%(default)s)")
+    add(
+        "--address",
+        help="of the gateway's server for this protocol, host:port or unix:PATH "
+        f"({DEFAULT_ADDRESSES['grpc']}; http: {DEFAULT_ADDRESSES['http']})",
+    )
     add("--num-prompts", type=whole_number, default=100, metavar="N", help="requests to send (%(default)s)")
     add("--request-rate", type=positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
     add("--arrivals", choices=("poisson", "constant"), default="poisson", help="of requests at a rate (%(default)s)")

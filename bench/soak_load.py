@@ -19,7 +19,7 @@ import grpc
 import httpx2
 import uvloop
 
-from bench.load import CHANNEL_OPTIONS
+from bench.grpc_transport import CHANNEL_OPTIONS
 from bench.stats import NS_PER_MS
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 

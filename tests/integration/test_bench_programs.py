@@ -1,4 +1,4 @@
-"""`bench/core.py` and `bench/end_to_end.py` against the real cluster: what they print follows from what they save."""
+"""The load generators against the real cluster: what they print follows from what they save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from bench import core, end_to_end
+from bench import core, end_to_end, serving
 from bench.dense_load import DenseLoad, DenseRequest, open_dense
 from services.pb import dense_pb2, sampling_pb2
 from tests.cluster import Cluster
@@ -122,6 +122,19 @@ def test_the_three_checks_pass_on_a_sound_server_and_name_what_differs(
     monkeypatch.setattr(end_to_end, "_decode", wrong_text)
     assert end_to_end.main([*options, "--output-len", "4"]) == 1
     assert "functionality: the whole answer to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_serving_gets_every_token_it_asks_for_over_either_protocol(
+    protocol: str, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serving.json"
+    address = {"grpc": addresses(cluster)["gateway"], "http": cluster.http_address}[protocol]
+    options = ["--protocol", protocol, "--address", address, "--num-prompts", "8", "--len-distribution", "constant"]
+    assert serving.main([*options, "--input-len", "20", "--output-len", "12", "--json", str(file)]) == 0
+    requests = json.loads(file.read_text())["requests"]
+    assert [(each["num_prompt_tokens"], sum(each["chunk_num_tokens"])) for each in requests] == [(20, 12)] * 8
+    assert "Total generated tokens:                  96" in capsys.readouterr().out.splitlines()
 
 
 def test_a_gateway_that_leaves_in_mid_stream_does_not_hurt_the_dense_worker(cluster: Cluster) -> None:

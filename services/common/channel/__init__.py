@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Kinds of channel between GPUs, by what waits; see `cuda_flags`.
+SPINNING, QUEUED = CUDA_KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")
+
+
 class Flag(enum.IntEnum):
     """The handoffs. Each flag is 0 or 1: the producer sets it, the consumer waits for 1 and clears it."""
 

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from cuda.bindings import runtime
 
-from services.common.channel import ChannelAborted, ChannelSpec, Flag, align_up
+from services.common.channel import QUEUED, SPINNING, ChannelAborted, ChannelSpec, Flag, align_up
 from services.common.channel.cuda_flags import (
     FLAG_BYTES,
     CudaFlags,
@@ -27,7 +27,6 @@ from services.common.channel.region import HEADER_BYTES, SharedRegion
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.gpu import gpu_uuid, naming_what_needs_memory
 
-SPINNING, QUEUED = KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")  # by what waits; see `cuda_flags`
 _OFFER = struct.Struct("64s36s")  # the memory's IPC handle, and the UUID of its GPU
 _OFFER_OFFSET = 2048  # in the region's header
 _NO_PEER_ACCESS = (
@@ -101,7 +100,7 @@ class CudaIpcChannel:
     def create(
         cls, device: torch.device, kind: str, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int
     ) -> Self:
-        """Allocates the region, of one of KINDS, on `device`; raises `CapacityError` when memory is short."""
+        """Allocates the region, of one of CUDA_KINDS, on `device`; raises `CapacityError` when memory is short."""
         torch.cuda.init()
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
             error, pointer = runtime.cudaMalloc(_data_bytes(spec))

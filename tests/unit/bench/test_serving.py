@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import statistics
 from collections.abc import AsyncIterator
@@ -11,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 
-from bench.load import Load, TimedRequest, replay, shares
+from bench.http_transport import HttpTransport
+from bench.load import Load, replay, shares
 from bench.serving import format_table, main
 from bench.stats import RequestRecord, ServingFigures, Summary, num_output_tokens
-from services.pb import gateway_pb2, gateway_pb2_grpc
+from bench.transport import PROTOCOLS, RequestError, TimedRequest, Transport, open_transport
+from services.gateway.http.schemas.completions import CompletionRequest
+from services.gateway.http.to_message import completion_messages
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 from tests.fake_dense import FakeDense
-from tests.running_gateway import ServiceProcess, run, running_gateway
+from tests.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
 
 TABLE = """\
 ============ Serving Benchmark Result ============
@@ -43,6 +49,7 @@ Median ITL (ms):                         52.61
 P99 ITL (ms):                            206.89
 =================================================="""
 MS = 1_000_000
+NO_ROOM = {"grpc": "RESOURCE_EXHAUSTED: no room", "http": "429 capacity: no room"}
 
 
 class ScriptedGateway(gateway_pb2_grpc.GatewayServicer):
@@ -80,38 +87,102 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServicer):
             yield gateway_pb2.GenerateChunk(finish=gateway_pb2.Finish(usage=usage))
 
 
+class _AbortedOverHttp(Exception):
+    """In place of gRPC's own."""
+
+
+class _HttpContext:
+    """As much of a `ServicerContext` as `ScriptedGateway` needs."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise _AbortedOverHttp(details)
+
+
+class HttpFront:
+    """The scripted gateway's answers as server-sent events; each event is cut in two on its way."""
+
+    def __init__(self, gateway: ScriptedGateway) -> None:
+        self._gateway = gateway
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        fields = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
+        body = json.loads(await reader.readexactly(int(fields["content-length"])))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        message = gateway_pb2.GenerateRequest(request_id=fields["x-request-id"])
+        message.prompt_token_ids.ids.extend(body["prompt"])
+        try:
+            async for chunk in self._gateway.GenerateStream(message, _HttpContext()):  # type: ignore[arg-type]
+                await self._send_chunk(writer, chunk)
+        except _AbortedOverHttp as error:
+            await self._send(writer, json.dumps({"error": {"code": "request_aborted", "message": str(error)}}))
+        writer.close()
+
+    async def _send_chunk(self, writer: asyncio.StreamWriter, chunk: gateway_pb2.GenerateChunk) -> None:
+        if not chunk.HasField("finish"):
+            choice = {"index": 0, "text": "x", "token_ids": list(chunk.token_ids)}
+            await self._send(writer, json.dumps({"choices": [choice]}))
+            return
+        usage = chunk.finish.usage
+        counts = {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        }
+        await self._send(writer, json.dumps({"choices": [], "usage": counts}))
+        await self._send(writer, "[DONE]")
+
+    async def _send(self, writer: asyncio.StreamWriter, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        for part in (event[:-1], event[-1:]):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+
 @contextlib.asynccontextmanager
-async def served(gateway: ScriptedGateway, directory: Path) -> AsyncIterator[grpc.aio.Channel]:
+async def served(gateway: ScriptedGateway, protocol: str, directory: Path) -> AsyncIterator[Transport]:
+    address = f"unix:{directory}/scripted.sock"
+    if protocol == "http":
+        front = await asyncio.start_unix_server(HttpFront(gateway).answer, address.removeprefix("unix:"))
+        async with front, open_transport(protocol, address) as transport:
+            yield transport
+        return
     server = grpc.aio.server()
     gateway_pb2_grpc.add_GatewayServicer_to_server(gateway, server)
-    server.add_insecure_port(f"unix:{directory}/scripted.sock")
+    server.add_insecure_port(address)
     await server.start()
-    async with grpc.aio.insecure_channel(f"unix:{directory}/scripted.sock") as channel:
-        yield channel
+    async with open_transport(protocol, address) as transport:
+        yield transport
     await server.stop(None)
 
 
-def load(count: int, max_concurrency: int | None = None, gap_ms: int = 0) -> Load:
+def load(transport: Transport | None, count: int, max_concurrency: int | None = None, gap_ms: int = 0) -> Load:
     requests = []
     for index in range(count):
         message = gateway_pb2.GenerateRequest(request_id=str(index))
         message.prompt_token_ids.ids.extend(range(index + 1))
-        requests.append(TimedRequest(index, index * gap_ms * MS, message.SerializeToString()))
-    return Load("unused", [], requests, max_concurrency, request_timeout_s=20.0)
+        encoded = transport.encode(message) if transport is not None else b""
+        requests.append(TimedRequest(index, index * gap_ms * MS, message.request_id, encoded))
+    return Load("unused", "unused", [], requests, max_concurrency, request_timeout_s=20.0)
 
 
-async def replay_now(channel: grpc.aio.Channel, load: Load) -> list[RequestRecord]:
-    return sorted(await replay(channel, load, start_ns=0), key=lambda record: record.index)
+async def replay_now(transport: Transport, load: Load) -> list[RequestRecord]:
+    return sorted(await replay(transport, load, start_ns=0), key=lambda record: record.index)
 
 
-def test_every_chunk_is_recorded_with_its_tokens(tmp_path: Path) -> None:
+over_both = pytest.mark.parametrize("protocol", PROTOCOLS)
+
+
+@over_both
+def test_every_chunk_is_recorded_with_its_tokens(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1, 3, 0, 2])
-        async with served(gateway, tmp_path) as channel:
-            records = await replay_now(channel, load(3))
+        async with served(gateway, protocol, tmp_path) as transport:
+            records = await replay_now(transport, load(transport, 3))
         for index, record in enumerate(records):
             assert record.error is None
-            assert record.chunk_num_tokens == [1, 3, 0, 2, 0]
+            assert record.chunk_num_tokens == [1, 3, 0, 2, 0] + [0] * (protocol == "http")  # [DONE] comes by itself
             assert num_output_tokens(record) == 6
             assert record.num_prompt_tokens == index + 1
             times = [record.send_ns, *record.chunk_ns, record.end_ns]
@@ -120,12 +191,13 @@ def test_every_chunk_is_recorded_with_its_tokens(tmp_path: Path) -> None:
     run(test())
 
 
-def test_requests_in_flight_reach_the_limit_and_never_pass_it(tmp_path: Path) -> None:
+@over_both
+def test_requests_in_flight_reach_the_limit_and_never_pass_it(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1, 1])
         gateway.gate.clear()
-        async with served(gateway, tmp_path) as channel:
-            running = asyncio.create_task(replay_now(channel, load(10, max_concurrency=3)))
+        async with served(gateway, protocol, tmp_path) as transport:
+            running = asyncio.create_task(replay_now(transport, load(transport, 10, max_concurrency=3)))
             while gateway.num_running < 3:  # noqa: ASYNC110  what it looks at has no event
                 await asyncio.sleep(0.001)
             gateway.gate.set()
@@ -136,12 +208,13 @@ def test_requests_in_flight_reach_the_limit_and_never_pass_it(tmp_path: Path) ->
     run(test())
 
 
-def test_open_loop_sends_without_waiting_for_answers(tmp_path: Path) -> None:
+@over_both
+def test_open_loop_sends_without_waiting_for_answers(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1])
         gateway.gate.clear()
-        async with served(gateway, tmp_path) as channel:
-            running = asyncio.create_task(replay_now(channel, load(5, gap_ms=1)))
+        async with served(gateway, protocol, tmp_path) as transport:
+            running = asyncio.create_task(replay_now(transport, load(transport, 5, gap_ms=1)))
             while gateway.num_running < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             gateway.gate.set()
@@ -151,35 +224,54 @@ def test_open_loop_sends_without_waiting_for_answers(tmp_path: Path) -> None:
     run(test())
 
 
-def test_failed_requests_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+@over_both
+def test_failed_requests_are_recorded_and_the_others_go_on(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([2, 2])
         gateway.errors["1"] = "gave up"
-        async with served(gateway, tmp_path) as channel:
-            records = await replay_now(channel, load(3, max_concurrency=1))
-        assert [record.error for record in records] == [None, "ABORTED: gave up", None]
-        assert records[1].chunk_num_tokens == [2, 2]
+        async with served(gateway, protocol, tmp_path) as transport:
+            records = await replay_now(transport, load(transport, 3, max_concurrency=1))
+        error = {"grpc": "ABORTED: gave up", "http": "request_aborted: gave up"}[protocol]
+        assert [record.error for record in records] == [None, error, None]
+        assert num_output_tokens(records[1]) == 4
 
     run(test())
 
 
-def test_an_answer_without_a_finish_or_with_missing_tokens_has_failed(tmp_path: Path) -> None:
+@over_both
+def test_an_answer_without_a_finish_or_with_missing_tokens_has_failed(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1, 1])
-        async with served(gateway, tmp_path) as channel:
+        async with served(gateway, protocol, tmp_path) as transport:
             gateway.num_output_tokens = 3
-            [record] = await replay_now(channel, load(1))
+            [record] = await replay_now(transport, load(transport, 1))
             assert record.error == "2 tokens came, the server counts 3"
             gateway.has_finish = False
-            [record] = await replay_now(channel, load(1))
+            [record] = await replay_now(transport, load(transport, 1))
             assert record.error == "the stream ended without a finish"
+
+    run(test())
+
+
+@over_both
+def test_an_answer_that_takes_too_long_has_failed(protocol: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = ScriptedGateway([1])
+        gateway.gate.clear()
+        async with served(gateway, protocol, tmp_path) as transport:
+            hurried = dataclasses.replace(load(transport, 1), request_timeout_s=0.1)
+            [record] = await replay_now(transport, hurried)
+            gateway.gate.set()
+        assert record.error is not None and record.end_ns - record.send_ns < 10_000 * MS
+        start = {"grpc": "DEADLINE_EXCEEDED: ", "http": "timeout: no end of the answer within 0.1 s"}[protocol]
+        assert record.error.startswith(start)
 
     run(test())
 
 
 @pytest.mark.parametrize(("max_concurrency", "limits"), [(None, [None] * 4), (10, [3, 3, 2, 2]), (3, [1, 1, 1])])
 def test_processes_share_requests_and_concurrency(max_concurrency: int | None, limits: list[int | None]) -> None:
-    whole = load(11, max_concurrency)
+    whole = load(None, 11, max_concurrency)
     parts = shares(whole, 4)
     assert [part.max_concurrency for part in parts] == limits
     dealt = sorted((request for part in parts for request in part.requests), key=lambda request: request.index)
@@ -209,6 +301,12 @@ def test_the_table_has_the_usual_rows() -> None:
         first_error=None,
     )
     assert format_table(figures) == TABLE
+
+
+def reaching(gateway: RunningGateway, protocol: str) -> list[str]:
+    """Options of the program."""
+    address = {"grpc": gateway.address, "http": gateway.http_address}[protocol]
+    return ["--protocol", protocol, "--address", address]
 
 
 def recompute(requests: list[dict[str, Any]]) -> dict[str, str]:
@@ -241,7 +339,8 @@ def recompute(requests: list[dict[str, Any]]) -> dict[str, str]:
     return rows
 
 
-def test_printed_figures_follow_from_the_saved_timestamps(tmp_path: Path) -> None:
+@over_both
+def test_printed_figures_follow_from_the_saved_timestamps(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: [5] * submit.max_tokens, step_s=0.001, vocab_size=500)
         file = tmp_path / "run.json"
@@ -249,7 +348,7 @@ def test_printed_figures_follow_from_the_saved_timestamps(tmp_path: Path) -> Non
             lengths = "--num-prompts 12 --input-len 30 --output-len 8"
             options = f"{lengths} --request-rate 100 --warmup 3 --client-processes 2"
             process = ServiceProcess(
-                "bench.serving", "--address", gateway.address, "--json", str(file), *options.split()
+                "bench.serving", *reaching(gateway, protocol), "--json", str(file), *options.split()
             )
             status, stdout, stderr = await process.outcome()
         assert status == 0, stderr
@@ -259,6 +358,7 @@ def test_printed_figures_follow_from_the_saved_timestamps(tmp_path: Path) -> Non
         assert {name: printed[name].strip() for name in expected} == expected
         assert [request["index"] for request in saved["requests"]] == list(range(12))
         assert saved["config"]["request_rate"] == 100.0 and saved["model"]["vocab_size"] == 500
+        assert saved["config"]["protocol"] == protocol
         assert {"date", "commit", "versions", "figures", "client"} <= saved.keys()
 
         assert len(dense.submits) == 12 + 3
@@ -266,39 +366,45 @@ def test_printed_figures_follow_from_the_saved_timestamps(tmp_path: Path) -> Non
         assert all(4 <= submit.max_tokens <= 12 for submit in dense.submits)
         assert all(not submit.stop_token_ids for submit in dense.submits), "EOS must be ignored"
         assert len({submit.cache_salt for submit in dense.submits}) == 2, "warm-up and run share no prefixes"
+        assert {submit.request_id.rpartition("-")[2] for submit in dense.submits[3:]} == {str(i) for i in range(12)}
+        wanted = sorted(submit.max_tokens for submit in dense.submits[3:])
+        assert wanted == sorted(sum(request["chunk_num_tokens"]) for request in saved["requests"])
         sent = sorted(len(submit.prompt_token_ids) for submit in dense.submits[3:])
         assert sent == sorted(request["num_prompt_tokens"] for request in saved["requests"])
 
     run(test())
 
 
-def test_failures_are_counted_with_the_first_error_and_the_exit_status(tmp_path: Path) -> None:
+@over_both
+def test_failures_are_counted_with_the_first_error_and_the_exit_status(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: [5] * submit.max_tokens)
         async with running_gateway(tmp_path, dense) as gateway:
             dense.errors = _RefuseFourth()
             process = ServiceProcess(
-                "bench.serving", "--address", gateway.address, "--num-prompts=6", "--output-len=4", "--warmup=0"
+                "bench.serving", *reaching(gateway, protocol), "--num-prompts=6", "--output-len=4", "--warmup=0"
             )
             status, stdout, _ = await process.outcome()
         assert status == 1
         lines = [line.split() for line in stdout.splitlines()]
         assert ["Successful", "requests:", "5"] in lines
         assert ["Failed", "requests:", "1"] in lines
-        assert "  the first: RESOURCE_EXHAUSTED: no room" in stdout
+        assert f"  the first: {NO_ROOM[protocol]}" in stdout
 
     run(test())
 
 
-def test_a_failed_warm_up_ends_the_program_before_the_run(tmp_path: Path) -> None:
+@over_both
+def test_a_failed_warm_up_ends_the_program_before_the_run(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: [5] * submit.max_tokens)
         dense.errors = _RefuseFourth()
         async with running_gateway(tmp_path, dense) as gateway:
-            process = ServiceProcess("bench.serving", "--address", gateway.address, "--warmup=4", "--output-len=4")
+            options = [*reaching(gateway, protocol), "--warmup=4", "--output-len=4"]
+            process = ServiceProcess("bench.serving", *options)
             status, stdout, stderr = await process.outcome()
         assert (status, stdout) == (1, "")
-        assert stderr.splitlines()[-1] == "serving: a warm-up request failed: RESOURCE_EXHAUSTED: no room"
+        assert stderr.splitlines()[-1] == f"serving: a warm-up request failed: {NO_ROOM[protocol]}"
         assert len(dense.submits) == 4
 
     run(test())
@@ -314,16 +420,58 @@ class _RefuseFourth(dict[str, tuple[grpc.StatusCode, str]]):
         return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"
 
 
-def test_a_missing_gateway_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("prompt", [{"prompt": "Once upon"}, {"prompt_token_ids": {"ids": [5, 0, 7]}}])
+def test_the_gateway_reads_the_same_request_over_http(prompt: dict[str, Any]) -> None:
+    sampling = sampling_pb2.SamplingParams(temperature=0.25)
+    options = {"max_tokens": 9, "ignore_eos": True, "cache_salt": "salt"}
+    message = gateway_pb2.GenerateRequest(request_id="bench-1", sampling=sampling, **options, **prompt)
+
+    async def test() -> None:
+        async with open_transport("http", "host:1") as transport:
+            body = CompletionRequest.model_validate_json(transport.encode(message))
+        assert completion_messages(body, "bench-1") == [message]
+        assert body.stream and body.return_token_ids
+
+    run(test())
+
+
+@pytest.mark.parametrize(("protocol", "error"), [("grpc", "UNAVAILABLE: "), ("http", "ConnectError: ")])
+def test_a_missing_gateway_is_one_line(
+    protocol: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     address = f"unix:{tmp_path}/none.sock"
-    assert main(["--address", address]) == 1
+    assert main(["--protocol", protocol, "--address", address]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"serving: gateway at {address}: UNAVAILABLE: ")
+    assert line.startswith(f"serving: gateway at {address}: {error}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (
+            httpx2.Response(503, json={"error": {"code": "unavailable", "message": "no dense"}}),
+            "503 unavailable: no dense",
+        ),
+        (httpx2.Response(404, text="<html>"), "404 '<html>'"),
+        (httpx2.Response(200, json={"data": [{"id": "m"}]}), "/v1/models is not a gateway's: "),
+        (httpx2.Response(200, text="hello"), "/v1/models is not a gateway's: 'hello'"),
+    ],
+)
+def test_another_http_server_is_told_from_a_gateway(answer: httpx2.Response, error: str) -> None:
+    async def test() -> None:
+        server = httpx2.MockTransport(lambda request: answer)
+        async with httpx2.AsyncClient(transport=server, base_url="http://server") as client:
+            with pytest.raises(RequestError) as caught:
+                await HttpTransport(client).model_info()
+        assert str(caught.value).startswith(error)
+
+    run(test())
 
 
 @pytest.mark.parametrize(
     "argv",
     [
+        ["--protocol", "https"],
         ["--request-rate", "0"],
         ["--num-prompts", "0"],
         ["--len-range-ratio", "1"],

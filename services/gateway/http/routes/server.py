@@ -27,6 +27,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
             "created": start,
             "owned_by": "twostroke",
             "max_model_len": frontend.model.max_model_len,
+            "vocab_size": frontend.model.vocab_size,
         }
 
     @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})

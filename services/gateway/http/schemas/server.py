@@ -8,13 +8,14 @@ from typing_extensions import TypedDict
 
 
 class ModelObject(TypedDict):
-    """The served model."""
+    """The served model; `vocab_size` is the number of its token ids."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    vocab_size: int
 
 
 class ModelList(TypedDict):

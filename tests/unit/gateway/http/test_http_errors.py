@@ -329,7 +329,7 @@ def test_readiness_has_a_reason(tmp_path: Path) -> None:
         await gateway.wait_serving()
         assert (await client.get("/ready")).json() == {"status": "ok"}
         [model] = (await client.get("/v1/models")).json()["data"]
-        assert (model["id"], model["max_model_len"]) == (MODEL, 2048)
+        assert (model["id"], model["max_model_len"], model["vocab_size"]) == (MODEL, 2048, 32_000)
         await dense.kill()
 
     async def body() -> None:
