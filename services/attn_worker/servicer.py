@@ -141,7 +141,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         channel, engine = self._channel, self._require_engine()
         assert channel is not None
         results = self._results = _Results()
-        reader = asyncio.create_task(self._read(requests, engine, attachment_id, results))
+        reader = asyncio.create_task(self._read(requests, engine, attachment_id, len(channel.qkv), results))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         try:
@@ -228,6 +228,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         requests: AsyncIterator[attn_pb2.StepPlan],
         engine: AttentionEngine,
         attachment_id: int,
+        max_num_tokens: int,
         results: _Results,
     ) -> None:
         """Hands every plan to the engine; results worth telling, or what ends the stream, go to `results`."""
@@ -251,6 +252,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 if not message.step_id:
                     continue
                 plan = decode_plan(message)
+                self._check_size(plan, max_num_tokens)
                 on_accepted = functools.partial(accept, plan)
                 step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)
                 step.add_done_callback(report)
@@ -306,9 +308,17 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
     def _note_failure(self, error: Exception) -> bool:
         """Whether this error ends the worker."""
         is_failure = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)
-        if is_failure and not self._failure.done():
+        if is_failure and not self._failure.done() and not self._is_leaving:
             self._failure.set_exception(error)
         return is_failure
+
+    def _check_size(self, plan: Plan, max_num_tokens: int) -> None:
+        assert self._limits is not None, "plans need an attachment"
+        num_tokens = sum(count for _, count, _ in plan.entries)
+        sizes = ((num_tokens, max_num_tokens, "tokens"), (len(plan.entries), self._limits.max_num_seqs, "sequences"))
+        for count, limit, what in sizes:
+            if count > limit:
+                raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
 
     def _check_limits(self, request: attn_pb2.AttachRequest) -> None:
         limits = self._limits

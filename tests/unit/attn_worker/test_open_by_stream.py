@@ -128,6 +128,19 @@ def test_a_step_that_fails_for_no_fault_of_the_dense_worker_ends_the_worker(monk
         run([plan], 2, failure=RuntimeError)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "message"), [([9, 8], "plan 1 has 17 tokens, the limit is 16"), ([1] * 5, "5 sequences, .* is 4")]
+)
+def test_a_plan_that_is_too_large_ends_the_stream(num_tokens: list[int], message: str) -> None:
+    seq_ids = range(1, len(num_tokens) + 1)
+    opens = [opening(seq_id, count) for seq_id, count in zip(seq_ids, num_tokens, strict=True)]
+    plan = attn_pb2.StepPlan(
+        step_id=1, opens=opens, seq_ids=seq_ids, num_tokens=num_tokens, num_computed_tokens=[0] * len(num_tokens)
+    )
+    with pytest.raises(InvalidRequest, match=message):
+        run([plan], len(opens) + 1)
+
+
 def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
     with pytest.raises(InvalidRequest, match="columns of plan 1 differ in length"):
         run([attn_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)
