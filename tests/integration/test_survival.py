@@ -13,6 +13,7 @@ import pytest
 
 from services.pb import gateway_pb2
 from tests.cluster import request
+from tests.faulty_attn_worker import FAULT_FILE
 from tests.plain_services import PlainServices, plain_services
 from tests.poisoned_dense_worker import POISON
 from tests.streams import Collected, collect, collect_all, messages_of_every_kind
@@ -116,6 +117,20 @@ def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -
             collect(services.gateway, request([5, *POISON, 6], 10))
         assert caught.value.code() is grpc.StatusCode.ABORTED and "2 crashes" in caught.value.details()
         assert time.monotonic() - start < 100
+
+
+def test_an_attention_worker_whose_gpu_has_failed_makes_way_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = tmp_path / "fault"
+    monkeypatch.setenv(FAULT_FILE, str(fault))
+    with plain_services(tmp_path, modules={"attn_worker": "tests.faulty_attn_worker"}) as services:
+        messages = [request(f"Count from {i}", 150, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
+        undisturbed = collect_all(services.gateway, messages)
+        for collected, expected in zip(collect_all(services.gateway, messages, fault.touch), undisturbed, strict=True):
+            collected.assert_equals(expected)
+        assert [role for role, _ in services.ends] == ["attn_worker"] and not fault.exists()
+        assert "an illegal memory access" in services.log("attn_worker")
 
 
 def test_planned_restarts_blame_nobody(tmp_path: Path) -> None:
