@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,38 +16,64 @@ from bench.device_rates import require_gpu
 
 BENCH = Path(__file__).parents[3] / "bench"
 PROGRAMS = [file.name for file in sorted(BENCH.glob("*.py")) if "argparse.ArgumentParser(" in file.read_text()]
+MEASURING = ["attention.py", "dense.py", "seam.py", "handoff.py --device cuda"]
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-# Stand in for packages: whatever imports them has failed.
-WITHOUT = """
-import runpy, sys
+# Whatever imports a package that is None here has failed. One process for all programs: torch takes seconds to import.
+RUN_ALL = """
+import contextlib, io, json, runpy, sys
 sys.modules.update(dict.fromkeys(("triton", "cuda"), None))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+answers = []
+for sys.argv in json.loads(sys.argv[1]):
+    status = None
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as exit:
+            status = exit.code
+        except ImportError as error:
+            status = repr(error)
+    answers.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(answers))
 """
 
 
-def run_without_packages(program: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Where neither triton nor cuda-bindings can be imported, installed or not."""
-    command = [sys.executable, "-c", WITHOUT, str(BENCH / program), *options]
-    return subprocess.run(command, env=NO_GPU, capture_output=True, text=True, check=False, timeout=60)
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a program ended: a text as its status goes to stderr."""
+
+    status: int | str | None
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answer]:
+    """By command line; of a machine where neither triton nor cuda-bindings can be imported, installed or not."""
+    commands = [f"{program} --help" for program in PROGRAMS] + MEASURING
+    argvs = [[str(BENCH / program), *options] for program, *options in map(str.split, commands)]
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(argvs)],
+        env=NO_GPU,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    found = [Answer(*answer) for answer in json.loads(process.stdout)]
+    return dict(zip(commands, found, strict=True))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_needs_no_gpu_nor_its_packages(program: str) -> None:
-    answer = run_without_packages(program, "--help")
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout.startswith("usage: ")
+def test_help_needs_no_gpu_nor_its_packages(program: str, answers: dict[str, Answer]) -> None:
+    answer = answers[f"{program} --help"]
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.startswith("usage: ")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["attention.py"], ["dense.py"], ["seam.py"], ["handoff.py", "--device", "cuda"]],
-    ids=lambda each: each[0],
-)
-def test_a_run_without_a_gpu_ends_with_one_line(options: list[str]) -> None:
-    answer = run_without_packages(*options)
-    assert (answer.returncode, answer.stdout) == (1, "")
-    assert answer.stderr.splitlines() == ["this machine has no CUDA device, or torch cannot use it"]
+@pytest.mark.parametrize("command", MEASURING)
+def test_a_run_without_a_gpu_ends_with_one_line(command: str, answers: dict[str, Answer]) -> None:
+    message = "this machine has no CUDA device, or torch cannot use it"
+    assert answers[command] == Answer(message, "", "")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
