@@ -127,9 +127,8 @@ async def use(
             log.info("both workers are MPS clients")
     prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
     if prompt is not None:
-        client = ["--address", own_address, "--prompt", prompt, "--max-tokens", str(arguments.max_tokens)]
-        client += [] if api_key is None else ["--api-key", api_key]
-        if await asyncio.to_thread(chat_client.main, client) not in (0, chat_client.BROKEN_PIPE_STATUS):
+        flags = client_flags(own_address, prompt, arguments.max_tokens, api_key)
+        if await asyncio.to_thread(chat_client.main, flags) not in (0, chat_client.BROKEN_PIPE_STATUS):
             raise PeerError("the prompt was not answered")
     if arguments.prompt is not None:
         return
@@ -146,6 +145,12 @@ async def use(
         flush=True,
     )
     await asyncio.Event().wait()
+
+
+def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None) -> list[str]:
+    """Of the chat client, each in one argument with its value: a prompt, and one key in 64, begins with a dash."""
+    flags = [f"--address={address}", f"--prompt={prompt}", f"--max-tokens={max_tokens}"]
+    return flags if api_key is None else [*flags, f"--api-key={api_key}"]
 
 
 async def wait_serving(address: str, timeout_s: float) -> None:
