@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.launch.run_directory import remove_stale_directories, run_directory
-from tests.cluster import REPOSITORY, START_TIMEOUT_S, wait_for_log
+from tests.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
 
 
 def test_a_killed_launchers_directory_is_removed_at_the_next_start(
@@ -91,6 +91,33 @@ def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
     _, stderr = process.communicate(timeout=60)
     # Python's own start may be interrupted, and the very import that puts an end to that.
     assert "services" not in stderr or "Traceback" not in stderr or "import signal" in stderr
+
+
+def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    command = [sys.executable, "-m", "services.launch", "--set", "launch.stop_grace_s=2"]
+    for name in ("gateway.address", "gateway.http_address", "dense.address"):
+        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+    children: dict[int, str] = {}
+    try:
+        wait_for_log(process, log_file, "Serving ")
+        children = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(process.pid)}
+        [stuck] = [pid for pid, command_line in children.items() if "services.dense_worker" in command_line]
+        os.kill(stuck, signal.SIGSTOP)  # it ends by SIGKILL alone
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert not os.path.lexists(tmp_path / "dense.address.sock")
+    finally:
+        process.kill()
+        process.wait()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_nobody_reading_the_answer_is_no_bug() -> None:
