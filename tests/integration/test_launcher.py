@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.run_directory import remove_stale_directories, run_directory
+from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
 from tests.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
 
 
@@ -36,6 +38,39 @@ def test_a_killed_launchers_directory_is_removed_at_the_next_start(
         assert not left.exists() and own.is_dir()
         assert remove_stale_directories() == []
     assert not own.exists()
+
+
+def test_a_launcher_that_starts_beside_another_one_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real_flock = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert remove_stale_directories() == []
+        real_flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_directory() as own:
+        assert own.is_dir() and live_directories() == [own]
+
+
+def test_two_launchers_may_remove_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stale = tmp_path / "twostroke-stale"
+    stale.mkdir()
+    (stale / "lock").touch()
+    real_rmtree = shutil.rmtree
+
+    def rmtree_late(path: Path, **options: bool) -> None:
+        real_rmtree(path)  # by the other one
+        real_rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_late)
+    remove_stale_directories()
+    assert not stale.exists()
 
 
 def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_error(tmp_path: Path) -> None:
