@@ -6,6 +6,7 @@ wrong types and impossible combinations are a `ConfigError` before anything star
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Sequence
@@ -308,5 +309,4 @@ def _toml_value(value: object) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
-    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import EMBEDDED_MODEL, Config, dump_config, load_config
+from services.common.config import EMBEDDED_MODEL, Config, ModelSection, PeerSection, dump_config, load_config
 from services.common.errors import ConfigError
 
 
@@ -30,10 +30,9 @@ def test_override_values_are_toml_or_plain_strings() -> None:
     assert config.attention.enable_prefix_cache is False
 
 
-def test_a_dumped_config_reads_back_equal(tmp_path: Path) -> None:
-    config = load_config(
-        None, ['gateway.address=unix:/tmp/a "quoted" \\ name.sock', "model.num_layers=1", "peers.rpc_timeout_s=0.25"]
-    )
+@pytest.mark.parametrize("name", ['a "quoted" \\ name', "two\nlines\tand a tab", "\x00\x1f\x7f", "é 😀"])
+def test_a_dumped_config_reads_back_equal(name: str, tmp_path: Path) -> None:
+    config = Config(model=ModelSection(name=name, num_layers=1), peers=PeerSection(rpc_timeout_s=0.25))
     file = tmp_path / "config.toml"
     file.write_text(dump_config(config))
     assert load_config(file) == config
