@@ -275,7 +275,7 @@ def dump_config(config: Config) -> str:
         lines.append(f"[{name}]")
         for key, value in section:
             if value is not None:  # TOML has no null; an absent key means the default, which is None
-                lines.append(f"{key} = {_toml_value(value)}")
+                lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -302,11 +302,12 @@ def _describe(error: pydantic.ErrorDict) -> str:
     return f"{key} = {error['input']!r}: {message}" if key else message
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """As a TOML file has it. A path is a string."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
