@@ -30,11 +30,16 @@ EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 def _is_host_and_port(address: str) -> bool:
     host, _, port = address.rpartition(":")
+    try:
+        host.encode("idna")  # as sockets do; it may have no empty part and none of over 63 bytes
+    except UnicodeError:
+        return False
     return bool(host) and port.isdecimal() and int(port) <= MAX_PORT
 
 
 def _check_address(address: str) -> str:
-    if not address.startswith("unix:") and not _is_host_and_port(address):
+    is_valid = bool(address.removeprefix("unix:")) if address.startswith("unix:") else _is_host_and_port(address)
+    if not is_valid:
         raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
     return address
 
