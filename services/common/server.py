@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -139,6 +140,8 @@ def check_socket_free(path: str) -> None:
             f"cannot listen on unix:{path}: the path has {len(path.encode())} bytes, "
             f"the limit is {MAX_SOCKET_PATH_BYTES}"
         )
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"cannot listen on unix:{path}: there is no directory {Path(path).parent}")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
