@@ -78,6 +78,8 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     drained = asyncio.create_task(drain_gateways(drain, config, children))
     failure = asyncio.create_task(children.wait_failure())
     try:
+        [dense] = children.of_role("dense_worker")
+        place.point_to(dense.address)
         log.info("control", address=await control.start())
         await control.set_serving(True)
         with serving_metrics(config.launch.metrics_address, registry):

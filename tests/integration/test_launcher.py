@@ -116,6 +116,15 @@ def test_a_device_that_is_not_there_is_one_line(setting: str, message: str) -> N
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
 
 
+def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.launch", "--gateway-processes", "2"]
+    for name in ("gateway.address", "dense.address"):  # several gateways cannot share a Unix socket
+        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 1 and "several processes can share a TCP port" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.4, 0.8])
 def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
     process = subprocess.Popen(
