@@ -15,10 +15,10 @@ def parse_service_args(prog: str, argv: Sequence[str]) -> Config:
     """The config of `python -m PROG ARGV...`. A wrong one ends the process with one line and status 1."""
     parser = argparse.ArgumentParser(prog=prog)
     add_config_arguments(parser)
-    parser.add_argument("--die-with-parent", action="store_true", help="stop when the starting process ends")
+    parser.add_argument("--die-with-parent", type=int, metavar="PID", help="stop when the starting process, PID, ends")
     arguments = parser.parse_args(dashed(argv))
-    if arguments.die_with_parent:
-        die_with_parent()
+    if arguments.die_with_parent is not None:
+        die_with_parent(arguments.die_with_parent)
     try:
         return load_config(arguments.config, arguments.set)
     except ConfigError as error:

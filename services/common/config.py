@@ -6,6 +6,7 @@ wrong types and impossible combinations are a `ConfigError` before anything star
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from services.common.errors import ConfigError
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # of the gateway
 API_KEY_VARIABLE = "TWOSTROKE_API_KEY"  # of clients
 MAX_PORT = 65535
+MAX_SECONDS = 1e9  # 31 years; a deadline that is too far away gRPC takes for one that has passed
+MAX_MESSAGE_BYTES = 2**31 - 1  # of gRPC
 MAX_PROMPTS = 1024  # that the schema of HTTP requests admits
 BALANCED_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
@@ -27,11 +30,16 @@ EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
 def _is_host_and_port(address: str) -> bool:
     host, _, port = address.rpartition(":")
+    try:
+        host.encode("idna")  # as sockets do; it may have no empty part and none of over 63 bytes
+    except UnicodeError:
+        return False
     return bool(host) and port.isdecimal() and int(port) <= MAX_PORT
 
 
 def _check_address(address: str) -> str:
-    if not address.startswith("unix:") and not _is_host_and_port(address):
+    is_valid = bool(address.removeprefix("unix:")) if address.startswith("unix:") else _is_host_and_port(address)
+    if not is_valid:
         raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
     return address
 
@@ -53,13 +61,14 @@ def _check_target(address: str) -> str:
     return address
 
 
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
 Target = Annotated[str, pydantic.AfterValidator(_check_target)]
 TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers know no Unix sockets
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
+MessageBytes = Annotated[int, Field(ge=1, le=MAX_MESSAGE_BYTES)]
 
 
 class Section(pydantic.BaseModel):
@@ -80,7 +89,7 @@ class ModelSection(Section):
 
 class GatewaySection(Section):
     address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
-    max_message_bytes: Count = 16 * 2**20  # of one gRPC message
+    max_message_bytes: MessageBytes = 16 * 2**20  # of one gRPC message
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     max_n: Count = 16  # answers to one prompt
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
@@ -92,7 +101,8 @@ class GatewaySection(Section):
     local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes, launcher and siblings
     shares_ports: bool = False  # with other gateways of this machine, by SO_REUSEPORT; the launcher's doing
     sibling_addresses: tuple[SocketAddress, ...] = ()  # local ones of these gateways: an Abort is passed on to them
-    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0  # from SIGTERM, for requests under way to end; SIGINT: none
+    # from SIGTERM, for requests under way to end; SIGINT: none
+    drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
     api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
     max_body_bytes: Count = 2 * 2**20  # of one HTTP request; to parse 2 MiB of JSON may take 0.3 s
@@ -158,7 +168,7 @@ class WatchdogSection(Section):
 class PeerSection(Section):
     connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
     rpc_timeout_s: Seconds = 10.0  # of one unary call between services
-    max_message_bytes: Count = 64 * 2**20  # of one gRPC message between services
+    max_message_bytes: MessageBytes = 64 * 2**20  # of one gRPC message between services
     tls_certificate: Path | None = None  # PEM; with it services speak TLS among each other, and all must show one
     tls_key: Path | None = None  # PEM, its key
     tls_ca: Path | None = None  # PEM; who must have signed the others'
@@ -274,7 +284,7 @@ def dump_config(config: Config) -> str:
         lines.append(f"[{name}]")
         for key, value in section:
             if value is not None:  # TOML has no null; an absent key means the default, which is None
-                lines.append(f"{key} = {_toml_value(value)}")
+                lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -301,12 +311,12 @@ def _describe(error: pydantic.ErrorDict) -> str:
     return f"{key} = {error['input']!r}: {message}" if key else message
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """As a TOML file has it. A path is a string."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+        return f"[{', '.join(map(toml_value, value))}]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape

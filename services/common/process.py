@@ -14,11 +14,10 @@ from collections.abc import Iterator
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Lets the kernel send SIGINT (end at once) to this process when its parent ends, however that happens."""
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent_pid:  # it has ended already
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -11,8 +11,10 @@ import inspect
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -133,12 +135,21 @@ async def until_over(requests: AsyncIterator[Request]) -> AsyncIterator[Request]
 
 
 def check_socket_free(path: str) -> None:
-    """A Unix socket that a dead process left may be taken over, one that answers may not: gRPC does not ask."""
+    """A Unix socket, or a link to one, that a dead process left may be taken over: gRPC does not ask.
+
+    Raises `ConfigError` for one that answers, for anything else that is there, and for a path that cannot be one.
+    """
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
             f"cannot listen on unix:{path}: the path has {len(path.encode())} bytes, "
             f"the limit is {MAX_SOCKET_PATH_BYTES}"
         )
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"cannot listen on unix:{path}: there is no directory {Path(path).parent}")
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISSOCK(mode) and not stat.S_ISLNK(mode):
+            raise ConfigError(f"cannot listen on unix:{path}: a file is there that is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from services.common.client import read_peer_tls
-from services.common.config import Config
+from services.common.config import MAX_PORT, Config
 from services.common.errors import ConfigError
 from services.common.tls import tls_files
 
@@ -41,10 +41,15 @@ def check_tls(config: Config) -> None:
 
 
 def check_free(address: str) -> None:
-    """Raises `ConfigError` when somebody serves there: their answers would be taken for our own."""
+    """Raises `ConfigError` when somebody serves there: their answers would be taken for our own.
+
+    So it does for port 0, where only the service itself would know the address.
+    """
     if address.startswith("unix:"):
         return  # the service itself can tell
     host, _, port = address.rpartition(":")
+    if int(port) == 0:
+        raise ConfigError(f"cannot listen on {address}: nobody would find it; ports are from 1 to {MAX_PORT}")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except socket.gaierror as error:

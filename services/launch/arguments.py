@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from services.common.cli import add_config_arguments, dashed
-from services.common.config import Config, load_config
+from services.common.config import Config, load_config, toml_value
 from services.common.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
         "model.num_layers": arguments.num_layers,
         "launch.gateway_processes": arguments.gateway_processes,
     }
-    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    overrides = [f"{key}={toml_value(value)}" for key, value in flags.items() if value is not None]
     try:
         return load_config(arguments.config, [*overrides, *arguments.set]), arguments
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -55,9 +56,10 @@ class Child:
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             self._kill_reason = ""
+            command = [sys.executable, "-m", f"services.{self.role}", "--config", str(self.config_file)]
             # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-m", f"services.{self.role}", "--config", self.config_file, "--die-with-parent"],
+                [*command, "--die-with-parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the services

@@ -46,6 +46,8 @@ class Children:
         for child in reversed(list(self)):
             child.stop()
         await asyncio.gather(*(child.wait(grace_s) for child in self))
+        for watcher in self._watchers.values():
+            watcher.cancel()  # it may be waiting to start a service again
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     def _note_end(self, watcher: asyncio.Task[None]) -> None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 from pathlib import Path
 
-from services.common.errors import ConfigError
 from services.common.server import check_socket_free
 
 UNIX = "unix:"
 
 
 class DensePlace:
-    """Owns the link. Raises `ConfigError` if somebody else serves at `address`, or if there is no socket there."""
+    """Owns the link. Raises `ConfigError` if `address` is taken, see `check_socket_free`."""
 
     def __init__(self, address: str, run_dir: Path) -> None:
         self._link = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
@@ -28,7 +26,6 @@ class DensePlace:
         self._target = ""
         if self._link is not None:
             check_socket_free(str(self._link))
-            _check_replaceable(self._link)
 
     @property
     def can_switch(self) -> bool:
@@ -55,13 +52,3 @@ class DensePlace:
         """Takes the link away, if it is still this one."""
         if self._link is not None and self._link.is_symlink() and os.readlink(self._link) == self._target:
             self._link.unlink()
-
-
-def _check_replaceable(path: Path) -> None:
-    """A link or socket that nobody serves at is a dead process's; anything else is somebody's file."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode) and not stat.S_ISLNK(mode):
-        raise ConfigError(f"cannot listen on {UNIX}{path}: a file is there that is no socket")

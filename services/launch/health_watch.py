@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.client import open_channel
 from services.common.config import WatchdogSection
+from services.common.errors import ConfigError
 from services.common.watchdog import describe_stall
 from services.launch.child import Child
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
@@ -110,7 +111,12 @@ class HealthWatch:
     async def _check(self, child: Child, pulse: Pulse) -> None:
         """Asks one service for its health, and for its stall if it does not serve."""
         timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
-        async with open_channel(child.address, MAX_MESSAGE_BYTES, child.tls) as channel:
+        try:
+            tls = child.tls
+        except ConfigError as error:  # somebody exchanges the files just now: no fault of a service that runs
+            log.error("cannot ask a service for its health", role=child.role, reason=str(error))
+            return
+        async with open_channel(child.address, MAX_MESSAGE_BYTES, tls) as channel:
             try:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -19,8 +19,9 @@ def run_directory() -> Iterator[Path]:
     """A new directory, locked while its launcher lives and removed at the end."""
     remove_stale_directories()
     path = Path(tempfile.mkdtemp(prefix=NAME_PREFIX))
-    with (path / LOCK_NAME).open("w") as lock:
+    with (path / "new-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(lock.name).rename(path / LOCK_NAME)  # not before: to others an unlocked one means a dead launcher
         try:
             yield path
         finally:
@@ -51,7 +52,7 @@ def remove_stale_directories() -> list[str]:
             continue  # another user's, or just removed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent)
+            shutil.rmtree(path.parent, ignore_errors=True)  # another launcher, or a service that ends, may be at it too
             removed.append(path.parent.name)
         except BlockingIOError:
             pass  # its launcher lives

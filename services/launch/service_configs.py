@@ -16,9 +16,8 @@ METRICS_PORT_STEP = 10  # 9100, 9110, ...: the ports between belong to the other
 
 
 def service_configs(config: Config, run_dir: Path, place: DensePlace) -> list[tuple[str, str, Config]]:
-    """Name, role and config of each, in starting order. From now on gateways find the dense worker at its `place`."""
+    """Name, role and config of each, in starting order. Gateways look for the dense worker at its `place`."""
     dense = with_dense_address(config, place.new_address())
-    place.point_to(dense.dense.address)
     gateways = gateway_configs(config, run_dir)
     names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
     return [

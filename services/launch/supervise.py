@@ -12,7 +12,9 @@ import contextlib
 import functools
 import sys
 import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -23,6 +25,7 @@ from services.common.client import open_channel
 from services.common.config import Config
 from services.common.errors import PeerError
 from services.common.metrics import new_registry, serving_metrics
+from services.common.server import GrpcServer
 from services.gateway import chat_client
 from services.launch.addresses import check_free, check_tls, place_sockets
 from services.launch.child import Child
@@ -75,6 +78,8 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     drained = asyncio.create_task(drain_gateways(drain, config, children))
     failure = asyncio.create_task(children.wait_failure())
     try:
+        [dense] = children.of_role("dense_worker")
+        place.point_to(dense.address)
         log.info("control", address=await control.start())
         await control.set_serving(True)
         with serving_metrics(config.launch.metrics_address, registry):
@@ -82,16 +87,37 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
         for task in done:
             task.result()  # raises what ended it
     finally:
-        for task in (main, drained, failure, health):
-            task.cancel()
-        await asyncio.gather(main, drained, failure, health, return_exceptions=True)
-        await replacer.close()
-        await control.stop(0.0)
-        await children.stop(config.launch.stop_grace_s)
+        tasks = (main, drained, failure, health)
+        await uninterrupted(stop(tasks, replacer, control, children, config.launch.stop_grace_s))
         place.remove()
         remove_stale_regions()  # of killed children; others have removed theirs
         if mps is not None:
             stop_mps(mps)
+
+
+async def stop(
+    tasks: Sequence[asyncio.Task[None]],
+    replacer: DenseReplacer,
+    control: GrpcServer,
+    children: Children,
+    grace_s: float,
+) -> None:
+    """Ends first what uses the services, then them, within `grace_s` seconds."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await replacer.close()
+    await control.stop(0.0)
+    await children.stop(grace_s)
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end, whoever cancels us meanwhile: a second Ctrl-C must leave nothing behind."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+    task.result()
 
 
 async def drain_gateways(drain: asyncio.Event, config: Config, children: Children) -> None:
@@ -127,9 +153,8 @@ async def use(
             log.info("both workers are MPS clients")
     prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
     if prompt is not None:
-        client = ["--address", own_address, "--prompt", prompt, "--max-tokens", str(arguments.max_tokens)]
-        client += [] if api_key is None else ["--api-key", api_key]
-        if await asyncio.to_thread(chat_client.main, client) not in (0, chat_client.BROKEN_PIPE_STATUS):
+        flags = client_flags(own_address, prompt, arguments.max_tokens, api_key)
+        if await asyncio.to_thread(chat_client.main, flags) not in (0, chat_client.BROKEN_PIPE_STATUS):
             raise PeerError("the prompt was not answered")
     if arguments.prompt is not None:
         return
@@ -146,6 +171,12 @@ async def use(
         flush=True,
     )
     await asyncio.Event().wait()
+
+
+def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None) -> list[str]:
+    """Of the chat client, each in one argument with its value: a prompt, and one key in 64, begins with a dash."""
+    flags = [f"--address={address}", f"--prompt={prompt}", f"--max-tokens={max_tokens}"]
+    return flags if api_key is None else [*flags, f"--api-key={api_key}"]
 
 
 async def wait_serving(address: str, timeout_s: float) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from services.launch.run_directory import remove_stale_directories, run_directory
-from tests.cluster import REPOSITORY, START_TIMEOUT_S, wait_for_log
+from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
+from tests.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
 
 
 def test_a_killed_launchers_directory_is_removed_at_the_next_start(
@@ -36,6 +38,39 @@ def test_a_killed_launchers_directory_is_removed_at_the_next_start(
         assert not left.exists() and own.is_dir()
         assert remove_stale_directories() == []
     assert not own.exists()
+
+
+def test_a_launcher_that_starts_beside_another_one_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real_flock = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert remove_stale_directories() == []
+        real_flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_directory() as own:
+        assert own.is_dir() and live_directories() == [own]
+
+
+def test_two_launchers_may_remove_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stale = tmp_path / "twostroke-stale"
+    stale.mkdir()
+    (stale / "lock").touch()
+    real_rmtree = shutil.rmtree
+
+    def rmtree_late(path: Path, **options: bool) -> None:
+        real_rmtree(path)  # by the other one
+        real_rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_late)
+    remove_stale_directories()
+    assert not stale.exists()
 
 
 def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_error(tmp_path: Path) -> None:
@@ -81,6 +116,15 @@ def test_a_device_that_is_not_there_is_one_line(setting: str, message: str) -> N
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
 
 
+def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.launch", "--gateway-processes", "2"]
+    for name in ("gateway.address", "dense.address"):  # several gateways cannot share a Unix socket
+        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 1 and "several processes can share a TCP port" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.4, 0.8])
 def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
     process = subprocess.Popen(
@@ -91,6 +135,33 @@ def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
     _, stderr = process.communicate(timeout=60)
     # Python's own start may be interrupted, and the very import that puts an end to that.
     assert "services" not in stderr or "Traceback" not in stderr or "import signal" in stderr
+
+
+def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    command = [sys.executable, "-m", "services.launch", "--set", "launch.stop_grace_s=2"]
+    for name in ("gateway.address", "gateway.http_address", "dense.address"):
+        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+    children: dict[int, str] = {}
+    try:
+        wait_for_log(process, log_file, "Serving ")
+        children = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(process.pid)}
+        [stuck] = [pid for pid, command_line in children.items() if "services.dense_worker" in command_line]
+        os.kill(stuck, signal.SIGSTOP)  # it ends by SIGKILL alone
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert not os.path.lexists(tmp_path / "dense.address.sock")
+    finally:
+        process.kill()
+        process.wait()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_nobody_reading_the_answer_is_no_bug() -> None:

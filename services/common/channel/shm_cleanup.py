@@ -20,7 +20,7 @@ def remove_stale_regions() -> list[str]:
             continue  # another user's, or just removed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            path.unlink(missing_ok=True)  # its creator, or another one who cleans up, may have been faster
             removed.append(path.name)
         except BlockingIOError:
             pass  # its creator lives

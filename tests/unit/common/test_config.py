@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import EMBEDDED_MODEL, Config, dump_config, load_config
+from services.common.config import EMBEDDED_MODEL, Config, ModelSection, PeerSection, dump_config, load_config
 from services.common.errors import ConfigError
 
 
@@ -30,10 +30,9 @@ def test_override_values_are_toml_or_plain_strings() -> None:
     assert config.attention.enable_prefix_cache is False
 
 
-def test_a_dumped_config_reads_back_equal(tmp_path: Path) -> None:
-    config = load_config(
-        None, ['gateway.address=unix:/tmp/a "quoted" \\ name.sock', "model.num_layers=1", "peers.rpc_timeout_s=0.25"]
-    )
+@pytest.mark.parametrize("name", ['a "quoted" \\ name', "two\nlines\tand a tab", "\x00\x1f\x7f", "é 😀"])
+def test_a_dumped_config_reads_back_equal(name: str, tmp_path: Path) -> None:
+    config = Config(model=ModelSection(name=name, num_layers=1), peers=PeerSection(rpc_timeout_s=0.25))
     file = tmp_path / "config.toml"
     file.write_text(dump_config(config))
     assert load_config(file) == config
@@ -47,10 +46,17 @@ def test_a_dumped_config_reads_back_equal(tmp_path: Path) -> None:
         ("model.num_layers=0", ["model.num_layers", "0", "greater than or equal to 1"]),
         ("model.num_layers=two", ["model.num_layers", "two", "integer"]),
         ("channel.wait_timeout_s=0", ["channel.wait_timeout_s", "greater than 0"]),
+        ("peers.rpc_timeout_s=inf", ["peers.rpc_timeout_s", "inf", "less than or equal to 1000000000"]),
+        ("gateway.drain_timeout_s=1e10", ["gateway.drain_timeout_s", "less than or equal to 1000000000"]),
+        ("gateway.max_message_bytes=2147483648", ["gateway.max_message_bytes", "less than or equal to 2147483647"]),
+        ("peers.max_message_bytes=0", ["peers.max_message_bytes", "greater than or equal to 1"]),
         ("scheduler.policy=never", ["scheduler.policy", "guaranteed_no_evict", "max_utilization"]),
         ("scheduler.max_num_seqs=513", ["513", "512"]),
         ("model.path=/does/not/exist", ["/does/not/exist", "not a directory"]),
         ("dense.address=127.0.0.1:50051", ["must differ", "127.0.0.1:50051"]),
+        ("dense.address=unix:", ["dense.address", "'unix:'", "must be unix:PATH or HOST:PORT"]),
+        ("gateway.address=127.0.0..1:50051", ["gateway.address", "127.0.0..1:50051", "HOST:PORT"]),
+        ("launch.metrics_address=.local:9103", ["launch.metrics_address", ".local:9103", "HOST:PORT"]),
         ("model", ["section.key=value"]),
         ("model=3", ["section.key=value"]),
     ],

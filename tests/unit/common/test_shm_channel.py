@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag
+from services.common.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, region, shm_cleanup
 from services.common.channel.shm import ShmChannel
 from services.common.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.errors import CapacityError, PeerError, StaleEpoch
@@ -170,3 +171,20 @@ def test_a_waiting_thread_lets_other_threads_run(owner: ShmChannel) -> None:
     thread.join(5)
     assert not thread.is_alive() and counted > 1000
     peer.close()
+
+
+def test_a_region_that_its_owner_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (region, shm_cleanup):
+        monkeypatch.setattr(module, "SHM_DIR", tmp_path)
+    channel = ShmChannel.create(SPEC, EPOCH, 3, 0, wait_timeout_s=20.0)
+    real_flock = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        channel.close()
+        real_flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    remove_stale_regions()
+    assert not list(tmp_path.iterdir())

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import Config
+from services.common.config import Config, LaunchSection
 from services.common.errors import PeerError
 from services.launch.child import Child
+from services.launch.children import Children
 
 TIMEOUT_S = 60.0
 
@@ -32,3 +33,18 @@ def test_an_end_is_noticed_however_busy_the_loops_own_threads_are(tmp_path: Path
 
     with pytest.raises(PeerError, match="nobody ended before the cluster could serve: exit code 1"):
         asyncio.run(watch())
+
+
+def test_nobody_waits_for_a_restart_to_stop(tmp_path: Path) -> None:
+    config = Config(launch=LaunchSection(restart_delay_s=TIMEOUT_S))
+
+    async def run() -> None:
+        child, children = Child("nobody", "nobody", config, tmp_path, None), Children()
+        child.may_restart = True
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            children.start(child)
+            while not child.last_end:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await children.stop(1.0)
+
+    asyncio.run(run())

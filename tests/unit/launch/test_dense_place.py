@@ -82,3 +82,8 @@ def test_at_a_port_there_is_one_worker_only(tmp_path: Path) -> None:
     place.point_to(place.new_address())
     place.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on unix:{tmp_path}/no/dense.sock: there is no directory"):
+        DensePlace(f"unix:{tmp_path}/no/dense.sock", tmp_path)

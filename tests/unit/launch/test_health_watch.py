@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import pytest
 
 from services.common.config import WatchdogSection
+from services.common.errors import ConfigError
 from services.launch.health_watch import MIN_MISSED, HealthWatch, Pulse
 from services.pb import stall_pb2
 
@@ -87,3 +89,27 @@ def test_one_that_waits_alone_gets_twice_the_time(watch: HealthWatch) -> None:
 def test_the_reason_names_step_layer_and_requests(watch: HealthWatch) -> None:
     [(_, reason)] = watch.find_culprits([(FakeChild(DENSE), stall(DENSE))], 1000.0)
     assert "step 7" in reason and "layer 3" in reason and "requests a" in reason
+
+
+class ChildWithoutFiles(FakeChild):
+    """Whose certificate is being renewed."""
+
+    pid, address, is_running = 1, "127.0.0.1:1", True
+
+    @property
+    def tls(self) -> None:
+        raise ConfigError("TLS file 'peer.pem' cannot be read")
+
+    def kill(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def test_tls_files_that_are_missing_for_a_while_end_nobody() -> None:
+    watch = HealthWatch([ChildWithoutFiles(DENSE)], WatchdogSection(stall_timeout_s=0.05), 0.1)
+
+    async def run() -> None:
+        async with asyncio.timeout(0.5):
+            await watch.run()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
