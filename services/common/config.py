@@ -248,7 +248,7 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
     document: dict[str, object] = {}
     if file is not None:
         try:
-            document = tomllib.loads(file.read_text())
+            document = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -109,7 +109,7 @@ def read_api_keys(file: Path | None, pairs: str) -> list[ApiKey]:
 
 def _read_file(file: Path) -> list[ApiKey]:
     try:
-        document = tomllib.loads(file.read_text())
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"API keys file {str(file)!r} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
