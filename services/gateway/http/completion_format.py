@@ -110,7 +110,7 @@ class CompletionFormat:
             self._logprobs[index] = builder
         if self._body.echo and prompt is not None:
             token_ids = [*prompt.token_ids, *token_ids]
-            logprobs = [None, *(prompt.logprobs or ()), *logprobs]
+            logprobs = [None, *(prompt.logprobs or [None] * (len(prompt.token_ids) - 1)), *logprobs]
         return builder.append(token_ids, logprobs)
 
     def _prompt_logprobs(self, prompt: Prompt) -> Any:

@@ -52,7 +52,7 @@ class LegacyLogprobsBuilder:
         self._offset = 0  # characters of the text so far
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
-        """The lists for new tokens; None stands for a prompt's first token, before which there is nothing."""
+        """The lists for new tokens; None stands for one without, such as a prompt's first."""
         lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, each in zip(token_ids, logprobs, strict=True):
             lists["tokens"].append(token_text(self._tokenizer, token_id))

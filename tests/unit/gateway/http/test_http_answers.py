@@ -284,6 +284,27 @@ def test_an_aborted_answer_says_so(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_an_answer_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        await dense.kill()
+        body = {"prompt": [70, 80, 90], **options}
+        answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "to-abort"}))
+        while not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running:
+            pass  # it is on its way
+        [choice] = (await answer).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        if "echo" in options:
+            assert choice["logprobs"]["token_logprobs"] == [None, None, None]
+        else:
+            assert choice["prompt_logprobs"] is None
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_legacy_logprobs_are_aligned_with_the_text(is_stream: bool, tmp_path: Path) -> None:
     prompt, text = "Tell me", " Łódź, 東京 🙂 cities"
