@@ -223,7 +223,7 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 def _read_max_tokens(message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
     if not message.HasField("max_tokens"):
-        return room
+        return min(room, message.default_max_tokens or room)
     if message.max_tokens > room:
         raise InvalidRequest(
             f"max_tokens is {message.max_tokens}, but max_model_len is {max_model_len}"

@@ -121,6 +121,12 @@ def test_the_longest_prompt_leaves_one_token() -> None:
     assert read({"prompt_token_ids": {"ids": [1] * 63}}).max_tokens == 1
 
 
+def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
+    assert read({"prompt_token_ids": {"ids": [1] * 47}, "default_max_tokens": 16}).max_tokens == 16
+    assert read({"prompt_token_ids": {"ids": [1] * 49}, "default_max_tokens": 16}).max_tokens == 15
+    assert read({**IDS, "max_tokens": 20, "default_max_tokens": 16}).max_tokens == 20
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

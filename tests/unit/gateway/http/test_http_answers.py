@@ -255,6 +255,15 @@ def test_nulls_and_neutral_values_are_defaults(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+def test_a_long_prompt_without_max_tokens_is_answered_with_what_the_context_leaves(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post("/v1/completions", json={"prompt": [70] * 2040})
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 8
+
+    with_client(tmp_path, FakeDense(lambda submit: [80] * 20), test)
+
+
 @pytest.mark.parametrize("stop", [" three", ["absent", " three"]])
 def test_stop_strings_end_the_answer_and_are_named(stop: str | list[str], tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
