@@ -105,7 +105,9 @@ class CompletionFormat:
         builder = self._logprobs.get(index)
         if builder is None:
             builder = LegacyLogprobsBuilder(
-                self._tokenizer, skip_special_tokens=self._body.skip_special_tokens is not False
+                self._tokenizer,
+                skip_special_tokens=self._body.skip_special_tokens is not False,
+                is_echo=bool(self._body.echo),
             )
             self._logprobs[index] = builder
         if self._body.echo and prompt is not None:
