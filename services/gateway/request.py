@@ -144,7 +144,7 @@ def check_size(
         raise InvalidRequest(
             f"the text has {num_characters} characters; max_model_len is {limits.max_model_len} tokens "
             f"of {tokenizer.max_token_characters} characters at the most",
-            "prompt",
+            "messages" if message.WhichOneof("input") == "chat" else "prompt",
         )
 
 

@@ -126,6 +126,9 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
      "stream_options.include_obfuscation", ("not supported",)),
     ("/tokenize", {}, "prompt", ("exactly one",)),
     ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
+    ("/tokenize", {"prompt": ""}, "prompt", ("''",)),
+    ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
+    ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
     ("/detokenize", {"tokens": [32_000]}, "tokens", ("32000",)),
     ("/detokenize", {"tokens": [True]}, "tokens[0]", ("True",)),
 ]  # fmt: skip
