@@ -52,7 +52,7 @@ class GenerationRequest:
     num_prompt_logprobs: int | None  # the same for prompt tokens
     prompt_text: str | None  # as it was given, if it was given as text
     echo: bool
-    priority: int
+    priority: int | None  # None: none was named
     user: str
     caller: str = ""  # name of the API key that was used
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
@@ -105,7 +105,7 @@ async def read_request(
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prompt_text=message.prompt if message.WhichOneof("input") == "prompt" else None,
         echo=message.echo,
-        priority=message.priority,
+        priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         traceparent=message.traceparent,
     )

@@ -113,6 +113,11 @@ def test_a_seed_of_zero_is_a_given_seed() -> None:
     assert read({**IDS, "sampling": {"seed": 0}}).sampling.seed == 0
 
 
+def test_a_priority_of_zero_is_a_named_priority() -> None:
+    assert read({**IDS, "priority": 0}).priority == 0
+    assert read(IDS).priority is None
+
+
 def test_ignored_eos_does_not_stop() -> None:
     assert read({**IDS, "ignore_eos": True, "stop_token_ids": [3]}).stop_token_ids == (3,)
 
