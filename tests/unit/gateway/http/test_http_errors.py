@@ -245,6 +245,28 @@ def test_what_a_key_never_admits_is_not_worth_a_retry(body: dict[str, Any], tmp_
     with_client(tmp_path, dense, test, api_keys_file=keys)
 
 
+def test_prompts_beyond_a_rate_use_up_nothing_of_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "team"\nkey = "0123456789abcdef"\nrequests_per_minute = 4\n')
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def ask(num_prompts: int) -> httpx2.Response:
+            headers = {"authorization": "Bearer 0123456789abcdef"}
+            body = {"prompt": ["a"] * num_prompts, "max_tokens": 1}
+            return await client.post(COMPLETIONS, json=body, headers=headers)
+
+        assert (await ask(5)).status_code == 403
+        assert (await ask(1)).status_code == 200
+        refused = await ask(4)
+        assert refused.status_code == 429
+        assert 10 < int(refused.headers["retry-after"]) <= 15  # then there is room for all four
+        assert (await ask(3)).status_code == 200
+        assert len(dense.submits) == 4
+
+    dense = FakeDense(lambda submit: [5])
+    with_client(tmp_path, dense, test, api_keys_file=keys)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_an_error_of_the_dense_worker_becomes_a_status(is_stream: bool, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
