@@ -222,7 +222,8 @@ def test_a_request_id_is_checked_and_may_not_be_in_use(tmp_path: Path) -> None:
             assert response.headers["x-request-id"] != wrong
         headers = {"x-request-id": "twice"}
         async with client.stream("POST", COMPLETIONS, json=PROMPT | {"stream": True}, headers=headers):
-            check_error(await client.post(COMPLETIONS, json=PROMPT, headers=headers), 400, "request_id", "twice")
+            for path, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT)):
+                check_error(await client.post(path, json=body, headers=headers), 400, "x-request-id", "twice")
 
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
 
