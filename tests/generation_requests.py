@@ -26,7 +26,7 @@ def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:
         "num_prompt_logprobs": None,
         "prompt_text": None,
         "echo": False,
-        "priority": 0,
+        "priority": None,
         "user": "",
     }
     return GenerationRequest(request_id=request_id, **{**defaults, **fields})

@@ -42,7 +42,7 @@ class Caller:
         key = self.key
         if key is None:
             return request
-        priority = request.priority or key.priority
+        priority = key.priority if request.priority is None else request.priority
         if priority < key.lowest_priority:
             raise PermissionDenied(
                 f"priority is {priority}, the lowest of the API key {key.name!r} is {key.lowest_priority}", "priority"

@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except grpc.RpcError as error:
             _print_error(arguments.address, error)
             return 1
+        except KeyboardInterrupt:  # before there was anything to interrupt
+            return 130
         except BrokenPipeError:  # whoever reads our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered still
             return BROKEN_PIPE_STATUS

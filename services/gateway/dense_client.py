@@ -101,7 +101,7 @@ class DenseClient:
         self.num_messages = 0  # from the dense worker, in all
         self._is_connected = asyncio.Event()
         self._outbox: _Outbox | None = None  # None: no stream
-        self._wait_limits: list[asyncio.TimerHandle] = []  # one a waiting sequence, while there is no stream
+        self._wait_limits: dict[int, asyncio.TimerHandle] = {}  # by seq_id, while there is no stream
         self._absence_reason = ""  # while there is no stream
 
     async def wait_connected(self) -> None:
@@ -146,6 +146,8 @@ class DenseClient:
         """Makes the dense worker forget a sequence; without a stream it has forgotten all of them."""
         if self._outbox is not None:
             self._outbox.put_nowait(dense_pb2.GatewayMessage(cancel=dense_pb2.Cancel(seq_id=entry.seq_id)))
+        elif entry.seq_id in self._wait_limits:
+            self._wait_limits.pop(entry.seq_id).cancel()
 
     def resubmit(self, entry: JournalEntry) -> None:
         """Continues a sequence that ran on another stream."""
@@ -160,7 +162,7 @@ class DenseClient:
     def forget(self) -> None:
         """Its sequences go on elsewhere; there is no stream."""
         self._crashes.left()
-        for wait_limit in self._wait_limits:
+        for wait_limit in self._wait_limits.values():
             wait_limit.cancel()
         self._wait_limits.clear()
 
@@ -256,7 +258,7 @@ class DenseClient:
         num_resubmitted = outbox.qsize()
         resumed = dense_pb2.Resumed(gateway=self._journal.instance)
         outbox.put_nowait(dense_pb2.GatewayMessage(resumed=resumed))
-        for wait_limit in self._wait_limits:
+        for wait_limit in self._wait_limits.values():
             wait_limit.cancel()
         self._wait_limits.clear()
         self._outbox = outbox
@@ -328,10 +330,11 @@ class DenseClient:
 
     def _limit_wait(self, entry: JournalEntry) -> None:
         def give_up() -> None:
+            del self._wait_limits[entry.seq_id]
             entry.fail(self.absence())
 
         loop = asyncio.get_running_loop()
-        self._wait_limits.append(loop.call_later(self._peers.connect_timeout_s, give_up))
+        self._wait_limits[entry.seq_id] = loop.call_later(self._peers.connect_timeout_s, give_up)
 
     def _note_absence(self, reason: str) -> None:
         if reason != self._absence_reason:  # else it was logged at the attempt before

@@ -71,12 +71,19 @@ class Detokenizer:
         return self._stream.flush()
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
-    """What one token stands for within a text, in UTF-8; special tokens by their names. It need not be a character."""
-    table = _token_table(tokenizer, skip_special_tokens=False)
+def token_bytes(
+    tokenizer: PreTrainedTokenizerBase, token_id: int, *, skip_special_tokens: bool = False, is_first: bool = False
+) -> bytes:
+    """What one token stands for within a text, in UTF-8; special tokens by their names. It need not be a character.
+
+    `is_first`: at the start of a text, where some decoders take a space off.
+    """
+    table = _token_table(tokenizer, skip_special_tokens)
     if table is not None:
-        return table[token_id]
-    return tokenizer.decode([token_id], clean_up_tokenization_spaces=False).encode()
+        return table.first_piece(token_id) if is_first and not table.is_skipped(token_id) else table[token_id]
+    return tokenizer.decode(
+        [token_id], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    ).encode()
 
 
 class _ByteStream:

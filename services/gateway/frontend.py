@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.errors import TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.tracing import Tracer
 from services.gateway.access import Access, Caller
 from services.gateway.admission import Admission
@@ -106,9 +106,14 @@ class Frontend:
             check_size(message, self.tokenizer, self.limits)
         return await read_text_or_chat(message, self.tokenizer)
 
-    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids."""
-        check_token_ids("token_ids", token_ids, self.limits.vocab_size)
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool, field: str = "token_ids") -> str:
+        """The text of token ids, as many as a sequence may have; `field` is their name in the request."""
+        limits = self.limits
+        if len(token_ids) > limits.max_model_len:
+            raise InvalidRequest(
+                f"{field} has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}", field
+            )
+        check_token_ids(field, token_ids, limits.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
     def _counts(self) -> GatewayCounts:

@@ -62,7 +62,7 @@ class Prompt:
     """The prompt of a request that asked to see it again."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if asked for
+    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if asked for and computed
 
 
 @dataclass(slots=True)  # not frozen: that takes three times as long to make, and there is one for every token
@@ -232,7 +232,8 @@ class _Answer:
             self.close()
         prompt = None
         if is_first and (request.echo or request.num_prompt_logprobs is not None):
-            has_logprobs = request.num_prompt_logprobs is not None
+            # An answer may have been aborted before they were there.
+            has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
             prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)
         return Chunk(
             entry.index, text, token_ids, None if request.num_logprobs is None else logprobs, self.finish, prompt

@@ -84,6 +84,24 @@ class Usage:
             self._requests.take(1, now_s)
         self.num_open_answers += 1
 
+    def check_prompts(self, num_prompts: int, num_answers: int) -> None:
+        """Before the prompts of one request are opened one by one: the last must not be refused after the others count.
+
+        Raises `PermissionDenied` if so many are refused at any time, `RateLimited` if they are now.
+        """
+        self.check_size(num_answers)
+        self._check_answers(num_answers)
+        limit = self._limits.requests_per_minute
+        if self._requests is None or limit is None:
+            return
+        if num_prompts > max(1, limit):
+            raise PermissionDenied(
+                f"it has {num_prompts} prompts, the limit of the API key {self._name!r} is {limit:g} requests a minute",
+                "prompt",
+            )
+        if wait_s := self._requests.wait_s(num_prompts, time.monotonic()):
+            raise self._limited(f"has used up its {limit:g} requests a minute", wait_s)
+
     def check_size(self, num_answers: int) -> None:
         """Raises `PermissionDenied` for a request of so many answers that it would be refused at any time."""
         limit = self._limits.max_concurrent_answers

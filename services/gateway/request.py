@@ -52,7 +52,7 @@ class GenerationRequest:
     num_prompt_logprobs: int | None  # the same for prompt tokens
     prompt_text: str | None  # as it was given, if it was given as text
     echo: bool
-    priority: int
+    priority: int | None  # None: none was named
     user: str
     caller: str = ""  # name of the API key that was used
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
@@ -105,7 +105,7 @@ async def read_request(
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prompt_text=message.prompt if message.WhichOneof("input") == "prompt" else None,
         echo=message.echo,
-        priority=message.priority,
+        priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         traceparent=message.traceparent,
     )
@@ -144,7 +144,7 @@ def check_size(
         raise InvalidRequest(
             f"the text has {num_characters} characters; max_model_len is {limits.max_model_len} tokens "
             f"of {tokenizer.max_token_characters} characters at the most",
-            "prompt",
+            "messages" if message.WhichOneof("input") == "chat" else "prompt",
         )
 
 
@@ -223,7 +223,7 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 def _read_max_tokens(message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
     if not message.HasField("max_tokens"):
-        return room
+        return min(room, message.default_max_tokens or room)
     if message.max_tokens > room:
         raise InvalidRequest(
             f"max_tokens is {message.max_tokens}, but max_model_len is {max_model_len}"

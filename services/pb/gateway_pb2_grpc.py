@@ -98,7 +98,7 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request of any client; its answer ends with FINISH_REASON_ABORT.
+        """Ends a running request, of the same API key where there are keys; its answer ends with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

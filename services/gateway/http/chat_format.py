@@ -9,6 +9,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Prompt
 from services.gateway.http.head import UsageCounter, head, stop_reason
 from services.gateway.http.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.chat import ChatChoice, ChatChunkObject, ChatObject, ChatRequest, ChunkChoice
 
 
@@ -20,6 +21,7 @@ class ChatFormat:
         "logprobs": "top_logprobs",
         "prompt": "messages",
         "prompt_token_ids": "messages",
+        "request_id": REQUEST_ID_HEADER,
     }
 
     def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:

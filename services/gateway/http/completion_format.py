@@ -10,6 +10,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Prompt
 from services.gateway.http.head import UsageCounter, head, stop_reason
 from services.gateway.http.logprobs import LegacyLogprobsBuilder, prompt_logprobs
+from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.completions import (
     CompletionChoice,
     CompletionObject,
@@ -21,7 +22,7 @@ from services.gateway.http.schemas.completions import (
 class CompletionFormat:
     """See `Format`. One a request: it remembers where each answer's text has got to."""
 
-    param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt"}
+    param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER}
 
     def __init__(self, frontend: Frontend, body: CompletionRequest, request_id: str) -> None:
         self._head = head(frontend, "text_completion", f"cmpl-{request_id}")
@@ -105,12 +106,14 @@ class CompletionFormat:
         builder = self._logprobs.get(index)
         if builder is None:
             builder = LegacyLogprobsBuilder(
-                self._tokenizer, skip_special_tokens=self._body.skip_special_tokens is not False
+                self._tokenizer,
+                skip_special_tokens=self._body.skip_special_tokens is not False,
+                is_echo=bool(self._body.echo),
             )
             self._logprobs[index] = builder
         if self._body.echo and prompt is not None:
             token_ids = [*prompt.token_ids, *token_ids]
-            logprobs = [None, *(prompt.logprobs or ()), *logprobs]
+            logprobs = [None, *(prompt.logprobs or [None] * (len(prompt.token_ids) - 1)), *logprobs]
         return builder.append(token_ids, logprobs)
 
     def _prompt_logprobs(self, prompt: Prompt) -> Any:

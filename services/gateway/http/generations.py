@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from services.common.errors import TwostrokeError
 from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Generation, Prompt
@@ -26,7 +27,12 @@ class Generations:
         self, frontend: Frontend, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
     ) -> None:
         """Raises a `TwostrokeError` for the first that is refused."""
-        caller.usage.check_size(sum(max(1, message.n, message.best_of) for message in messages))
+        num_answers = sum(max(1, message.n, message.best_of) for message in messages)
+        try:
+            caller.usage.check_prompts(len(messages), num_answers)
+        except TwostrokeError as error:
+            frontend.metrics.on_rejected(error)
+            raise
         for message in messages:
             self.running.append(await frontend.start(message, caller))
 

@@ -45,23 +45,29 @@ def chat_logprobs(
 class LegacyLogprobsBuilder:
     """Of one answer to a request for completions, piece by piece: keeps count of where each token's text begins."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, is_echo: bool) -> None:
         self._tokenizer = tokenizer
-        self._skipped = set(tokenizer.hf_tokenizer.all_special_ids) if skip_special_tokens else set()
+        self._skip_special_tokens = skip_special_tokens
+        self._is_at_start = is_echo  # of the text, until it has a token's
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of the text so far
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
-        """The lists for new tokens; None stands for a prompt's first token, before which there is nothing."""
+        """The lists for new tokens; None stands for one without, such as a prompt's first."""
         lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, each in zip(token_ids, logprobs, strict=True):
             lists["tokens"].append(token_text(self._tokenizer, token_id))
             lists["text_offset"].append(self._offset)
             lists["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
             lists["top_logprobs"].append(None if each is None else self._top(token_id, each))
-            if token_id not in self._skipped:
-                data = token_bytes(self._tokenizer.hf_tokenizer, token_id)
-                self._offset += len(self._decoder.decode(data))
+            data = token_bytes(
+                self._tokenizer.hf_tokenizer,
+                token_id,
+                skip_special_tokens=self._skip_special_tokens,
+                is_first=self._is_at_start,
+            )
+            self._is_at_start = self._is_at_start and not data
+            self._offset += len(self._decoder.decode(data))
         return lists
 
     def _top(self, token_id: int, each: TokenLogprobs) -> dict[str, float]:

@@ -37,7 +37,10 @@ SAME_SAMPLING_FIELDS = (
 def completion_messages(body: CompletionRequest, request_id: str) -> list[gateway_pb2.GenerateRequest]:
     """One a prompt; if there are several, their ids are numbered."""
     common = _common_message(body)
-    common.max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.max_tokens is None:
+        common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
+    else:
+        common.max_tokens = body.max_tokens
     common.echo = bool(body.echo)
     if body.logprobs is not None:
         common.logprobs = body.logprobs

@@ -172,3 +172,6 @@ def test_priorities_are_the_keys_unless_a_request_names_a_less_urgent_one() -> N
     assert refused.value.param == "priority"
     assert make_caller(priority=5, min_priority=-3).adapt(make_request(priority=-3)).priority == -3
     assert make_caller(priority=-5).adapt(make_request()).priority == -5
+    assert make_caller(priority=-5).adapt(make_request(priority=0)).priority == 0
+    with pytest.raises(PermissionDenied, match="priority is 0, "):
+        caller.adapt(make_request(priority=0))

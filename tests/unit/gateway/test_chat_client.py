@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,18 @@ def test_a_missing_gateway_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.out == ""
         assert captured.err.count("\n") == 1
         assert "127.0.0.1:1: UNAVAILABLE" in captured.err
+
+
+def test_ctrl_c_ends_the_wait_for_a_gateway_that_does_not_answer() -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            client = start("--address", f"127.0.0.1:{listener.getsockname()[1]}")
+            connection, _ = await asyncio.to_thread(listener.accept)
+            with connection:
+                client.send_signal(signal.SIGINT)
+                assert await client.outcome() == (130, "", "")
+
+    run(test())
 
 
 def test_a_conversation_remembers_until_it_is_reset(tmp_path: Path) -> None:

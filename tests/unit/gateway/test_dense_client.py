@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -208,6 +210,20 @@ def test_a_wait_that_ended_in_time_does_not_fail_the_sequence_later(tmp_path: Pa
             await until(lambda: gateway.connections == [True, False, True])
             await until(lambda: loop.time() > latest_failure + 0.1)
             assert entry.error is None
+
+    run(test())
+
+
+def test_nothing_is_kept_of_a_sequence_that_is_cancelled_while_it_waits_for_a_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        gateway = Gateway(f"unix:{tmp_path}/dense.sock", connect_timeout_s=20.0)
+        entry = gateway.submit("r", [10], max_tokens=5)
+        gateway.client.cancel(entry)
+        gateway.journal.close(entry)
+        news = weakref.ref(entry.news)
+        del entry
+        gc.collect()
+        assert news() is None
 
     run(test())
 

@@ -111,5 +111,7 @@ def test_detokenize_is_the_inverse_of_tokenize(tmp_path: Path) -> None:
         assert (await gateway.stub.Detokenize(plain)).text == ANSWER
         with pytest.raises(grpc.aio.AioRpcError, match=r"token_ids\[0\] is 4000000000"):
             await gateway.stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=[4_000_000_000]))
+        with pytest.raises(grpc.aio.AioRpcError, match="token_ids has 2049 tokens, max_model_len is 2048"):
+            await gateway.stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=[5] * 2049))
 
     with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)

@@ -91,3 +91,17 @@ def test_limits_that_come_and_go_keep_what_is_open() -> None:
         usage.open_request()
     usage.set_limits(RateLimits())
     usage.open_request()
+
+
+def test_several_prompts_come_in_all_or_none() -> None:
+    usage = Usage("team", RateLimits(requests_per_minute=6))
+    usage.open_request()
+    usage.check_prompts(5, 5)
+    with pytest.raises(RateLimited, match="6 requests a minute") as refused:
+        usage.check_prompts(6, 6)
+    assert refused.value.retry_after_s == pytest.approx(10, abs=0.1)
+    with pytest.raises(PermissionDenied, match="it has 7 prompts, the limit of the API key 'team' is 6 requests"):
+        usage.check_prompts(7, 7)
+    for _ in range(5):  # none of these was counted
+        usage.open_request()
+    Usage("slow", RateLimits(requests_per_minute=0.5)).check_prompts(1, 1)

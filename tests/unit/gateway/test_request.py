@@ -113,12 +113,23 @@ def test_a_seed_of_zero_is_a_given_seed() -> None:
     assert read({**IDS, "sampling": {"seed": 0}}).sampling.seed == 0
 
 
+def test_a_priority_of_zero_is_a_named_priority() -> None:
+    assert read({**IDS, "priority": 0}).priority == 0
+    assert read(IDS).priority is None
+
+
 def test_ignored_eos_does_not_stop() -> None:
     assert read({**IDS, "ignore_eos": True, "stop_token_ids": [3]}).stop_token_ids == (3,)
 
 
 def test_the_longest_prompt_leaves_one_token() -> None:
     assert read({"prompt_token_ids": {"ids": [1] * 63}}).max_tokens == 1
+
+
+def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
+    assert read({"prompt_token_ids": {"ids": [1] * 47}, "default_max_tokens": 16}).max_tokens == 16
+    assert read({"prompt_token_ids": {"ids": [1] * 49}, "default_max_tokens": 16}).max_tokens == 15
+    assert read({**IDS, "max_tokens": 20, "default_max_tokens": 16}).max_tokens == 20
 
 
 @pytest.mark.parametrize(

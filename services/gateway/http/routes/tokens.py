@@ -5,13 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.errors import InvalidRequest, UnknownModel
+from services.common.errors import UnknownModel
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import StrictJsonRoute
 from services.gateway.http.schemas.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
 from services.gateway.http.to_message import chat_of
-from services.gateway.request import check_token_ids
 from services.pb import gateway_pb2
 
 
@@ -44,11 +43,7 @@ def token_routes(frontend: Frontend) -> APIRouter:
         """The text of token ids."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
-        max_model_len = frontend.limits.max_model_len
-        if len(body.tokens) > max_model_len:
-            raise InvalidRequest(f"there are {len(body.tokens)} tokens, max_model_len is {max_model_len}", "tokens")
-        check_token_ids("tokens", body.tokens, frontend.limits.vocab_size)
-        return JSONResponse({"prompt": frontend.detokenize(body.tokens, bool(body.skip_special_tokens))})
+        return JSONResponse({"prompt": frontend.detokenize(body.tokens, bool(body.skip_special_tokens), "tokens")})
 
     return router
 

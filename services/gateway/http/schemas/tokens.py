@@ -26,7 +26,7 @@ class TokenizeBody(RequestModel):
         "tools": ([],),
     }
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessageObject] | None, at_most(MAX_MESSAGES)] = Field(
         None, min_length=1, fail_fast=True
     )

@@ -255,6 +255,15 @@ def test_nulls_and_neutral_values_are_defaults(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+def test_a_long_prompt_without_max_tokens_is_answered_with_what_the_context_leaves(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post("/v1/completions", json={"prompt": [70] * 2040})
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 8
+
+    with_client(tmp_path, FakeDense(lambda submit: [80] * 20), test)
+
+
 @pytest.mark.parametrize("stop", [" three", ["absent", " three"]])
 def test_stop_strings_end_the_answer_and_are_named(stop: str | list[str], tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
@@ -281,6 +290,27 @@ def test_an_aborted_answer_says_so(tmp_path: Path) -> None:
         assert "".join(choice["delta"].get("content", "") for choice in choices) == " one two"
 
     dense = FakeDense(say(" one two"))  # then it hangs
+    with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_an_answer_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        await dense.kill()
+        body = {"prompt": [70, 80, 90], **options}
+        answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "to-abort"}))
+        while not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running:
+            pass  # it is on its way
+        [choice] = (await answer).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        if "echo" in options:
+            assert choice["logprobs"]["token_logprobs"] == [None, None, None]
+        else:
+            assert choice["prompt_logprobs"] is None
+
+    dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
 
 

@@ -126,6 +126,9 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
      "stream_options.include_obfuscation", ("not supported",)),
     ("/tokenize", {}, "prompt", ("exactly one",)),
     ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
+    ("/tokenize", {"prompt": ""}, "prompt", ("''",)),
+    ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
+    ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
     ("/detokenize", {"tokens": [32_000]}, "tokens", ("32000",)),
     ("/detokenize", {"tokens": [True]}, "tokens[0]", ("True",)),
 ]  # fmt: skip
@@ -219,7 +222,8 @@ def test_a_request_id_is_checked_and_may_not_be_in_use(tmp_path: Path) -> None:
             assert response.headers["x-request-id"] != wrong
         headers = {"x-request-id": "twice"}
         async with client.stream("POST", COMPLETIONS, json=PROMPT | {"stream": True}, headers=headers):
-            check_error(await client.post(COMPLETIONS, json=PROMPT, headers=headers), 400, "request_id", "twice")
+            for path, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT)):
+                check_error(await client.post(path, json=body, headers=headers), 400, "x-request-id", "twice")
 
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
 
@@ -239,6 +243,28 @@ def test_what_a_key_never_admits_is_not_worth_a_retry(body: dict[str, Any], tmp_
         assert (await client.post(COMPLETIONS, json=two, headers=headers)).status_code == 200
 
     dense = FakeDense(lambda submit: [5] * 16)
+    with_client(tmp_path, dense, test, api_keys_file=keys)
+
+
+def test_prompts_beyond_a_rate_use_up_nothing_of_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "team"\nkey = "0123456789abcdef"\nrequests_per_minute = 4\n')
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def ask(num_prompts: int) -> httpx2.Response:
+            headers = {"authorization": "Bearer 0123456789abcdef"}
+            body = {"prompt": ["a"] * num_prompts, "max_tokens": 1}
+            return await client.post(COMPLETIONS, json=body, headers=headers)
+
+        assert (await ask(5)).status_code == 403
+        assert (await ask(1)).status_code == 200
+        refused = await ask(4)
+        assert refused.status_code == 429
+        assert 10 < int(refused.headers["retry-after"]) <= 15  # then there is room for all four
+        assert (await ask(3)).status_code == 200
+        assert len(dense.submits) == 4
+
+    dense = FakeDense(lambda submit: [5])
     with_client(tmp_path, dense, test, api_keys_file=keys)
 
 
