@@ -45,7 +45,6 @@ class PlanEntry:
     num_tokens: int
     num_computed_tokens: int  # before the step
     is_sampled: bool  # whether the step yields this sequence's next token
-    is_first: bool  # whether the sequence runs for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +355,6 @@ class Scheduler:
             num_tokens,
             sequence.num_computed_tokens,
             is_sampled=num_tokens == sequence.num_remaining_tokens,
-            is_first=sequence.num_computed_tokens == sequence.num_cached_tokens and not sequence.output_token_ids,
         )
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += entry.is_sampled
