@@ -8,7 +8,7 @@ lengths, not its tokens. Who goes first is `waiting_queue.py`'s to say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -262,6 +262,8 @@ class Scheduler:
         self._closing.difference_update(plan.close_seq_ids)
         self._num_closing_plans -= bool(plan.close_seq_ids)
         outputs = []
+        if errors:
+            self._give_back_refused([entry for entry in plan.entries if entry.sequence.seq_id in errors])
         for seq_id, error in errors.items():
             sequence = self._sequences.get(seq_id)
             if sequence is not None:
@@ -348,6 +350,13 @@ class Scheduler:
         sequence.num_reserved_blocks -= num_reserved
         sequence.num_blocks += num_blocks
         return True
+
+    def _give_back_refused(self, entries: Iterable[PlanEntry]) -> None:
+        """Blocks that were taken for entries to which the attention worker gave none."""
+        for entry in entries:
+            num_tokens = entry.num_computed_tokens + entry.num_tokens
+            num_blocks = self.ledger.blocks_for(num_tokens) - self.ledger.blocks_for(entry.num_computed_tokens)
+            self.ledger.give_back(num_blocks)
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> PlanEntry:
         entry = PlanEntry(

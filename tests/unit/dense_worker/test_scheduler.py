@@ -330,6 +330,17 @@ def test_a_sequence_the_attention_worker_cannot_run_fails_alone() -> None:
     ]
 
 
+def test_blocks_of_a_step_that_the_attention_worker_refused_are_free_again() -> None:
+    cluster = Cluster()
+    cluster.scheduler.add(make_sequence(1, 8, 4))
+    cluster.step()
+    plan, cluster.in_flight = cluster.in_flight, None
+    assert plan is not None
+    cluster.scheduler.accepted(plan, 0, {1: RequestAborted("no room")})
+    cluster.scheduler.update(plan, [3])
+    cluster.run_until_idle()
+
+
 @pytest.mark.parametrize(
     ("sequence", "error", "words"),
     [
