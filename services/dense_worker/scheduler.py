@@ -192,8 +192,8 @@ class Scheduler:
         self.num_opening -= 1
         self._held_blocks.pop(sequence.seq_id, None)
         self._release_reservation(sequence)
-        self.ledger.take(num_pinned_blocks)
         self.ledger.give_back(num_freed_blocks)
+        self.ledger.take(num_pinned_blocks)  # among them what it may just have freed
         num_missing = self._blocks_to_reserve(sequence, num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, self.ledger.num_available_blocks)
         self.ledger.reserve(sequence.num_reserved_blocks)
