@@ -185,7 +185,9 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
 
 def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
     try:
-        return AutoConfig.for_model(**raw)
+        hf = AutoConfig.for_model(**raw)
+        hf.standardize_rope_params()  # as its models do: only now it sees an original length outside of the parameters
+        return hf
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
 
@@ -260,6 +262,8 @@ def _rope_config(hf: PretrainedConfig, head_dim: int, path: Path) -> RopeConfig:
     if theta is None:
         raise ModelError(f"{path} has no rope_theta")
     original = number("original_max_position_embeddings")
+    if original is None and rope_type in ("yarn", "longrope", "llama3"):
+        raise ModelError(f"{path} has rope_type {rope_type!r} and no original_max_position_embeddings")
     implied_factor = 1.0 if original is None else hf.max_position_embeddings / original
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if rope_type == "llama3" and not (low and high and low < high):
