@@ -253,10 +253,13 @@ def _rope_config(hf: PretrainedConfig, head_dim: int, path: Path) -> RopeConfig:
         return value
 
     def factors(name: str) -> tuple[float, ...] | None:
+        if rope_type != "longrope":
+            return None
         values = parameters.get(name)
-        if rope_type == "longrope" and (not isinstance(values, list) or len(values) != head_dim // 2):
-            raise ModelError(f"{path} has rope parameter {name} {values!r}, expected {head_dim // 2} numbers")
-        return None if values is None else tuple(float(value) for value in values)
+        is_list = isinstance(values, list) and len(values) == head_dim // 2
+        if not is_list or not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
+            raise ModelError(f"{path} has rope parameter {name} {values!r}, expected {head_dim // 2} numbers above 0")
+        return tuple(float(value) for value in values)
 
     theta = number("rope_theta")
     if theta is None:

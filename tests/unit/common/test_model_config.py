@@ -283,6 +283,8 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0,"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor '2',"),
     ("llama", rope_scaling("longrope", short_factor=[1]), "8 numbers"),
+    ("llama", rope_scaling("longrope", short_factor=["1"] * 8), "short_factor .*, expected 8 numbers above 0"),
+    ("llama", rope_scaling("longrope", long_factor=[0] * 8), "long_factor .*, expected 8 numbers above 0"),
     ("llama", rope_scaling("longrope", original_max_position_embeddings=None), "no original_max_position_embeddings"),
     ("llama", rope_scaling("llama3", high_freq_factor=1), "low < high"),
     ("llama", {"rope_theta": -1.0}, "rope_theta -1.0,"),
