@@ -302,4 +302,4 @@ def _eos_token_ids(hf: PretrainedConfig, path: Path) -> tuple[int, ...]:
     token_ids = eos if isinstance(eos, list) else [eos]
     if any(type(token_id) is not int for token_id in token_ids):
         raise ModelError(f"{path} has eos_token_id {eos!r}, expected a token id or a list of them")
-    return tuple(token_ids)
+    return tuple(token_id for token_id in token_ids if token_id >= 0)  # -1 stands for none

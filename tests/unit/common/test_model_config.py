@@ -179,6 +179,7 @@ def test_mistral_with_null_sliding_window_has_none(tmp_path: Path) -> None:
         (7, {"eos_token_id": 3}, (3,)),
         (7, {"temperature": 0.5}, (7,)),
         (7, {"eos_token_id": None}, (7,)),
+        (-1, None, ()),
     ],
 )
 def test_eos_comes_from_generation_config_first(
