@@ -185,7 +185,9 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
 
 def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
     try:
-        return AutoConfig.for_model(**raw)
+        hf = AutoConfig.for_model(**raw)
+        hf.standardize_rope_params()  # as its models do: only now it sees an original length outside of the parameters
+        return hf
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
 
@@ -251,15 +253,20 @@ def _rope_config(hf: PretrainedConfig, head_dim: int, path: Path) -> RopeConfig:
         return value
 
     def factors(name: str) -> tuple[float, ...] | None:
+        if rope_type != "longrope":
+            return None
         values = parameters.get(name)
-        if rope_type == "longrope" and (not isinstance(values, list) or len(values) != head_dim // 2):
-            raise ModelError(f"{path} has rope parameter {name} {values!r}, expected {head_dim // 2} numbers")
-        return None if values is None else tuple(float(value) for value in values)
+        is_list = isinstance(values, list) and len(values) == head_dim // 2
+        if not is_list or not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
+            raise ModelError(f"{path} has rope parameter {name} {values!r}, expected {head_dim // 2} numbers above 0")
+        return tuple(float(value) for value in values)
 
     theta = number("rope_theta")
     if theta is None:
         raise ModelError(f"{path} has no rope_theta")
     original = number("original_max_position_embeddings")
+    if original is None and rope_type in ("yarn", "longrope", "llama3"):
+        raise ModelError(f"{path} has rope_type {rope_type!r} and no original_max_position_embeddings")
     implied_factor = 1.0 if original is None else hf.max_position_embeddings / original
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if rope_type == "llama3" and not (low and high and low < high):
@@ -295,4 +302,4 @@ def _eos_token_ids(hf: PretrainedConfig, path: Path) -> tuple[int, ...]:
     token_ids = eos if isinstance(eos, list) else [eos]
     if any(type(token_id) is not int for token_id in token_ids):
         raise ModelError(f"{path} has eos_token_id {eos!r}, expected a token id or a list of them")
-    return tuple(token_ids)
+    return tuple(token_id for token_id in token_ids if token_id >= 0)  # -1 stands for none

@@ -249,9 +249,10 @@ class Engine:
         if not plan.close_seq_ids:
             self._published.pop(plan.step_id, None)  # no result comes any more
         prompt_logprobs = take_prompt_logprobs(tokens) if tokens.prompt_logprobs else []
+        # Those that have tokens without a start were submitted again with them.
+        sequences = [entry.sequence for entry in plan.entries]
+        started = [each for each in sequences if each.started_s is None and not each.output_token_ids]
         outputs = self._scheduler.update(plan, tokens.token_ids)
-        # One that was preempted before its first token has started before.
-        started = [each.sequence for each in plan.entries if each.is_first and each.sequence.started_s is None]
         note_times(started, outputs, begin_s, end_s)
         if started or outputs or prompt_logprobs:
             self._deliver(StepReport(plan.step_id, started, outputs, tokens.logprobs, prompt_logprobs))

@@ -8,7 +8,7 @@ lengths, not its tokens. Who goes first is `waiting_queue.py`'s to say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -45,7 +45,6 @@ class PlanEntry:
     num_tokens: int
     num_computed_tokens: int  # before the step
     is_sampled: bool  # whether the step yields this sequence's next token
-    is_first: bool  # whether the sequence runs for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +192,8 @@ class Scheduler:
         self.num_opening -= 1
         self._held_blocks.pop(sequence.seq_id, None)
         self._release_reservation(sequence)
-        self.ledger.take(num_pinned_blocks)
         self.ledger.give_back(num_freed_blocks)
+        self.ledger.take(num_pinned_blocks)  # among them what it may just have freed
         num_missing = self._blocks_to_reserve(sequence, num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, self.ledger.num_available_blocks)
         self.ledger.reserve(sequence.num_reserved_blocks)
@@ -263,6 +262,8 @@ class Scheduler:
         self._closing.difference_update(plan.close_seq_ids)
         self._num_closing_plans -= bool(plan.close_seq_ids)
         outputs = []
+        if errors:
+            self._give_back_refused([entry for entry in plan.entries if entry.sequence.seq_id in errors])
         for seq_id, error in errors.items():
             sequence = self._sequences.get(seq_id)
             if sequence is not None:
@@ -350,13 +351,19 @@ class Scheduler:
         sequence.num_blocks += num_blocks
         return True
 
+    def _give_back_refused(self, entries: Iterable[PlanEntry]) -> None:
+        """Blocks that were taken for entries to which the attention worker gave none."""
+        for entry in entries:
+            num_tokens = entry.num_computed_tokens + entry.num_tokens
+            num_blocks = self.ledger.blocks_for(num_tokens) - self.ledger.blocks_for(entry.num_computed_tokens)
+            self.ledger.give_back(num_blocks)
+
     def _advance(self, sequence: Sequence, num_tokens: int) -> PlanEntry:
         entry = PlanEntry(
             sequence,
             num_tokens,
             sequence.num_computed_tokens,
             is_sampled=num_tokens == sequence.num_remaining_tokens,
-            is_first=sequence.num_computed_tokens == sequence.num_cached_tokens and not sequence.output_token_ids,
         )
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += entry.is_sampled

@@ -51,7 +51,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
-        self._outboxes: dict[int, _Outbox] = {}  # by seq_id
+        self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
         self._streams: set[_Outbox] = set()
         self._readers: set[asyncio.Task[None]] = set()
 
@@ -140,9 +140,9 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             # The reader ends with the call. Not cancelled: gRPC would write a message that it is just receiving
             # into memory that is no longer there.
             self._streams.remove(outbox)
-            orphans = [seq_id for seq_id, owner in self._outboxes.items() if owner is outbox]
+            orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
             for seq_id in orphans:
-                del self._outboxes[seq_id]
+                del self._owned[seq_id]
                 self._tracer.end(seq_id, "gateway_gone")
                 engine.cancel(seq_id)
             log.info("gateway gone", peer=peer, cancelled=len(orphans))
@@ -153,27 +153,32 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             lambda: dense_pb2.StepOutput(step_id=report.step_id)
         )
         for sequence in report.started:
-            if outbox := self._outboxes.get(sequence.seq_id):
+            if outbox := self._outbox_of(sequence):
                 messages[outbox].started.add(
                     seq_id=sequence.seq_id,
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_us=round(1e6 * (sequence.started_s - sequence.arrival_s)),
                 )
         for stretch in report.prompt_logprobs:
-            if outbox := self._outboxes.get(stretch.sequence.seq_id):
+            if outbox := self._outbox_of(stretch.sequence):
                 messages[outbox].prompt_logprobs.append(encode_prompt_logprobs(stretch))
         for output in report.outputs:
-            if outbox := self._outboxes.get(output.sequence.seq_id):
+            if outbox := self._outbox_of(output.sequence):
                 _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id))
                 if output.finish_reason is not None:
-                    del self._outboxes[output.sequence.seq_id]
+                    del self._owned[output.sequence.seq_id]
                     error = None if output.error is None else str(output.error)
                     self._tracer.end(output.sequence.seq_id, output.finish_reason.name.lower(), error)
         for sequence in report.admitted:
-            if outbox := self._outboxes.get(sequence.seq_id):
+            if outbox := self._outbox_of(sequence):
                 messages[outbox].admitted.append(sequence.seq_id)
         for outbox, message in messages.items():
             outbox.put_nowait(message)
+
+    def _outbox_of(self, sequence: Sequence) -> _Outbox | None:
+        """None for one that nobody wants any more, even if another of its seq_id has been submitted since."""
+        current, outbox = self._owned.get(sequence.seq_id, (None, None))
+        return outbox if current is sequence else None
 
     def _require_ready(self) -> tuple[Engine, dense_pb2.DenseInfo]:
         if self._engine is None or self._info is None:
@@ -189,16 +194,16 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             if kind == "submit":
                 sequence = decode_sequence(request.submit)
                 log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
-                if sequence.seq_id in self._outboxes:
+                if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # submitted again before its old stream was seen to break
-                self._outboxes[sequence.seq_id] = outbox
+                self._owned[sequence.seq_id] = sequence, outbox
                 self._metrics.on_submitted(sequence)
                 self._tracer.begin(sequence, request.submit.traceparent)
                 engine.submit(sequence)
             elif kind == "resumed":
                 engine.close_unclaimed(request.resumed.gateway)
             else:
-                self._outboxes.pop(request.cancel.seq_id, None)
+                self._owned.pop(request.cancel.seq_id, None)
                 self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -76,6 +76,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     files = _checkpoint_files(path)
     weights = empty_weights(config, dtype, device)
     missing = _places(weights, config)
+    tied_head_file: Path | None = None
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -84,6 +85,8 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
                     if place is not None:
                         _check_tensor(file, name, tensors.get_slice(name), place)
                         place.copy_(tensors.get_tensor(name))
+                    elif name == "lm_head.weight":
+                        tied_head_file = file
                     elif (match := _LAYER_TENSOR.match(name)) and int(match[1]) < config.num_layers:
                         raise ModelError(f"{file} holds {name}, for which config.json has no place")
         except (SafetensorError, OSError) as error:
@@ -91,7 +94,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     if missing:
         names = ", ".join(list(missing)[:3])
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
-    return weights
+    return weights if tied_head_file is None else _with_head_of(tied_head_file, weights)
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
@@ -155,6 +158,15 @@ def _checkpoint_files(path: Path) -> list[Path]:
         return [path / name for name in sorted(names)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+
+
+def _with_head_of(file: Path, weights: ModelWeights) -> ModelWeights:
+    """As transformers does: an lm_head unlike the embedding is not tied to it, whatever config.json says."""
+    name, lm_head = "lm_head.weight", torch.empty_like(weights.embed)
+    with safe_open(file, framework="pt") as tensors:
+        _check_tensor(file, name, tensors.get_slice(name), lm_head)
+        lm_head.copy_(tensors.get_tensor(name))
+    return weights if torch.equal(lm_head, weights.embed) else replace(weights, lm_head=lm_head)
 
 
 def _check_tensor(file: Path, name: str, found: object, place: torch.Tensor) -> None:

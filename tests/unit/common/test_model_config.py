@@ -118,7 +118,7 @@ def frequencies(rope: RopeConfig, seq_len: int | None) -> tuple[torch.Tensor, fl
     return ROPE_INIT_FUNCTIONS[rope.rope_type](config, seq_len=seq_len)
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type"])
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type", "original_outside"])
 @pytest.mark.parametrize("case", ROPE_CASES)
 def test_rope_config_holds_all_that_the_frequencies_need(tmp_path: Path, case: str, spelling: str) -> None:
     rope_type, theta = case.split("-")[0], 5000.0
@@ -127,6 +127,8 @@ def test_rope_config_holds_all_that_the_frequencies_need(tmp_path: Path, case: s
     else:
         key = "type" if spelling == "type" else "rope_type"
         fields = {"rope_theta": theta, "rope_scaling": {key: rope_type} | ROPE_CASES[case]}
+    if spelling == "original_outside":
+        fields["original_max_position_embeddings"] = fields["rope_scaling"].pop("original_max_position_embeddings", 32)
     path = write_config(tmp_path, **fields)
     rope = load_model_config(path).rope
     assert (rope.rope_type, rope.theta, rope.max_position_embeddings) == (rope_type, theta, 256)
@@ -177,6 +179,7 @@ def test_mistral_with_null_sliding_window_has_none(tmp_path: Path) -> None:
         (7, {"eos_token_id": 3}, (3,)),
         (7, {"temperature": 0.5}, (7,)),
         (7, {"eos_token_id": None}, (7,)),
+        (-1, None, ()),
     ],
 )
 def test_eos_comes_from_generation_config_first(
@@ -281,6 +284,9 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0,"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor '2',"),
     ("llama", rope_scaling("longrope", short_factor=[1]), "8 numbers"),
+    ("llama", rope_scaling("longrope", short_factor=["1"] * 8), "short_factor .*, expected 8 numbers above 0"),
+    ("llama", rope_scaling("longrope", long_factor=[0] * 8), "long_factor .*, expected 8 numbers above 0"),
+    ("llama", rope_scaling("longrope", original_max_position_embeddings=None), "no original_max_position_embeddings"),
     ("llama", rope_scaling("llama3", high_freq_factor=1), "low < high"),
     ("llama", {"rope_theta": -1.0}, "rope_theta -1.0,"),
     ("llama", {"torch_dtype": "float33"}, "float33"),

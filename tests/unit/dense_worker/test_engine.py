@@ -24,6 +24,7 @@ from services.pb import attn_pb2
 TIMEOUT_S = 10.0
 GOOD, BAD = 1, 2
 DELAY_S = 0.05
+LIMITS = SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict")
 
 
 @dataclass
@@ -139,6 +140,49 @@ class NotingAttention(FakeAttention):
         self.dropped.put(end.reason)
 
 
+class SmallAttention(FakeAttention):
+    """Has four blocks, and a prefix of one for who is opened again; opens `second` between two steps of the first."""
+
+    def __init__(self, second: Sequence) -> None:
+        super().__init__(bad_step=0)
+        self.second = second
+        self.num_opens = {1: 0, 2: 0}
+
+    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+        assert self.engine is not None
+        if sequence is not self.second:
+            self.engine.submit(self.second)
+        num_cached = self.num_opens[sequence.seq_id]
+        self.num_opens[sequence.seq_id] += 1
+        opened = attn_pb2.SequenceOpened(
+            num_cached_tokens=4 * num_cached, num_pinned_blocks=num_cached, num_held_blocks=num_cached
+        )
+        self.engine.on_opened(attachment, sequence, opened)
+
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        assert self.engine is not None
+        if plan.close_seq_ids:
+            num_freed = 2 if plan.close_seq_ids == (1,) else 0
+            self.engine.on_accepted(attachment, attn_pb2.StepResult(step_id=plan.step_id, num_freed_blocks=num_freed))
+
+
+def test_a_sequence_that_was_preempted_before_its_first_step_is_told_of_when_it_starts() -> None:
+    attention = SmallAttention(Sequence(2, "r2", [5] * 12, SamplingParams(), max_tokens=2))
+    reports: queue.Queue[StepReport] = queue.Queue()
+    limits = SchedulerLimits(4, 4, 64, 100, "max_utilization")
+    engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S, limits, num_blocks=4)
+    engine.submit(Sequence(1, "r1", [5] * 4, SamplingParams(), max_tokens=2))
+    started, ended = [], []
+    while len(ended) < 2:
+        report = reports.get(timeout=TIMEOUT_S)
+        assert report.step_id >= 0, "the engine failed"
+        started += [sequence.seq_id for sequence in report.started]
+        ended += [output.sequence.seq_id for output in report.outputs if output.finish_reason is not None]
+    engine.stop(TIMEOUT_S)
+    assert attention.num_opens == {1: 1, 2: 2}
+    assert started == ended == [1, 2]
+
+
 class MuteAttention(NotingAttention):
     """Never answers."""
 
@@ -147,10 +191,15 @@ class MuteAttention(NotingAttention):
 
 
 def started_engine(
-    runner: FakeRunner, attention: FakeAttention, reports: queue.Queue[StepReport], timeout_s: float
+    runner: FakeRunner,
+    attention: FakeAttention,
+    reports: queue.Queue[StepReport],
+    timeout_s: float,
+    limits: SchedulerLimits = LIMITS,
+    num_blocks: int = 100,
 ) -> Engine:
     engine = Engine(
-        SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict"),
+        limits,
         runner,
         attention,
         reports.put,
@@ -159,12 +208,12 @@ def started_engine(
     )
     attention.engine = engine
     engine.start()
-    engine.on_attached(make_attachment(attention, 1))
+    engine.on_attached(make_attachment(attention, 1, num_blocks))
     return engine
 
 
-def make_attachment(attention: FakeAttention, attachment_id: int) -> Attachment:
-    return Attachment(1, attachment_id, attention.channel, 4, 100, 100, {})
+def make_attachment(attention: FakeAttention, attachment_id: int, num_blocks: int = 100) -> Attachment:
+    return Attachment(1, attachment_id, attention.channel, 4, num_blocks, num_blocks, {})
 
 
 def test_an_engine_is_ready_when_its_runner_has_attached() -> None:

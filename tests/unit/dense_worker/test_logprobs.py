@@ -125,7 +125,7 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
     told: list[int] = []
     start = 0
     for num_tokens in chunks:
-        entry = PlanEntry(sequence, num_tokens, start, is_sampled=False, is_first=False)
+        entry = PlanEntry(sequence, num_tokens, start, is_sampled=False)
         if stretch := find_stretch(entry, first_row):
             backend = RowBackend(first_row + num_tokens)
             ranked = rank_prompt_tokens(backend, torch.empty(0), [stretch], max_num_rows)
@@ -144,8 +144,8 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
 def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None:
     first, second = prompt_sequence(4, 0), prompt_sequence(6, 3)
     stretches = [
-        find_stretch(PlanEntry(first, 4, 0, is_sampled=True, is_first=True), 2),
-        find_stretch(PlanEntry(second, 3, 2, is_sampled=False, is_first=False), 6),
+        find_stretch(PlanEntry(first, 4, 0, is_sampled=True), 2),
+        find_stretch(PlanEntry(second, 3, 2, is_sampled=False), 6),
     ]
     backend = RowBackend(9)
     found = read_prompt_logprobs(stretches, rank_prompt_tokens(backend, torch.empty(0), stretches, 256))

@@ -303,6 +303,19 @@ def test_resubmission_after_a_new_attachment_continues_where_the_blocks_are() ->
     assert sequence.output_token_ids == expected_output(sequence)
 
 
+def test_held_blocks_whose_tokens_disagree_are_given_up_and_found_again_by_their_prefix() -> None:
+    cluster = Cluster(num_blocks=8)
+    sequence = make_sequence(1, 16, 8)
+    cluster.cache.open_sequence(1, [*sequence.prompt_token_ids, 9, 9, 9, 9], 16)
+    cluster.cache.plan_step([(1, 20, 0)])
+    cluster.cache.commit_step()
+    sequence.output_token_ids = expected_output(sequence)[:2]
+    cluster.scheduler.reset(BlockLedger(BLOCK_SIZE, 8, cluster.cache.num_free_blocks), cluster.cache.held_blocks)
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+
+
 def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     cluster = Cluster()
     cluster.cache.open_sequence(99, [1, 2, 3, 4, 5], 5)
@@ -328,6 +341,17 @@ def test_a_sequence_the_attention_worker_cannot_run_fails_alone() -> None:
         (1, FinishReason.ERROR),
         (2, None),
     ]
+
+
+def test_blocks_of_a_step_that_the_attention_worker_refused_are_free_again() -> None:
+    cluster = Cluster()
+    cluster.scheduler.add(make_sequence(1, 8, 4))
+    cluster.step()
+    plan, cluster.in_flight = cluster.in_flight, None
+    assert plan is not None
+    cluster.scheduler.accepted(plan, 0, {1: RequestAborted("no room")})
+    cluster.scheduler.update(plan, [3])
+    cluster.run_until_idle()
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,15 @@ def test_tied_lm_head_is_the_embedding_itself(tmp_path: Path) -> None:
     assert_equal_to_transformers(weights, path, torch.float32)
 
 
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_lm_head_of_a_tied_model_is_used_where_it_differs_from_the_embedding(tmp_path: Path, shift: float) -> None:
+    path = make_model_dir(tmp_path, "llama", tie_word_embeddings=True)
+    edit_tensors(path, lambda each: each.update({"lm_head.weight": each["model.embed_tokens.weight"] + shift}))
+    weights = load(path)
+    assert (weights.lm_head is weights.embed) == (shift == 0.0)
+    assert_equal_to_transformers(weights, path, torch.float32)
+
+
 def test_layers_beyond_num_layers_are_not_loaded(model_dir: Path) -> None:
     weights = load(model_dir, num_layers=1)
     assert len(weights.layers) == 1

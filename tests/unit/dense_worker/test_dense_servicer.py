@@ -1,0 +1,70 @@
+"""The dense worker's front: which gateway's stream gets the news of which sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import Mock
+
+from services.common.metrics import new_registry
+from services.common.tracing import NoTracer
+from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.scheduler import SequenceOutput
+from services.dense_worker.sequence import Sequence
+from services.dense_worker.servicer import DenseServicer
+from services.dense_worker.step_report import StepReport
+from services.dense_worker.tracing import SequenceTracer
+from services.pb import dense_pb2
+from tests.dense_stream import submit
+
+TIMEOUT_S = 10.0
+
+
+class Stream:
+    """A gateway's stream, from the gateway's side."""
+
+    def __init__(self, servicer: DenseServicer) -> None:
+        self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
+        context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)
+        self._outputs = servicer.Connect(self._read(), context)
+        self.next = asyncio.create_task(anext(self._outputs))
+
+    def send(self, message: dense_pb2.Submit) -> None:
+        self._requests.put_nowait(dense_pb2.GatewayMessage(submit=message))
+
+    async def close(self) -> None:
+        self.next.cancel()
+        await asyncio.wait([self.next])
+        await self._outputs.aclose()
+
+    async def _read(self) -> AsyncIterator[dense_pb2.GatewayMessage]:
+        while True:
+            yield await self._requests.get()
+
+    async def _ignore(self, metadata: object) -> None: ...
+
+
+def test_a_step_that_was_under_way_tells_nothing_to_the_stream_that_submitted_the_sequence_again() -> None:
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        engine = Mock(submit=submitted.put_nowait)
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(engine, Mock())
+        servicer.set_info(dense_pb2.DenseInfo())
+        old, new = Stream(servicer), Stream(servicer)
+        old.send(submit(1, [5, 6], 4))
+        first = await submitted.get()
+        new.send(submit(1, [5, 6], 4))
+        second = await submitted.get()
+        engine.cancel.assert_called_once_with(1)
+        for sequence, token_id in ((first, 7), (second, 8)):
+            servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, token_id, None)]))
+        output = await new.next
+        assert list(output.token_ids) == [8], "the gateway would take both for tokens in a row"
+        assert not old.next.done()
+        await old.close()
+        await new.close()
+        assert engine.cancel.call_count == 2, "the old stream has no sequence any more"
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
