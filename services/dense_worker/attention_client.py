@@ -23,8 +23,8 @@ from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
 from services.common.server import run_together
-from services.dense_worker.scheduler import StepPlan
 from services.dense_worker.sequence import Sequence
+from services.dense_worker.step_plan import StepPlan
 from services.pb import attn_pb2, attn_pb2_grpc
 
 log = structlog.get_logger()

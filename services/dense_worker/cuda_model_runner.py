@@ -16,7 +16,7 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.scheduler import StepPlan
+from services.dense_worker.step_plan import StepPlan
 from services.dense_worker.step_tokens import PendingTokens, StepTokens
 
 _NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet

@@ -25,8 +25,9 @@ from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
 from services.dense_worker.observer import EngineObserver, StepStats
-from services.dense_worker.scheduler import Scheduler, SchedulerLimits, SequenceOutput, StepPlan
-from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.scheduler import Scheduler, SchedulerLimits
+from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
+from services.dense_worker.step_plan import StepPlan
 from services.dense_worker.step_report import StepReport, note_times, take_prompt_logprobs
 from services.pb import attn_pb2
 

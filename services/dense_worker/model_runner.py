@@ -16,7 +16,7 @@ from services.common.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.scheduler import PlanEntry, StepPlan
+from services.dense_worker.step_plan import PlanEntry, StepPlan
 from services.dense_worker.step_tokens import PendingTokens, StepTokens
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.dense_worker.scheduler import SequenceOutput
-from services.dense_worker.sequence import Sequence
+from services.dense_worker.sequence import Sequence, SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.logprobs import RankedTokens, concatenate, rank_tokens
-from services.dense_worker.scheduler import PlanEntry
 from services.dense_worker.sequence import Sequence
+from services.dense_worker.step_plan import PlanEntry
 from services.dense_worker.upload import upload
 
 MAX_ROWS_AT_A_TIME = 256

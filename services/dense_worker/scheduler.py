@@ -15,7 +15,8 @@ from typing import Literal
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.dense_worker.block_ledger import BlockLedger
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.step_plan import PlanEntry, StepPlan
 from services.dense_worker.suspects import Suspects
 from services.dense_worker.waiting_queue import WaitingQueue, insert, remove
 
@@ -35,40 +36,6 @@ class SchedulerLimits:
     policy: Policy
     max_num_waiting_tokens: int = 10_000_000
     priority_ageing_s: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One sequence's part in a step: tokens `[num_computed_tokens, num_computed_tokens + num_tokens)`."""
-
-    sequence: Sequence
-    num_tokens: int
-    num_computed_tokens: int  # before the step
-    is_sampled: bool  # whether the step yields this sequence's next token
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What a step does; `entries` are in batch order."""
-
-    step_id: int
-    entries: tuple[PlanEntry, ...]
-    close_seq_ids: tuple[int, ...]  # to close before the step
-    confirmed: tuple[tuple[int, int], ...]  # (seq_id, token_id) known since the last plan
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.entries)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """News of one sequence: a token, an end, or both."""
-
-    sequence: Sequence
-    token_id: int | None
-    finish_reason: FinishReason | None
-    error: TwostrokeError | None = None
 
 
 class Scheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
 
 SUSPECT_CRASHES = 2  # once may be anybody's fault
@@ -92,3 +93,13 @@ class Sequence:
     def max_num_cached_tokens(self) -> int:
         """Most tokens it can ever have in the KV cache: the last token sampled is never computed."""
         return self.num_prompt_tokens + self.max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """News of one sequence: a token, an end, or both."""
+
+    sequence: Sequence
+    token_id: int | None
+    finish_reason: FinishReason | None
+    error: TwostrokeError | None = None

@@ -20,8 +20,7 @@ from services.common.watchdog import Watchdog
 from services.dense_worker.engine import Engine
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.prompt_logprobs import PromptLogprobs
-from services.dense_worker.scheduler import SequenceOutput
-from services.dense_worker.sequence import FinishReason, Sequence
+from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.step_report import StepReport
 from services.dense_worker.tracing import SequenceTracer
 from services.pb import dense_pb2, dense_pb2_grpc

@@ -19,8 +19,7 @@ import structlog
 
 from services.common.errors import ConfigError
 from services.dense_worker.observer import StepStats
-from services.dense_worker.scheduler import SequenceOutput
-from services.dense_worker.sequence import Sequence
+from services.dense_worker.sequence import Sequence, SequenceOutput
 
 log = structlog.get_logger()
 

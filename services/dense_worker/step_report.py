@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.prompt_logprobs import PromptLogprobs
-from services.dense_worker.scheduler import SequenceOutput
-from services.dense_worker.sequence import Sequence, SequenceStatus
+from services.dense_worker.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.step_tokens import StepTokens
 
 

@@ -10,8 +10,7 @@ from unittest.mock import Mock
 from services.common.metrics import new_registry
 from services.common.tracing import NoTracer
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.scheduler import SequenceOutput
-from services.dense_worker.sequence import Sequence
+from services.dense_worker.sequence import Sequence, SequenceOutput
 from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.step_report import StepReport
 from services.dense_worker.tracing import SequenceTracer

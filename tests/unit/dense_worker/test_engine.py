@@ -15,8 +15,9 @@ from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.engine import Engine
 from services.dense_worker.prompt_logprobs import PromptLogprobs
-from services.dense_worker.scheduler import SchedulerLimits, StepPlan
+from services.dense_worker.scheduler import SchedulerLimits
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.step_plan import StepPlan
 from services.dense_worker.step_report import StepReport, take_prompt_logprobs
 from services.dense_worker.step_tokens import StepTokens
 from services.pb import attn_pb2

@@ -12,8 +12,8 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
 from services.dense_worker.prompt_logprobs import find_stretch, rank_prompt_tokens, read_prompt_logprobs
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.scheduler import PlanEntry
 from services.dense_worker.sequence import Sequence
+from services.dense_worker.step_plan import PlanEntry
 
 VOCAB_SIZE = 50
 # float32 has 24 bits: a logarithm of up to 30 is exact to 2e-6, the sum of the exponentials to a few units.

@@ -12,8 +12,9 @@ from services.attn_worker.kv_cache import KVCache
 from services.common.errors import CapacityError, InvalidRequest, RequestAborted
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.block_ledger import BlockLedger
-from services.dense_worker.scheduler import Policy, Scheduler, SchedulerLimits, SequenceOutput, StepPlan
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.scheduler import Policy, Scheduler, SchedulerLimits
+from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.step_plan import StepPlan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

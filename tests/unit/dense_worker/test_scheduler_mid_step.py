@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from services.attn_worker.kv_cache import KVCache, OpenResult
 from services.dense_worker.block_ledger import BlockLedger
-from services.dense_worker.scheduler import Policy, Scheduler, SchedulerLimits, StepPlan
+from services.dense_worker.scheduler import Policy, Scheduler, SchedulerLimits
 from services.dense_worker.sequence import Sequence, SequenceStatus
+from services.dense_worker.step_plan import StepPlan
 from tests.unit.dense_worker.test_scheduler import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
