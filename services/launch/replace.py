@@ -26,6 +26,7 @@ from services.launch.child import Child
 from services.launch.children import Children
 from services.launch.dense_place import DensePlace
 from services.launch.probe import compute_one_token
+from services.launch.uninterrupted import uninterrupted
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 log = structlog.get_logger()
@@ -123,7 +124,7 @@ class DenseReplacer:
         new.may_restart, new.num_restarts = True, old.num_restarts
         self._children.exchange(old, new, watcher)
         old.stop()
-        await old.wait(old.config.launch.stop_grace_s)
+        await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nobody else would end it by force
         assert new.pid is not None
         log.info("dense worker replaced", pid=new.pid, backend=backend, pause_ms=round(pause_ms, 1))
         return Replaced(new.pid, pause_ms, backend, present.weights_hash != loaded.weights_hash)

@@ -12,9 +12,8 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import structlog
@@ -38,6 +37,7 @@ from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import service_configs
 from services.launch.servicer import make_control
+from services.launch.uninterrupted import uninterrupted
 from services.mps import CONTROL, MpsDaemon, has_gpu, has_mps
 
 log = structlog.get_logger()
@@ -109,15 +109,6 @@ async def stop(
     await replacer.close()
     await control.stop(0.0)
     await children.stop(grace_s)
-
-
-async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end, whoever cancels us meanwhile: a second Ctrl-C must leave nothing behind."""
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([task])
-    task.result()
 
 
 async def drain_gateways(drain: asyncio.Event, config: Config, children: Children) -> None:

@@ -74,6 +74,8 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
 
     async def wait(self, grace_s: float) -> None:
         await self._is_over.wait()
+        if "wait" in self.on_call:
+            await self.on_call["wait"]()
 
     async def _called(self, call: str, context: grpc.aio.ServicerContext) -> None:
         self.calls.append(f"{self.name} {call}")
@@ -293,6 +295,32 @@ def test_a_cancelled_replacement_is_undone(tmp_path: Path) -> None:
     world = asyncio.run(main())
     assert world.serves == "old" and world.members == ["old"]
     assert world.calls.index("new stop") < world.calls.index("old take over")
+
+
+def test_the_old_worker_is_seen_to_its_end_even_if_whoever_asked_goes(tmp_path: Path) -> None:
+    async def main() -> World:
+        is_ending, has_ended = asyncio.Event(), asyncio.Event()
+
+        async def end_late() -> None:
+            is_ending.set()
+            await has_ended.wait()
+            world.calls.append("old has ended")
+
+        world = World(tmp_path, lambda world: None)
+        world.old.on_call["wait"] = end_late
+        task = asyncio.create_task(world.replace())
+        async with asyncio.timeout(20):
+            await is_ending.wait()
+            for _ in range(3):
+                task.cancel()
+                await asyncio.sleep(0)
+            has_ended.set()
+            await asyncio.wait([task])
+        return world
+
+    world = asyncio.run(main())
+    assert world.serves == "new" and world.members == ["new"]
+    assert "old has ended" in world.calls
 
 
 @pytest.mark.parametrize(
