@@ -198,7 +198,7 @@ def _sample(cluster: Cluster, directory: Path, arguments: argparse.Namespace) ->
     with httpx2.Client(transport=transport, base_url="http://gateway", timeout=PROBE_TIMEOUT_S) as http:
         probes: dict[str, Callable[[], Any]] = {
             "gateway, gRPC": lambda: cluster.gateway.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=PROBE_TIMEOUT_S),
-            "gateway, HTTP": lambda: http.get("/health").raise_for_status(),
+            "gateway, HTTP": lambda: http.get("/live").raise_for_status(),
             "dense_worker": lambda: cluster.dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S),
             "attn_worker": lambda: cluster.attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S),
         }

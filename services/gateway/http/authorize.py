@@ -9,7 +9,9 @@ from services.gateway.access import Access
 from services.gateway.http.errors import error_response
 
 # What probes, scrapers and browsers ask without a key; none of it tells of anybody's requests.
-OPEN_PATHS = frozenset({"/", "/stats", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/favicon.ico"})
+OPEN_PATHS = frozenset(
+    {"/", "/stats", "/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/favicon.ico"}
+)
 
 
 class Authorize:

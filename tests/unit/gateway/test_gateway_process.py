@@ -89,9 +89,9 @@ def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(tmp_path:
             health = await health_pb2_grpc.HealthStub(channel).Check(request)
             assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
             reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/http.sock")
-            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            ready = await reader.read()
-            assert ready.startswith(b"HTTP/1.1 503") and b"about to stop" in ready
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503") and b"about to stop" in answer
             writer.close()
             while (chunk := await call.read()) is not grpc.aio.EOF:
                 token_ids += chunk.token_ids

@@ -1,8 +1,9 @@
-"""What the server says of itself: /v1/models, /health, /ready, /version."""
+"""What the server says of itself: /v1/models, /live, /health, /ready, /version."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -11,13 +12,14 @@ from services.gateway import __version__
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.routes.tokens import check_model
-from services.gateway.http.schemas.server import Health, ModelList, ModelObject, Version
+from services.gateway.http.schemas.server import Health, Live, ModelList, ModelObject, Version
 
 
 def server_routes(frontend: Frontend) -> APIRouter:
     """Of one gateway."""
     router = APIRouter(tags=["Server"])
     start = int(time.time())
+    health_answers: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
     model_errors = {status: ERROR_RESPONSES[status] for status in (404, 503)}
 
     def model_object() -> ModelObject:
@@ -41,16 +43,15 @@ def server_routes(frontend: Frontend) -> APIRouter:
         check_model(frontend, name)
         return model_object()
 
-    @router.get("/health")
-    async def health() -> Health:
-        """Answers as long as the process does."""
+    @router.get("/live")
+    async def live() -> Live:
+        """Whether the process lives: for who restarts it. Says nothing of the workers behind it."""
         return {"status": "ok"}
 
-    @router.get(
-        "/ready", response_class=Response, responses={200: {"model": Health}, 503: {"model": Health}}
-    )
-    async def ready() -> Response:
-        """Whether requests can run now; if not, why."""
+    @router.get("/health", response_class=Response, responses=health_answers)
+    @router.get("/ready", response_class=Response, responses=health_answers)
+    async def health() -> Response:
+        """Whether requests can run now; if not, why. `/health` and `/ready` are two names of one answer."""
         reason = frontend.unready_reason()
         if reason is None:
             return JSONResponse({"status": "ok"})

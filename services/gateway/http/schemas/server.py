@@ -25,8 +25,14 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
+class Live(TypedDict):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
 class Health(TypedDict):
-    """Whether the process answers, or can serve; if not, why."""
+    """Whether requests can run; if not, why."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from grpc_health.v1 import health_pb2
 
 from services.common.config import EMBEDDED_MODEL
 from services.gateway import __version__
@@ -340,23 +341,29 @@ def test_a_second_prompt_that_is_refused_stops_the_first(tmp_path: Path) -> None
     with_client(tmp_path, dense, test)
 
 
-def test_readiness_has_a_reason(tmp_path: Path) -> None:
+def test_health_is_503_with_a_reason_until_requests_can_run(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.get("/live")).json() == {"status": "ok"}
         assert (await client.get("/version")).json() == {"version": __version__}
-        response = await client.get("/ready")
-        assert response.status_code == 503
-        assert response.json()["status"] == "unavailable"
-        assert "dense" in response.json()["reason"]
+        for path in ("/health", "/ready"):
+            response = await client.get(path)
+            assert response.status_code == 503
+            assert response.json()["status"] == "unavailable"
+            assert "dense" in response.json()["reason"]
         check_error(await client.get("/v1/models"), 503, None, "dense")
         check_error(await client.post(COMPLETIONS, json=PROMPT), 503, None, "dense")
         dense = FakeDense(lambda submit: [5])
         await dense.start(gateway.dense_address)
         await gateway.wait_serving()
-        assert (await client.get("/ready")).json() == {"status": "ok"}
+        for path in ("/health", "/ready", "/live"):
+            response = await client.get(path)
+            assert (response.status_code, response.json()) == (200, {"status": "ok"})
         [model] = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["max_model_len"], model["vocab_size"]) == (MODEL, 2048, 32_000)
         await dense.kill()
+        await gateway.wait_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/live")).status_code == 200
 
     async def body() -> None:
         async with running_gateway(tmp_path, None) as gateway, async_client(gateway.http_address) as client:
