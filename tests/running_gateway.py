@@ -15,7 +15,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.config import Config, DenseSection, GatewaySection, PeerSection
+from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
 from services.common.errors import TwostrokeError
 from services.gateway.service import serve
 from services.gateway.servicer import SERVICE_NAME
@@ -119,6 +119,7 @@ async def running_gateway(
     address: str | None = None,
     http_address: str | None = None,
     connect_timeout_s: float = 20.0,
+    model: Path = EMBEDDED_MODEL,
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway with its sockets in `directory`; with `dense`, it is serving already."""
@@ -128,6 +129,7 @@ async def running_gateway(
     config = Config(
         gateway=GatewaySection(address=address, http_address=http_address, **gateway_options),
         dense=DenseSection(address=dense_address),
+        model=ModelSection(path=model),
         peers=PeerSection(connect_timeout_s=connect_timeout_s),
     )
     if dense is not None:

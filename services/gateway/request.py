@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
+MAX_NAME_CHARACTERS = 64  # of who speaks in a chat, and of a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,18 @@ async def read_text_or_chat(
         if not text:
             raise InvalidRequest(f"{kind} is empty", kind)
         return await tokenizer.encode(text)
-    messages = [Message(each.role, each.content) for each in message.chat.messages]
+    messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
     if not messages:
         raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
     for i, each in enumerate(messages):
         if not each.role or not each.content:
             raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
+        for field, name in (("role", each.role), ("name", each.name)):
+            if len(name) > MAX_NAME_CHARACTERS:
+                raise InvalidRequest(
+                    f"messages[{i}].{field} has {len(name)} characters, at most {MAX_NAME_CHARACTERS} allowed",
+                    f"messages[{i}].{field}",
+                )
     return await tokenizer.encode_chat(messages)
 
 

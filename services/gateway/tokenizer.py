@@ -30,6 +30,12 @@ class Message:
 
     role: str
     content: str
+    name: str = ""  # of the speaker; empty: none
+
+    def fields(self) -> dict[str, str]:
+        """As the chat template finds it."""
+        fields = {"role": self.role, "content": self.content}
+        return fields | {"name": self.name} if self.name else fields
 
 
 class Tokenizer:
@@ -54,7 +60,7 @@ class Tokenizer:
         """Token ids of a chat that awaits its answer. Raises `InvalidRequest` where the template refuses."""
         if self.hf_tokenizer.chat_template is None:
             raise InvalidRequest("this model has no chat template: send a prompt instead of a chat")
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        conversation = [message.fields() for message in messages]
         try:
             text = self.hf_tokenizer.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=False
@@ -100,7 +106,9 @@ def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
             return Tokenizer(_byte_tokenizer())
         raise ModelError(f"model directory {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
-        hf_tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        hf_tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers, tokenizers and JSON errors have no common base
         raise ModelError(f"the tokenizer in {path} cannot be read: {error}") from error
     if not isinstance(hf_tokenizer, PreTrainedTokenizerFast):

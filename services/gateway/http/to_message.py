@@ -78,7 +78,8 @@ def chat_of(messages: Sequence[ChatMessageObject]) -> gateway_pb2.Chat:
     roles = {"developer": "system"}
     return gateway_pb2.Chat(
         messages=[
-            gateway_pb2.ChatMessage(role=roles.get(each.role, each.role), content=each.text) for each in messages
+            gateway_pb2.ChatMessage(role=roles.get(each.role, each.role), content=each.text, name=each.name or "")
+            for each in messages
         ]
     )
 

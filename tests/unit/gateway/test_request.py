@@ -144,6 +144,8 @@ def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
             {"chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant"}]}},
             r"chat message 1 has no content",
         ),
+        ({"chat": {"messages": [{"role": "user", "content": "a", "name": "x" * 65}]}}, r"\[0\].name has 65 ch"),
+        ({"chat": {"messages": [{"role": "x" * 65, "content": "a"}]}}, r"\[0\].role has 65 characters, at most 64"),
         ({"chat": {"messages": [{"role": "oracle", "content": "hi"}]}}, r"oracle"),
         ({"prompt_token_ids": {"ids": [1] * 64}}, r"has 64 tokens, max_model_len is 64"),
         ({"prompt": "word " * 200}, r"tokens, max_model_len is 64"),

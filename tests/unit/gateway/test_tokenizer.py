@@ -97,6 +97,30 @@ def test_a_truncation_saved_with_the_tokenizer_does_not_cut_prompts(tmp_path: Pa
     assert asyncio.run(load_tokenizer(tmp_path).encode(TEXTS[0])) == expected
 
 
+def test_a_name_reaches_the_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ ' ' + m.name if m.name is defined }}: {{ m.content }}{% endfor %}"
+    (copy_tokenizer(tmp_path) / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "name": "Ann", "content": "Hi"}, {"role": "user", "content": "Ho"}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+    assert asyncio.run(load_tokenizer(tmp_path).encode_chat([Message(**each) for each in chat])) == expected
+
+
+def test_nobody_is_asked_whether_a_directory_may_run_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "n")
+    file = copy_tokenizer(tmp_path) / "tokenizer_config.json"
+    custom = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | custom))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ModelError, match="custom code"):
+        load_tokenizer(tmp_path)
+    assert not questions and not (tmp_path / "ran").exists()
+
+
 def test_a_damaged_tokenizer_is_a_model_error(tmp_path: Path) -> None:
     (copy_tokenizer(tmp_path) / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ModelError, match=str(tmp_path)):

@@ -38,13 +38,13 @@ class ChatMessageObject(RequestModel):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "function_call": (),
-        "name": ("",),
         "refusal": (),
         "tool_call_id": (),
         "tool_calls": ([],),
     }
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is another name of system")
     content: Content
+    name: str | None = Field(None, description="Who of several speaks, for chat templates that tell them apart")
 
     @property
     def text(self) -> str:
