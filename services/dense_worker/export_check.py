@@ -38,7 +38,7 @@ def compare_with_hugging_face(
 ) -> Comparison:
     """Continues `text` by up to `max_tokens` tokens, twice. Raises ModelError where there is no tokenizer."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} has no tokenizer that transformers can load: {error}") from error
     prompt = tokenizer(text)["input_ids"]
@@ -54,7 +54,9 @@ def compare_with_hugging_face(
 
 def load_hugging_face(path: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model by transformers, cut to `config.num_layers`."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True, trust_remote_code=False
+    ).eval()
     model.config.num_hidden_layers = config.num_layers
     if getattr(model.config, "layer_types", None) is not None:
         model.config.layer_types = model.config.layer_types[: config.num_layers]
