@@ -21,11 +21,11 @@ import grpc
 import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from services.common.config import BALANCED_SCHEMES
 from services.common.error_details import rich_status
 from services.common.errors import ConfigError, TwostrokeError
+from services.common.reflection import add_reflection
 from services.common.tls import TlsFiles, warn_if_exposed
 from services.pb import stall_pb2
 
@@ -75,9 +75,7 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection(
-            [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
-        )
+        add_reflection(self.server, [*service_names, health.SERVICE_NAME])
 
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf import descriptor_pool
+from grpc_reflection.v1alpha import reflection_pb2
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
@@ -55,13 +56,27 @@ def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
     with_gateway(tmp_path, FakeDense(say([])), test)
 
 
-def test_reflection_lists_the_services(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+def test_reflection_describes_every_service_that_it_lists(tmp_path: Path, version: str) -> None:
     async def test(gateway: RunningGateway) -> None:
-        stub = reflection_pb2_grpc.ServerReflectionStub(gateway.channel)
-        question = reflection_pb2.ServerReflectionRequest(list_services="")
-        async for response in stub.ServerReflectionInfo(iter([question])):
-            names = {service.name for service in response.list_services_response.service}
-            assert {"twostroke.v1.Gateway", "grpc.health.v1.Health"} <= names
+        # The messages of both versions are the same on the wire.
+        ask = gateway.channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        question = reflection_pb2.ServerReflectionRequest
+        [listed] = [response async for response in ask(iter([question(list_services="")]))]
+        names = {service.name for service in listed.list_services_response.service}
+        reflections = {f"grpc.reflection.{each}.ServerReflection" for each in ("v1alpha", "v1")}
+        assert names == {"twostroke.v1.Gateway", "grpc.health.v1.Health", *reflections}
+        for name in names:
+            [answer] = [response async for response in ask(iter([question(file_containing_symbol=name)]))]
+            pool = descriptor_pool.DescriptorPool()  # empty: what is missing in the answer would be an error
+            for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
+                pool.AddSerializedFile(file)
+            for method in pool.FindServiceByName(name).methods:
+                assert method.input_type.full_name.startswith(name.rpartition(".")[0])
 
     with_gateway(tmp_path, FakeDense(say([])), test)
 
