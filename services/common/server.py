@@ -126,8 +126,9 @@ class GrpcServer:
 
 
 async def until_over(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
-    """A call's requests; ends when the call does, whichever side ended it."""
-    with contextlib.suppress(grpc.aio.UsageError):  # what gRPC says to a reader that outlives its call
+    """A call's requests; ends when the call does, whichever side ended it, and however."""
+    # What gRPC says to a reader that outlives its call: the second, if the call has ended with an error.
+    with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):
         async for request in requests:
             yield request
 

@@ -1,0 +1,120 @@
+"""A stream of plans that ends with an error is the dense worker's loss: the attention worker and its cache go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.attn_worker.service import SERVICE_NAME
+from services.attn_worker.servicer import AttentionServicer
+from services.common.config import AttentionSection, ModelSection
+from services.common.resolve import resolve_model
+from services.common.server import GrpcServer
+from services.common.tracing import NoTracer
+from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2
+
+EPOCH = 0x5EA1_ED5E_0000_0003
+TEST_LIMIT_S = 60.0
+WAIT_TIMEOUT_S = 0.2  # of a step, for a dense worker that does nothing
+BLOCK_SIZE, MAX_NUM_TOKENS = 4, 16
+PROMPT = range(5, 5 + 3 * BLOCK_SIZE)
+
+Execute = grpc.aio.StreamStreamCall
+
+
+@asynccontextmanager
+async def attention_worker(directory: Path) -> AsyncIterator[tuple[AttentionServicer, Any]]:
+    """The servicer, and a stub of it over a real connection."""
+
+    async def on_stall(stall: stall_pb2.Stall | None) -> None:
+        raise AssertionError(stall)
+
+    address = f"unix:{directory}/attention.sock"
+    server = GrpcServer(address, [SERVICE_NAME], max_message_bytes=1 << 20)
+    section = AttentionSection(num_blocks=8, block_size=BLOCK_SIZE)
+    model = resolve_model(ModelSection(), "cpu")
+    servicer = AttentionServicer(
+        section, model, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall
+    )
+    attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield servicer, attn_pb2_grpc.AttentionWorkerStub(channel)
+    finally:
+        servicer.abort()
+        await server.stop(0.0)
+        servicer.stop()
+
+
+async def attach(stub: Any) -> attn_pb2.AttachReply:
+    return await stub.Attach(
+        attn_pb2.AttachRequest(
+            dtype="float32",
+            model_fingerprint=resolve_model(ModelSection(), "cpu").config.fingerprint,
+            weights_hash="00",
+            max_num_seqs=4,
+            max_num_batched_tokens=MAX_NUM_TOKENS,
+        )
+    )
+
+
+async def open_one(stub: Any, reply: attn_pb2.AttachReply, seq_id: int = 1) -> tuple[Execute, attn_pb2.SequenceOpened]:
+    """A stream of plans that has opened a sequence of PROMPT."""
+    call = stub.Execute(metadata=(("epoch", str(reply.epoch)), ("attachment-id", str(reply.attachment_id))))
+    opening = attn_pb2.OpenSequence(seq_id=seq_id, token_ids=PROMPT, num_prompt_tokens=len(PROMPT))
+    await call.write(attn_pb2.StepPlan(opens=[opening]))
+    return call, (await call.read()).opened
+
+
+def plan(num_tokens: int) -> attn_pb2.StepPlan:
+    return attn_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[num_tokens], num_computed_tokens=[0])
+
+
+async def stall(call: Execute, stub: Any) -> None:
+    """The dense worker never signals that its queries, keys and values are there."""
+    await call.write(plan(len(PROMPT)))
+
+
+async def attach_again(call: Execute, stub: Any) -> None:
+    await attach(stub)
+
+
+async def exceed_a_limit(call: Execute, stub: Any) -> None:
+    await call.write(plan(MAX_NUM_TOKENS + 1))
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (stall, grpc.StatusCode.UNAVAILABLE),
+        (attach_again, grpc.StatusCode.FAILED_PRECONDITION),
+        (exceed_a_limit, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_the_worker_outlives_a_stream_that_it_ends_with_an_error(
+    end: Callable[[Execute, Any], Coroutine[Any, Any, None]], status: grpc.StatusCode, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with attention_worker(tmp_path) as (servicer, stub):
+            failure = asyncio.create_task(servicer.wait_failure())
+            call, _ = await open_one(stub, await attach(stub))
+            await end(call, stub)
+            assert await call.code() is status
+            while servicer._readers:  # noqa: ASYNC110  the test's limit bounds it
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)  # for the task to be told
+            assert not failure.done(), failure.exception()
+            reply = await attach(stub)
+            assert list(reply.open_seq_ids) == [1], "the sequence is kept for who comes next"
+            await open_one(stub, reply, seq_id=2)
+            failure.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
