@@ -36,7 +36,7 @@ _REASONS = {
 _POLL_S = 0.005
 _LEAVE_TIMEOUT_S = 10.0  # for the step under way
 
-_Outbox = asyncio.Queue[dense_pb2.StepOutput]
+_Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the stream
 
 
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
@@ -133,6 +133,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             is_last = False
             while not is_last:
                 output = await outbox.get()
+                if isinstance(output, Exception):
+                    raise output
                 is_last = output.HasField("farewell")
                 yield output
         finally:
@@ -186,6 +188,14 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         return self._engine, self._info
 
     async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox) -> None:
+        try:
+            await self._handle_all(requests, engine, outbox)
+        except Exception as error:  # nobody awaits the reader
+            outbox.put_nowait(error)
+
+    async def _handle_all(
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox
+    ) -> None:
         async for request in until_over(requests):
             if outbox not in self._streams:
                 return

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from services.common.metrics import new_registry
 from services.common.tracing import NoTracer
 from services.dense_worker.metrics import DenseMetrics
@@ -65,5 +67,28 @@ def test_a_step_that_was_under_way_tells_nothing_to_the_stream_that_submitted_th
         await old.close()
         await new.close()
         assert engine.cancel.call_count == 2, "the old stream has no sequence any more"
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_message_that_cannot_be_handled_ends_its_stream_and_no_other() -> None:
+    """Else the gateway would wait for ever: nobody reads its messages any more."""
+
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        engine = Mock(submit=submitted.put_nowait)
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer.set_engine(engine, Mock())
+        servicer.set_info(dense_pb2.DenseInfo())
+        bad, good = Stream(servicer), Stream(servicer)
+        good.send(submit(1, [5, 6], 4))
+        sequence = await submitted.get()
+        engine.submit = Mock(side_effect=ArithmeticError("no such number"))
+        bad.send(submit(2, [5, 6], 4))
+        with pytest.raises(ArithmeticError, match="no such number"):
+            await bad.next
+        servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, 7, None)]))
+        assert list((await good.next).token_ids) == [7]
+        await good.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
