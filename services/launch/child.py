@@ -69,7 +69,7 @@ class Child:
                 return
             self.last_end = self._describe_end(return_code)
             delay_s = self._back_off()
-            log.warning("restarting", role=self.role, reason=self.last_end, delay_s=delay_s)
+            log.warning("restarting", role=self.role, pid=self.pid, reason=self.last_end, delay_s=delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
 

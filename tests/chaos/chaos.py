@@ -18,6 +18,7 @@ from random import Random
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2
 from tests.chaos.cases import GRPC_TRANSPORTS, TRANSPORTS, Cancelled, draw_messages, send
+from tests.chaos.ends import ends_told_by, unordered_ends
 from tests.chaos.monkey import Monkey
 from tests.cluster import Cluster, children_of, free_port, request, running_cluster
 from tests.http_clients import client
@@ -91,7 +92,7 @@ def run(arena: Arena, seed: int) -> list[str]:
     """Raises `AssertionError` for whatever is not as it should be; returns the monkey's deeds."""
     random, size, cluster = Random(seed), arena.size, arena.cluster
     monkey = Monkey(cluster, Random(seed + 1), size.max_deeds, size.wait_timeout_s, size.stall_timeout_s)
-    gateway_pid = cluster.pid_of("gateway")
+    gateway_pid, log_size = cluster.pid_of("gateway"), cluster.log_file.stat().st_size
     indexes = random.sample(range(size.num_messages), size.num_streams)
     with ThreadPoolExecutor(size.num_streams + 1) as threads:
         streams = [threads.submit(_check_stream, arena, index, random.randrange(2**32)) for index in indexes]
@@ -104,6 +105,8 @@ def run(arena: Arena, seed: int) -> list[str]:
     assert not errors, f"{len(errors)} of {len(streams)} streams after {monkey.deeds}: {errors[0]!r}"
     assert cluster.pid_of("gateway") == gateway_pid, "the gateway was not to die"
     _check_idle(arena)
+    ends = ends_told_by(cluster.log_file.read_bytes()[log_size:].decode())
+    assert not (wrong := unordered_ends(ends, monkey.signals)), f"nobody ordered {wrong} after {monkey.deeds}"
     _check_books(arena)
     _check_leaks(arena)
     return monkey.deeds

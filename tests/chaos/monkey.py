@@ -49,6 +49,7 @@ class Monkey:
         self._max_deeds = max_deeds
         self.is_over = threading.Event()
         self.deeds: list[str] = []
+        self.signals: dict[int, set[signal.Signals]] = {}  # by process, that may have ended it
         self._kinds: list[Callable[[], bool]] = [
             self._kill_dense,
             self._kill_dense,
@@ -163,6 +164,7 @@ class Monkey:
     def _signal(self, number: signal.Signals, *roles: str) -> bool:
         for pid in [self._pid_of(role) for role in roles]:
             self._killed.append(pid)
+            self.signals.setdefault(pid, set()).add(number)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         return True
