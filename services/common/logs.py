@@ -1,10 +1,17 @@
-"""Structured logs on standard error: one line an event, key=value or JSON, by structlog."""
+"""Structured logs on standard error: one line an event, key=value or JSON, by structlog.
+
+To log never fails. A line that cannot be written, for want of a reader or of room on a disk, is dropped and counted;
+the first one that can be written again has the count, as `num_dropped_lines`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import sys
+import threading
 from pathlib import Path
 
 import structlog
@@ -20,23 +27,68 @@ def configure_logs(section: LogSection, service: str) -> None:
         "json": structlog.processors.JSONRenderer(),
     }
     error_file = section.error_file
+    lines = LogLines(sys.stderr.fileno())
     structlog.configure(
         processors=[
             lambda logger, method, event: {"service": service, **event},
             structlog.processors.add_log_level,
             *([] if error_file is None else [functools.partial(_keep_error, error_file)]),
+            lines.add_num_dropped,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
             renderers[section.format],
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[section.level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: lines,
     )
+
+
+def tell_people(text: str) -> None:
+    """Writes a text for whoever started this process by hand to standard error; perhaps nobody reads it any more."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class LogLines:
+    """A logger for structlog that writes each rendered event as a line; from any thread.
+
+    It writes without a buffer: what a buffer could not write would come later, in pieces.
+    """
+
+    def __init__(self, file: int) -> None:
+        """`file` is a descriptor."""
+        self._file = file
+        self._lock = threading.Lock()
+        self._is_torn = False  # the last line was written in part
+        self._is_told = True  # of all that were dropped
+        self.num_dropped = 0  # in the life of the process
+
+    def add_num_dropped(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        """A processor; see the module."""
+        return event if self._is_told else {**event, "num_dropped_lines": self.num_dropped}
+
+    def msg(self, line: str) -> None:
+        """Writes a line, or drops it."""
+        with self._lock:
+            unwritten = ("\n" * self._is_torn + line + "\n").encode(errors="backslashreplace")
+            length = len(unwritten)
+            try:
+                while unwritten:
+                    unwritten = unwritten[os.write(self._file, unwritten) :]
+            except OSError:
+                self.num_dropped += 1
+                self._is_told = False
+                self._is_torn = self._is_torn or len(unwritten) < length
+            else:
+                self._is_told, self._is_torn = True, False
+
+    debug = info = warning = error = critical = log = msg  # the names by which structlog calls it
 
 
 def _keep_error(file: Path, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     if event["level"] in ("error", "critical"):
         cause = event.get("exc_info") or event.get("error", "")
         detail = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(cause)
-        file.write_text(f"{event['event']}: {detail}".rstrip(": "))
+        with contextlib.suppress(OSError):
+            file.write_text(f"{event['event']}: {detail}".rstrip(": "))
     return event

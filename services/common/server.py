@@ -230,8 +230,9 @@ def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = N
     except Exception as error:
         log.critical("stopped by a bug", exc_info=error)
         status = 70  # EX_SOFTWARE
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(status)  # all is closed; the interpreter would take a second to take torch apart
 
 

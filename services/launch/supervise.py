@@ -23,6 +23,7 @@ from services.common.channel.shm_cleanup import remove_stale_regions
 from services.common.client import open_channel
 from services.common.config import Config
 from services.common.errors import PeerError
+from services.common.logs import tell_people
 from services.common.metrics import new_registry, serving_metrics
 from services.common.server import GrpcServer
 from services.gateway import chat_client
@@ -152,14 +153,12 @@ async def use(
     http_address = config.gateway.http_address
     scheme = "http" if config.gateway.tls_certificate is None else "https"
     page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
-    print(
+    tell_people(
         f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
         f"{http_address}. Stop with Ctrl-C.\n{page}"
         f"  one answer: {sys.executable} -m services.gateway.chat_client --address {own_address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"
-        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {own_address}",
-        file=sys.stderr,
-        flush=True,
+        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {own_address}"
     )
     await asyncio.Event().wait()
 
