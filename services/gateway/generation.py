@@ -73,7 +73,8 @@ class Chunk:
     text: str  # whole characters; may lag behind `token_ids`
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if asked for
-    finish: Finish | None  # on the last chunk
+    num_output_tokens: int  # of the answer so far, these included
+    finish: Finish | None  # on the last chunk, which has the last tokens, too, unless more became known only later
     prompt: Prompt | None  # on the first chunk, if asked for
 
 
@@ -236,7 +237,13 @@ class _Answer:
             has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
             prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)
         return Chunk(
-            entry.index, text, token_ids, None if request.num_logprobs is None else logprobs, self.finish, prompt
+            entry.index,
+            text,
+            token_ids,
+            None if request.num_logprobs is None else logprobs,
+            self.num_output_tokens,
+            self.finish,
+            prompt,
         )
 
     def close(self) -> None:

@@ -38,6 +38,9 @@ class Format(Protocol):
 
     param_names: Mapping[str, str]  # what fields of `GenerateRequest` are called here, where they differ
 
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        """Token ids of each prompt; called before all other methods."""
+
     def opening(self) -> Sequence[Any]:
         """Objects to send before all others."""
 
@@ -114,6 +117,7 @@ class Answer(Response):
             if error.param is not None:
                 error.param = self._format.param_names.get(error.param, error.param)
             raise
+        self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
 
     async def _send_events(
         self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations

@@ -49,6 +49,15 @@ class UsageCounter:
         }
 
 
+def running_usage(num_prompt_tokens: int, num_output_tokens: int) -> UsageObject:
+    """Of one answer while it grows; cached tokens are told at its end."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
 def stop_reason(finish: Finish, eos_token_ids: Container[int]) -> str | int | None:
     """vLLM's field: the stop string or stop token of the request that ended it; None for EOS, as for all else."""
     if finish.stop_string is not None:

@@ -24,14 +24,22 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
 
 
+def _token_name(tokenizer: Tokenizer, token_id: int, has_ids: bool) -> str:
+    """Its text, or by its id as vLLM writes it: several tokens may have one text."""
+    return f"token_id:{token_id}" if has_ids else token_text(tokenizer, token_id)
+
+
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, has_ids: bool
 ) -> ChatLogprobs:
-    """Of new tokens."""
+    """Of new tokens. `has_ids`: they are named by their ids."""
 
     def describe(token_id: int, logprob: float) -> dict:
-        data = token_bytes(tokenizer.hf_tokenizer, token_id)
-        return {"token": token_text(tokenizer, token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+        return {
+            "token": _token_name(tokenizer, token_id, has_ids),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(token_bytes(tokenizer.hf_tokenizer, token_id)),
+        }
 
     return {
         "content": [
@@ -45,8 +53,12 @@ def chat_logprobs(
 class LegacyLogprobsBuilder:
     """Of one answer to a request for completions, piece by piece: keeps count of where each token's text begins."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, is_echo: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, is_echo: bool, has_ids: bool = False
+    ) -> None:
+        """`has_ids`: tokens are named by their ids."""
         self._tokenizer = tokenizer
+        self._has_ids = has_ids
         self._skip_special_tokens = skip_special_tokens
         self._is_at_start = is_echo  # of the text, until it has a token's
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -56,7 +68,7 @@ class LegacyLogprobsBuilder:
         """The lists for new tokens; None stands for one without, such as a prompt's first."""
         lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, each in zip(token_ids, logprobs, strict=True):
-            lists["tokens"].append(token_text(self._tokenizer, token_id))
+            lists["tokens"].append(_token_name(self._tokenizer, token_id, self._has_ids))
             lists["text_offset"].append(self._offset)
             lists["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
             lists["top_logprobs"].append(None if each is None else self._top(token_id, each))
@@ -74,7 +86,7 @@ class LegacyLogprobsBuilder:
         """The likeliest tokens, and always the one that was chosen."""
         top: dict[str, float] = {}
         for other_id, logprob in (*each.top, (token_id, each.logprob)):
-            top.setdefault(token_text(self._tokenizer, other_id), max(logprob, LEAST_LOGPROB))
+            top.setdefault(_token_name(self._tokenizer, other_id, self._has_ids), max(logprob, LEAST_LOGPROB))
         return top
 
 

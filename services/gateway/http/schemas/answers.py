@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -16,12 +16,12 @@ class PromptTokensDetails(TypedDict):
 
 
 class UsageObject(TypedDict):
-    """Counts of tokens over all prompts and answers of a request."""
+    """Counts of tokens over all prompts and answers of a request; before the last event, of that event's answer."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
 
 
 class PromptLogprob(TypedDict):

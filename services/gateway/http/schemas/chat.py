@@ -79,7 +79,6 @@ class ChatRequest(GenerationFields):
         "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "documents": ([],),
-        "echo": (False,),
         "kv_transfer_params": (),
         "vllm_xargs": ({},),
         # of completions
@@ -90,6 +89,9 @@ class ChatRequest(GenerationFields):
 
     messages: Annotated[list[ChatMessageObject], at_most(MAX_MESSAGES)] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: Int64 | None = Field(None, description="The newer name of max_tokens")
+    echo: bool | None = Field(
+        None, description="Start every answer with the text of the last message, if that is the assistant's"
+    )
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
     top_logprobs: UInt32 | None = Field(None, description="Likeliest tokens to give beside it")
 

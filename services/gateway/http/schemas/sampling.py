@@ -17,11 +17,16 @@ from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_T
 class StreamOptions(RequestModel):
     """Options of a streamed answer."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "include_obfuscation": (False,),
-        "continuous_usage_stats": (False,),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
     include_usage: bool | None = Field(None, description="Send a last chunk with the token counts")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: give every chunk the counts of its answer so far"
+    )
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk tells counts."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class GenerationFields(RequestModel):
@@ -41,7 +46,6 @@ class GenerationFields(RequestModel):
         "guided_regex": (),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "return_tokens_as_token_ids": (False,),
         "spaces_between_special_tokens": (True,),
         "structured_outputs": (),
         "truncate_prompt_tokens": (),
@@ -79,7 +83,12 @@ class GenerationFields(RequestModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: UInt32 | None = Field(None, description="Log-probabilities of prompt tokens, and so many beside")
-    return_token_ids: bool | None = Field(None, description="Give token ids beside the text")
+    return_token_ids: bool | None = Field(
+        None, description="Give the token ids of the answer beside its text, and those of the prompt once"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name tokens of log-probabilities token_id:ID instead of by their text"
+    )
     priority: Int32 | None = Field(None, description="Lower is served earlier")
     cache_salt: str | None = Field(None, description="Prompt prefixes are shared with requests of the same salt only")
     user: str | None = Field(None, description="Who asks, for logs only")

@@ -1,0 +1,176 @@
+"""What each chunk of a streamed answer carries: counts, the end, the prompt; and the same of whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from services.common.config import EMBEDDED_MODEL
+from tests.fake_dense import FakeDense, fake_logprob
+from tests.http_clients import async_client, events
+from tests.running_gateway import run, running_gateway
+
+REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+EOS = REFERENCE.eos_token_id
+USER = [{"role": "user", "content": "Hi"}]
+INPUTS = {"/v1/completions": {"prompt": "Tell me"}, "/v1/chat/completions": {"messages": USER}}
+PATHS = list(INPUTS)
+TEXT = " Łódź, 東京 🙂🙃 cities."
+
+
+def ids(text: str) -> list[int]:
+    return REFERENCE(text, add_special_tokens=False)["input_ids"]
+
+
+def prompt_ids(path: str) -> list[int]:
+    if path == "/v1/completions":
+        return REFERENCE("Tell me")["input_ids"]
+    return ids(REFERENCE.apply_chat_template(USER, add_generation_prompt=True, tokenize=False))
+
+
+def post(tmp_path: Path, path: str, token_ids: Sequence[int], **body: Any) -> list[Any]:
+    """The answer to one request whose every sequence gets `token_ids`: events if streamed, else one object."""
+    objects: list[Any] = []
+
+    async def test() -> None:
+        dense = FakeDense(lambda submit: token_ids, step_s=0.002)
+        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+            response = await client.post(path, json={**INPUTS[path], "max_tokens": len(token_ids), **body})
+            assert response.status_code == 200, response.text
+            objects.extend(events(response.text) if body.get("stream") else [response.json()])
+
+    run(test())
+    return objects
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["delta"].get("content", "")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_continuous_usage_counts_the_tokens_of_each_answer(path: str, tmp_path: Path) -> None:
+    token_ids, num_prompt_tokens = ids(TEXT), len(prompt_ids(path))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = post(
+        tmp_path, path, token_ids, n=2, stream=True, stream_options=options, return_token_ids=True
+    )
+    num_tokens = {0: 0, 1: 0}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        num_tokens[choice["index"]] += len(choice.get("token_ids", ()))
+        assert chunk["usage"] == {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens[choice["index"]],
+            "total_tokens": num_prompt_tokens + num_tokens[choice["index"]],
+        }
+    assert list(num_tokens.values()) == [len(token_ids)] * 2
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 2 * len(token_ids)
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_tokens_whose_text_is_held_back_count_in_the_next_chunk(tmp_path: Path) -> None:
+    token_ids = ids("🙂🙃")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = post(tmp_path, "/v1/completions", token_ids, stream=True, stream_options=options, echo=True)
+    assert len(chunks) < len(token_ids), "a character of several tokens comes in one chunk"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == len(token_ids) == last["usage"]["completion_tokens"]
+    assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == "Tell me🙂🙃"
+
+
+def test_continuous_usage_needs_include_usage(tmp_path: Path) -> None:
+    options = {"continuous_usage_stats": True}
+    chunks = post(tmp_path, "/v1/completions", ids(TEXT), stream=True, stream_options=options)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("end", ["length", "stop string", "EOS"])
+def test_the_finish_reason_is_on_the_last_tokens_chunk(path: str, end: str, tmp_path: Path) -> None:
+    token_ids = ids(" one two three") + [EOS] * (end == "EOS")
+    body: dict[str, Any] = {"stop": " three"} if end == "stop string" else {}
+    chunks = post(tmp_path, path, token_ids, stream=True, return_token_ids=True, **body)
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0].get("token_ids")]
+    assert chunks[-1]["choices"][0] is choices[-1], "no chunk follows that of the last token"
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["finish_reason"] == ("length" if end == "length" else "stop")
+    assert choices[-1]["stop_reason"] == (" three" if end == "stop string" else None)
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == token_ids
+    assert "".join(map(text_of, choices)) == (" one two" if end == "stop string" else " one two three")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_return_token_ids_gives_those_of_the_prompt_once(path: str, tmp_path: Path) -> None:
+    token_ids, expected = ids(" one two"), prompt_ids(path)
+    is_chat = path == "/v1/chat/completions"
+    [whole] = post(tmp_path, path, token_ids, n=2, return_token_ids=True)
+    holders = [whole] if is_chat else whole["choices"]
+    assert [holder["prompt_token_ids"] for holder in holders] == [expected] * len(holders)
+    chunks = post(tmp_path, path, token_ids, n=2, return_token_ids=True, stream=True)
+    if is_chat:
+        assert chunks[0]["prompt_token_ids"] == expected
+        assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    else:
+        for index in range(2):
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert mine[0]["prompt_token_ids"] == expected
+            assert all("prompt_token_ids" not in choice for choice in mine[1:])
+    assert "prompt_token_ids" not in str(post(tmp_path, path, token_ids, n=2))
+
+
+def test_token_ids_of_several_prompts_are_with_their_choices(tmp_path: Path) -> None:
+    prompts = [[70, 71], [80]]
+    [whole] = post(tmp_path, "/v1/completions", [5], prompt=prompts, n=2, return_token_ids=True)
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [[70, 71]] * 2 + [[80]] * 2
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_tokens_are_named_by_their_ids_on_request(is_stream: bool, tmp_path: Path) -> None:
+    token_ids = ids(TEXT)
+    names = [f"token_id:{token_id}" for token_id in token_ids]
+    options = {"return_tokens_as_token_ids": True, "stream": is_stream}
+    objects = post(tmp_path, "/v1/completions", token_ids, logprobs=3, **options)
+    parts = [each["choices"][0]["logprobs"] for each in objects]
+    assert [name for part in parts for name in part["tokens"]] == names
+    tops = [top for part in parts for top in part["top_logprobs"]]
+    for token_id, top in zip(token_ids, tops, strict=True):
+        assert top == {f"token_id:{i}": fake_logprob(i) for i in range(token_id - 2, token_id + 1)}
+    objects = post(tmp_path, "/v1/chat/completions", token_ids, logprobs=True, top_logprobs=3, **options)
+    parts = [each["choices"][0]["logprobs"] for each in objects]
+    entries = [entry for part in parts if part is not None for entry in part["content"]]
+    assert [entry["token"] for entry in entries] == names
+    assert bytes(value for entry in entries for value in entry["bytes"]).decode() == TEXT
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        assert [top["token"] for top in entry["top_logprobs"]] == [
+            f"token_id:{i}" for i in range(token_id - 2, token_id + 1)
+        ]
+
+
+def test_a_streamed_chat_gives_its_prompts_logprobs_once(tmp_path: Path) -> None:
+    chunks = post(tmp_path, "/v1/chat/completions", ids(" one two"), n=3, stream=True, prompt_logprobs=1)
+    [first, *others] = [chunk for chunk in chunks if "prompt_logprobs" in chunk]
+    assert others == []
+    [whole] = post(tmp_path, "/v1/chat/completions", ids(" one two"), n=3, prompt_logprobs=1)
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert len(whole["prompt_logprobs"]) == len(prompt_ids("/v1/chat/completions"))
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks), "every chunk is of an answer"
+
+
+@pytest.mark.parametrize(("role", "lead"), [("assistant", "It is a"), ("user", "")])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_echo_of_a_chat_is_what_the_assistant_said_last(
+    role: str, lead: str, is_stream: bool, tmp_path: Path
+) -> None:
+    messages = [*USER, {"role": role, "content": [{"type": "text", "text": "It is a"}]}]
+    body = {"messages": messages, "n": 2, "echo": True, "stream": is_stream, "logprobs": True}
+    objects = post(tmp_path, "/v1/chat/completions", ids(" city"), **body)
+    texts = {0: "", 1: ""}
+    for choice in (choice for each in objects for choice in each["choices"]):
+        texts[choice["index"]] += text_of(choice) if is_stream else choice["message"]["content"]
+    assert list(texts.values()) == [f"{lead} city"] * 2
