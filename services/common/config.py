@@ -92,6 +92,7 @@ class GatewaySection(Section):
     max_message_bytes: MessageBytes = 16 * 2**20  # of one gRPC message
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     max_n: Count = 16  # answers to one prompt
+    strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error, or is lowered
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
     queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step

@@ -31,6 +31,12 @@ class InvalidRequest(TwostrokeError):
     code = "invalid_request"
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer together have more tokens than the model takes."""
+
+    code = "context_length_exceeded"  # OpenAI's
+
+
 class Unauthenticated(TwostrokeError):
     """No API key, or one that is not known."""
 

@@ -30,6 +30,7 @@ class Frontend:
         model_name: str,
         eos_token_ids: tuple[int, ...],
         max_n: int,
+        strict_max_tokens: bool,
         tokenizer: Tokenizer,
         journal: Journal,
         dense: DensePool,
@@ -45,6 +46,7 @@ class Frontend:
         self.journal = journal
         self.access = access
         self._max_n = max_n
+        self._strict_max_tokens = strict_max_tokens
         self._dense = dense
         self.metrics = metrics
         self._admission = admission
@@ -61,7 +63,14 @@ class Frontend:
     def limits(self) -> ModelLimits:
         """What requests are checked against. Raises `PeerError` until the dense worker has answered once."""
         model = self._dense.model
-        return ModelLimits(model.vocab_size, model.max_model_len, self.eos_token_ids, self.model_name, self._max_n)
+        return ModelLimits(
+            model.vocab_size,
+            model.max_model_len,
+            self.eos_token_ids,
+            self.model_name,
+            self._max_n,
+            self._strict_max_tokens,
+        )
 
     def unready_reason(self) -> str | None:
         """Why no request could run now; None: they can."""

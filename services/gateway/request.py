@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.common.errors import InvalidRequest, UnknownModel
+from services.common.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import SamplingParams
 from services.gateway.tokenizer import Message, Tokenizer
@@ -32,6 +32,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     model_name: str
     max_n: int  # answers to one prompt
+    strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,10 @@ async def read_request(
     _check_range("prompt_logprobs", message.prompt_logprobs, 0, MAX_LOGPROBS)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = _read_sampling(message, tokenizer, limits)
-    if message.HasField("max_tokens") and message.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {message.max_tokens}, must be at least 1", "max_tokens")
+    if message.HasField("max_tokens"):
+        if message.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {message.max_tokens}, must be at least 1", "max_tokens")
+        _check_min_tokens(sampling.min_tokens, message.max_tokens)
     _check_strings("stop", message.stop, MAX_STOP_STRINGS)
     _check_stop_token_ids(message.stop_token_ids, limits.vocab_size)
     if message.WhichOneof("input") == "prompt_token_ids":
@@ -86,9 +89,8 @@ async def read_request(
         check_size(message, tokenizer, limits)
         prompt_token_ids = await read_text_or_chat(message, tokenizer)
     _check_prompt(prompt_token_ids, limits)
-    max_tokens = _read_max_tokens(message, len(prompt_token_ids), limits.max_model_len)
-    if sampling.min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, max_tokens is {max_tokens}", "min_tokens")
+    max_tokens = _read_max_tokens(message, len(prompt_token_ids), sampling.min_tokens, limits)
+    _check_min_tokens(sampling.min_tokens, max_tokens)
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
@@ -148,9 +150,9 @@ def check_size(
     num_characters = len(text) + sum(len(each.content) for each in message.chat.messages)
     most = limits.max_model_len * tokenizer.max_token_characters
     if num_characters > most:
-        raise InvalidRequest(
-            f"the text has {num_characters} characters; max_model_len is {limits.max_model_len} tokens "
-            f"of {tokenizer.max_token_characters} characters at the most",
+        raise _too_long(
+            limits.max_model_len,
+            f"the text has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
             "messages" if message.WhichOneof("input") == "chat" else "prompt",
         )
 
@@ -210,13 +212,18 @@ def _check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 def _check_prompt(token_ids: Sequence[int], limits: ModelLimits) -> None:
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    if len(token_ids) >= limits.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}"
-            " and one token must remain for the answer",
+    check_prompt_length(len(token_ids), limits.max_model_len)
+    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises `ContextLengthExceeded` if a prompt leaves no room for one token of an answer."""
+    if num_tokens >= max_model_len:
+        raise _too_long(
+            max_model_len,
+            f"at least {num_tokens + 1} were requested: {num_tokens} of the prompt and 1 for the answer",
             "prompt",
         )
-    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size)
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -227,14 +234,33 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
     raise InvalidRequest(f"{name}[{i}] is {token_ids[i]}, must be in [0, {vocab_size}), the vocab_size", name)
 
 
-def _read_max_tokens(message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    room = max_model_len - num_prompt_tokens
+def _read_max_tokens(
+    message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, min_tokens: int, limits: ModelLimits
+) -> int:
+    """As given, or as much of it as the context leaves. What must be there is never lowered: `min_tokens`."""
+    room = limits.max_model_len - num_prompt_tokens
+    if min_tokens > room:
+        raise _asks_too_much(num_prompt_tokens, "min_tokens", min_tokens, limits.max_model_len)
     if not message.HasField("max_tokens"):
         return min(room, message.default_max_tokens or room)
-    if message.max_tokens > room:
-        raise InvalidRequest(
-            f"max_tokens is {message.max_tokens}, but max_model_len is {max_model_len}"
-            f" and the prompt has {num_prompt_tokens} tokens, which leaves {room}",
-            "max_tokens",
-        )
-    return message.max_tokens
+    if message.max_tokens > room and limits.strict_max_tokens:
+        raise _asks_too_much(num_prompt_tokens, "max_tokens", message.max_tokens, limits.max_model_len)
+    return min(room, message.max_tokens)
+
+
+def _asks_too_much(num_prompt_tokens: int, field: str, value: int, max_model_len: int) -> ContextLengthExceeded:
+    return _too_long(
+        max_model_len,
+        f"{num_prompt_tokens + value} were requested: {num_prompt_tokens} of the prompt and {value} by {field}",
+        field,
+    )
+
+
+def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthExceeded:
+    # Clients that shorten a chat and try again look for these first words.
+    return ContextLengthExceeded(f"This model's maximum context length is {max_model_len} tokens, but {what}", param)
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {min_tokens}, max_tokens is {max_tokens}", "min_tokens")

@@ -80,7 +80,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     frontend = Frontend(
         config.model.name or path.resolve().name,
         eos_token_ids,
-        config.gateway.max_n,
+        section.max_n,
+        section.strict_max_tokens,
         tokenizer,
         journal,
         dense,

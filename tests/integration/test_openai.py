@@ -182,7 +182,18 @@ def test_errors_are_the_clients_own_exceptions(api: openai.OpenAI) -> None:
         api.chat.completions.create(model=MODEL, messages=USER, tools=tools)
     assert unsupported.value.param == "tools"
     with pytest.raises(openai.BadRequestError):  # of a stream, before it begins
-        api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10**6, stream=True)
+        api.completions.create(model=MODEL, prompt=PROMPT, temperature=1000, stream=True)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 2048 tok") as too_long:
+            api.completions.create(model=MODEL, prompt=[5] * 2048, max_tokens=1, stream=stream)
+        assert (too_long.value.param, too_long.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_max_tokens_beyond_the_context_ends_with_the_context(cluster: Cluster, api: openai.OpenAI) -> None:
+    whole = api.completions.create(model=MODEL, prompt=[5] * 2030, max_tokens=10**6, extra_body={"ignore_eos": True})
+    assert (whole.choices[0].finish_reason, whole.usage.total_tokens) == ("length", 2048)
+    answer = cluster.generate([5] * 2030, 10**6, ignore_eos=True)
+    assert (answer.finish.reason, len(answer.token_ids)) == (gateway_pb2.FINISH_REASON_LENGTH, 18)
 
 
 def test_models(api: openai.OpenAI) -> None:

@@ -105,7 +105,7 @@ def test_a_deadline_frees_the_request_too(cluster: Cluster) -> None:
 NAN, INF = float("nan"), float("inf")
 BAD_REQUESTS = {
     "prompt too long": (request([5] * 3000, 5), "3000", "2048"),
-    "prompt and output too long": (request([5] * 100, 2000), "2000", "2048"),
+    "prompt and output too long": (request([5] * 100, 2000, min_tokens=2000), "2100", "2048"),
     "empty prompt": (request("", 5), "prompt", ""),
     "no tokens": (request([], 5), "prompt", ""),
     "no input": (gateway_pb2.GenerateRequest(max_tokens=5), "prompt", ""),

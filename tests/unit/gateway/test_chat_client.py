@@ -131,7 +131,7 @@ def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(tmp_path: P
             client = start("--address", gateway.address)
             status, stdout, stderr = await client.outcome("word " * 3000 + "\nShort?\n")
             assert status == 0
-            assert "max_model_len is 2048" in stderr
+            assert "maximum context length is 2048 tokens" in stderr
             assert stderr.count("\n") == 1
             assert "Yes." in stdout
             assert [list(submit.prompt_token_ids) for submit in dense.submits] == [chat_ids(("user", "Short?"))]

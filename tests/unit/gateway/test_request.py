@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import InvalidRequest
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.gateway.request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
 from services.gateway.tokenizer import load_tokenizer
@@ -147,15 +147,11 @@ def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
         ({"chat": {"messages": [{"role": "user", "content": "a", "name": "x" * 65}]}}, r"\[0\].name has 65 ch"),
         ({"chat": {"messages": [{"role": "x" * 65, "content": "a"}]}}, r"\[0\].role has 65 characters, at most 64"),
         ({"chat": {"messages": [{"role": "oracle", "content": "hi"}]}}, r"oracle"),
-        ({"prompt_token_ids": {"ids": [1] * 64}}, r"has 64 tokens, max_model_len is 64"),
-        ({"prompt": "word " * 200}, r"tokens, max_model_len is 64"),
-        ({"prompt": "word " * 500}, r"2500 characters; max_model_len is 64 tokens of \d+ characters"),
         ({"prompt_token_ids": {"ids": [0, 999, 1000]}}, r"prompt_token_ids\[2\] is 1000, must be in \[0, 1000\)"),
         ({"prompt_token_ids": {"ids": [0, -1]}}, r"prompt_token_ids\[1\] is -1, must be in \[0, 1000\)"),
         ({"prompt_token_ids": {"ids": [2**63 - 1]}}, r"prompt_token_ids\[0\] is 9223372036854775807"),
         ({**IDS, "max_tokens": 0}, r"max_tokens is 0, must be at least 1"),
         ({**IDS, "max_tokens": -5}, r"max_tokens is -5, must be at least 1"),
-        ({**IDS, "max_tokens": 62}, r"max_tokens is 62, but max_model_len is 64 .* leaves 61"),
         ({**IDS, "request_id": "x" * 129}, r"request_id has 129 characters, at most 128"),
         ({**IDS, "request_id": "a\nb"}, r"request_id is 'a\\nb', must be printable"),
         ({**IDS, "stop": ["x"] * 17}, r"stop has 17 strings, at most 16"),
@@ -179,6 +175,37 @@ def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
 def test_a_wrong_request_is_refused_with_its_value_and_limit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read(fields)
+
+
+STRICT = replace(LIMITS, strict_max_tokens=True)
+TOO_LONG: list[tuple[ModelLimits, dict[str, Any], str, str]] = [
+    (LIMITS, {"prompt_token_ids": {"ids": [1] * 64}}, "prompt", "65 were requested: 64 of the prompt and 1 "),
+    (LIMITS, {"prompt": "word " * 200}, "prompt", "tokens, but at least "),
+    (LIMITS, {"prompt": "word " * 500}, "prompt", "but the text has 2500 characters, and a token at most "),
+    (LIMITS, {"chat": {"messages": [{"role": "user", "content": "word " * 200}]}}, "prompt", "but at least "),
+    (STRICT, {**IDS, "max_tokens": 62}, "max_tokens", "65 were requested: 3 of the prompt and 62 by max_tokens"),
+    (LIMITS, {**IDS, "max_tokens": 99, "sampling": {"min_tokens": 62}}, "min_tokens", "3 of the prompt and 62 by min"),
+    (LIMITS, {**IDS, "sampling": {"min_tokens": 62}}, "min_tokens", "65 were requested"),
+]
+
+
+@pytest.mark.parametrize(("limits", "fields", "param", "message"), TOO_LONG)
+def test_what_the_context_cannot_hold_is_told_so_that_clients_know_it(
+    limits: ModelLimits, fields: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(ContextLengthExceeded) as caught:
+        read(fields, limits)
+    assert str(caught.value).startswith("This model's maximum context length is 64 tokens, but ")
+    assert message in str(caught.value)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
+@pytest.mark.parametrize(("given", "taken"), [(60, 60), (61, 61), (62, 61), (2**63 - 1, 61)])
+def test_max_tokens_is_lowered_to_what_the_context_leaves(given: int, taken: int) -> None:
+    assert read({**IDS, "max_tokens": given}).max_tokens == taken
+    assert read({**IDS, "max_tokens": given, "sampling": {"min_tokens": taken}}).max_tokens == taken
+    if given == taken:
+        assert read({**IDS, "max_tokens": given}, STRICT).max_tokens == taken
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_cannot_smuggle_ids() -> None:

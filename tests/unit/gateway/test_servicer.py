@@ -280,7 +280,7 @@ def test_a_deadline_is_a_cancel(tmp_path: Path) -> None:
     [
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt_token_ids": {"ids": [10**6]}}, r"must be in \[0, 32000\)"),
-        ({"max_tokens": 4096}, "max_model_len is 2048"),
+        ({"sampling": {"min_tokens": 4096}}, "model's maximum context length is 2048 tokens"),
         ({"sampling": {"top_p": 2.0}}, "top_p is 2"),
         ({"request_id": "running"}, "in use"),
     ],

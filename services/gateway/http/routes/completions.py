@@ -16,6 +16,7 @@ from services.gateway.http.json_route import StrictJsonRoute
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionObject, CompletionRequest
 from services.gateway.http.to_message import chat_message, completion_messages
+from services.gateway.request import check_prompt_length
 from services.pb import gateway_pb2
 
 STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "If stream was set"}}}
@@ -68,8 +69,8 @@ def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest(f"there are {len(prompts)} prompts, must be 1 to {max_prompts}", "prompt")
     longest = max(prompts, key=len)
-    if isinstance(longest, list) and len(longest) >= max_model_len:  # before it costs time to copy them
-        raise InvalidRequest(f"the prompt has {len(longest)} tokens, max_model_len is {max_model_len}", "prompt")
+    if isinstance(longest, list):  # before it costs time to copy them
+        check_prompt_length(len(longest), max_model_len)
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")
 

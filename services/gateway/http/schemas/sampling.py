@@ -57,7 +57,9 @@ class GenerationFields(RequestModel):
     best_of: UInt32 | None = Field(None, description="Answers to generate, of which the n likeliest are returned")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     stream_options: StreamOptions | None = None
-    max_tokens: Int64 | None = Field(None, description="Most tokens to generate")
+    max_tokens: Int64 | None = Field(
+        None, description="Most tokens to generate; lowered to what the context leaves, unless the server is strict"
+    )
     min_tokens: Int32 | None = Field(None, description="No end before this many tokens")
     temperature: float | None = Field(None, description="0 is greedy, 1 is the model's own distribution")
     top_p: float | None = None

@@ -263,6 +263,22 @@ def test_a_long_prompt_without_max_tokens_is_answered_with_what_the_context_leav
     with_client(tmp_path, FakeDense(lambda submit: [80] * 20), test)
 
 
+@pytest.mark.parametrize("max_tokens", [8, 9, 2**62])
+def test_max_tokens_beyond_the_context_is_what_the_context_leaves(max_tokens: int, tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": [70] * 2040, "max_tokens": max_tokens}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 8)
+        [submit] = dense.submits
+        assert submit.max_tokens == 8
+        chat = {"messages": USER, "max_completion_tokens": max_tokens + 2048}
+        answer = (await client.post("/v1/chat/completions", json=chat)).json()
+        assert answer["usage"]["total_tokens"] == 2048
+
+    dense = FakeDense(lambda submit: [80] * 2048)
+    with_client(tmp_path, dense, test)
+
+
 @pytest.mark.parametrize("stop", [" three", ["absent", " three"]])
 def test_stop_strings_end_the_answer_and_are_named(stop: str | list[str], tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:

@@ -73,7 +73,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, PROMPT | {"max_tokens": True}, "max_tokens", ("True",)),
     (COMPLETIONS, PROMPT | {"max_tokens": 0}, "max_tokens", ("0",)),
     (COMPLETIONS, PROMPT | {"max_tokens": 10**30}, "max_tokens", ()),
-    (COMPLETIONS, PROMPT | {"max_tokens": 3000}, "max_tokens", ("3000", "2048")),
+    (COMPLETIONS, PROMPT | {"max_tokens": 3000, "min_tokens": 3000}, "min_tokens", ("3000", "2048")),
     (COMPLETIONS, PROMPT | {"max_tokens": "5"}, "max_tokens", ("'5'",)),
     (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", ("-1",)),
     (COMPLETIONS, PROMPT | {"temperature": True}, "temperature", ("True",)),
@@ -188,6 +188,30 @@ def test_broken_json_is_a_400(path: str, tmp_path: Path) -> None:
         check_error(await client.send(request), 415, None, "no content-type")
 
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
+
+
+LONG_CHAT = {"messages": [{"role": "user", "content": "word " * 2100}]}
+TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "word " * 2100}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 3000}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 2040, "max_tokens": 9}, "max_tokens"),
+    (COMPLETIONS, {"prompt": [5] * 2040, "max_tokens": 9, "stream": True}, "max_tokens"),
+    (CHATS, LONG_CHAT, "messages"),
+    (CHATS, CHAT | {"max_completion_tokens": 2047}, "max_tokens"),
+    ("/tokenize", {"prompt": "word " * 300_000}, "prompt"),
+]
+
+
+def test_a_context_overflow_is_one_that_clients_recognise(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, body, param in TOO_LONG:
+            response = await client.post(path, json=body)
+            check_error(response, 400, param, "This model's maximum context length is 2048 tokens")
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert not dense.submits
+
+    dense = FakeDense(lambda submit: [5])
+    with_client(tmp_path, dense, test, strict_max_tokens=True)
 
 
 def test_an_unknown_model_is_a_404(tmp_path: Path) -> None:
