@@ -1,6 +1,9 @@
 """A client for people: streams the answer to one prompt, or holds a conversation, in a terminal.
 
 `python -m services.gateway.chat_client --prompt "San Francisco is a" --max-tokens 7`
+
+A terminal obeys control characters, and a model may write any: there they are shown as `\\x1b`. A pipe or a file gets
+the text as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import readline  # noqa: F401  line editing and history for input()
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import grpc
 
@@ -23,6 +26,9 @@ from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 INFO_TIMEOUT_S = 5.0
 MAX_STOP_AFTER_MS = 1e9
 BROKEN_PIPE_STATUS = 141  # as shells report SIGPIPE
+# C0 but for tab and newline, DEL, C1, and what turns the direction of writing; U+2028 and U+2029 end lines.
+TERMINAL_CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+VISIBLE_CONTROLS = {code: ascii(chr(code))[1:-1] for code in TERMINAL_CONTROLS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +80,7 @@ def print_answer(
     try:
         for chunk in call:
             pieces.append(chunk.text)
-            print(chunk.text, end="", flush=True)
+            print(safe_for(sys.stdout, chunk.text), end="", flush=True)
     except KeyboardInterrupt:
         call.cancel()
         is_interrupted = True
@@ -97,7 +103,8 @@ def converse(
 ) -> None:
     """Asks for messages until Ctrl-D. `request` holds the options and the opening of every conversation."""
     info = stub.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=INFO_TIMEOUT_S)
-    print(f"{info.model}, {info.max_model_len} tokens. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets.")
+    model = safe_for(sys.stdout, info.model)
+    print(f"{model}, {info.max_model_len} tokens. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets.")
     opening = list(request.chat.messages)
     while True:
         try:
@@ -124,6 +131,11 @@ def converse(
             messages.add(role="assistant", content=answer)
         else:
             del messages[-1]  # so that roles keep alternating
+
+
+def safe_for(stream: TextIO, text: str) -> str:
+    """`text`, on a terminal with its control characters made visible."""
+    return text.translate(VISIBLE_CONTROLS) if stream.isatty() else text
 
 
 class _ApiKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -173,7 +185,7 @@ def _request(arguments: argparse.Namespace) -> gateway_pb2.GenerateRequest:
 
 def _print_error(address: str, error: grpc.RpcError) -> None:
     details = " ".join(error.details().split())
-    print(f"chat_client: gateway at {address}: {error.code().name}: {details}", file=sys.stderr)
+    print(f"chat_client: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

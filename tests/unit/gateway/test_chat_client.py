@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import pty
 import signal
 import socket
+import subprocess
+import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,7 @@ from services.pb import dense_pb2
 from tests.fake_dense import FakeDense
 from tests.running_gateway import ServiceProcess, run, running_gateway, until
 
+BIDI_CONTROLS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # of Unicode's annex 9
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 
 
@@ -102,6 +109,40 @@ def test_ctrl_c_ends_the_wait_for_a_gateway_that_does_not_answer() -> None:
                 assert await client.outcome() == (130, "", "")
 
     run(test())
+
+
+WILD = "a\x1b]0;owned\x07\x1b[2J\x9b31m\rb\t\u202ec\u2066\x7f\u0085\u2028日本\u200d\n"
+
+
+def test_control_characters_of_a_model_do_nothing_to_a_terminal(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [*ids(WILD), REFERENCE.eos_token_id])
+        async with running_gateway(tmp_path, dense) as gateway:
+            arguments = ["--address", gateway.address, "--prompt", "x"]
+            assert await start(*arguments).outcome() == (0, WILD + "\n", ""), "a pipe gets it as it is"
+            shown = await asyncio.to_thread(run_on_terminal, *arguments)
+        text = shown.decode().replace("\r\n", "\n")  # as terminals end a line
+        assert [each for each in text if unicodedata.category(each) == "Cc"] == ["\t", "\n", "\n"]
+        assert [each for each in text if unicodedata.bidirectional(each) in BIDI_CONTROLS] == []
+        assert text == (
+            r"a\x1b]0;owned\x07\x1b[2J\x9b31m\rb" + "\t" + r"\u202ec\u2066\x7f\x85\u2028" + "日本\u200d\n\n"
+        )
+
+    run(test())
+
+
+def run_on_terminal(*arguments: str) -> bytes:
+    """All that the client writes to its terminal."""
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "services.gateway.chat_client", *arguments]
+    data = b""
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as client:
+        os.close(terminal)
+        with open(master, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # EIO: how its end looks
+            while piece := screen.read(4096):
+                data += piece
+    assert client.returncode == 0
+    return data
 
 
 def test_a_conversation_remembers_until_it_is_reset(tmp_path: Path) -> None:
