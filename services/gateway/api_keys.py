@@ -5,7 +5,7 @@ environment, for the simple case.
     name = "team-a"                  # in logs and messages; unique
     key = "…"                        # at least 16 characters; or key_sha256 = "…", so that the file holds no secret
     max_concurrent_answers = 8       # this and all below may be left out
-    requests_per_minute = 600        # each of several prompts counts as one
+    requests_per_minute = 600        # each of several prompts counts as one, each /tokenize and /detokenize too
     tokens_per_minute = 100000       # prompts and answers together
     priority = 0                     # of requests that name none; lower goes earlier
     min_priority = 0                 # the lowest they may name; default: `priority`

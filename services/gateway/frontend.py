@@ -99,24 +99,27 @@ class Frontend:
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends a request's answers, with what they have so far; whether there were any of this caller's."""
-        entries = [
-            entry
-            for entry in self.journal.of_request(request_id)
-            if not entry.is_ended and entry.request.caller == caller.name
-        ]
+        entries = [entry for entry in self.journal.of_request(caller.name, request_id) if not entry.is_ended]
         for entry in entries:
             self._dense.cancel(entry)
             entry.finish(FinishReason.ABORT)
         return bool(entries)
 
-    async def tokenize(self, message: gateway_pb2.TokenizeRequest) -> list[int]:
-        """Token ids of a text or a chat; needs no dense worker, but once there was one its limit holds."""
+    async def tokenize(self, message: gateway_pb2.TokenizeRequest, caller: Caller) -> list[int]:
+        """Token ids of a text or a chat; needs no dense worker, but once there was one its limit holds.
+
+        Counts as one of the caller's requests, as `detokenize` does; its tokens cost nothing.
+        """
+        self._count_request(caller)
         if self._dense.has_model:
             check_size(message, self.tokenizer, self.limits)
         return await read_text_or_chat(message, self.tokenizer)
 
-    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool, field: str = "token_ids") -> str:
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
+    ) -> str:
         """The text of token ids, as many as a sequence may have; `field` is their name in the request."""
+        self._count_request(caller)
         limits = self.limits
         if len(token_ids) > limits.max_model_len:
             raise InvalidRequest(
@@ -124,6 +127,13 @@ class Frontend:
             )
         check_token_ids(field, token_ids, limits.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    def _count_request(self, caller: Caller) -> None:
+        try:
+            caller.usage.count_requests(1)
+        except TwostrokeError as error:
+            self.metrics.on_rejected(error)
+            raise
 
     def _counts(self) -> GatewayCounts:
         return GatewayCounts(

@@ -171,11 +171,11 @@ class JournalEntry:
 
 
 class Journal:
-    """All open sequences of this gateway, by seq_id and by request_id."""
+    """All open sequences of this gateway, by seq_id, and by request_id among those of one caller."""
 
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}
-        self._by_request_id: dict[str, list[JournalEntry]] = {}
+        self._by_request_id: dict[tuple[str, str], list[JournalEntry]] = {}  # and by caller, who comes first
         self._instance = secrets.randbits(31)  # tells the gateways of one dense worker apart
         self._counter = itertools.count(1)
         self._shut_error: TwostrokeError | None = None
@@ -186,18 +186,19 @@ class Journal:
     def open(self, request: GenerationRequest, news: News) -> list[JournalEntry]:
         """`request.best_of` new entries with seq_ids of their own, which announce themselves at `news`.
 
-        Raises `InvalidRequest` if the request_id is in use.
+        Raises `InvalidRequest` if the request_id is in use by the same caller; of others' nobody learns.
         """
         if self._shut_error is not None:
             raise self._shut_error
-        if request.request_id in self._by_request_id:
+        name = (request.caller, request.request_id)
+        if name in self._by_request_id:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use by a running request", "request_id")
         entries = []
         for index in range(request.best_of):
             seq_id = self._instance << 32 | next(self._counter) & 0xFFFF_FFFF
             entries.append(JournalEntry(self, seq_id, request, index, news))
             self._entries[seq_id] = entries[-1]
-        self._by_request_id[request.request_id] = entries
+        self._by_request_id[name] = entries
         self.num_waiting += len(entries)
         self.num_waiting_tokens += len(entries) * len(request.prompt_token_ids)
         return entries
@@ -207,10 +208,11 @@ class Journal:
         del self._entries[entry.seq_id]
         if entry.share is not None:
             entry.share.discard(entry)
-        siblings = self._by_request_id[entry.request.request_id]
+        name = (entry.request.caller, entry.request.request_id)
+        siblings = self._by_request_id[name]
         siblings.remove(entry)
         if not siblings:
-            del self._by_request_id[entry.request.request_id]
+            del self._by_request_id[name]
         if entry.queue_s is None:
             self.count_started(entry)
 
@@ -218,9 +220,9 @@ class Journal:
         """The open entry of that name, if there is one."""
         return self._entries.get(seq_id)
 
-    def of_request(self, request_id: str) -> list[JournalEntry]:
-        """The open sequences of a request."""
-        return list(self._by_request_id.get(request_id, ()))
+    def of_request(self, caller: str, request_id: str) -> list[JournalEntry]:
+        """The open sequences of a caller's request."""
+        return list(self._by_request_id.get((caller, request_id), ()))
 
     @property
     def instance(self) -> int:

@@ -74,15 +74,19 @@ class Usage:
 
     def open_request(self) -> None:
         """A request comes, of one answer as far as is known. Raises `RateLimited`, and counts nothing then."""
-        now_s, limits = time.monotonic(), self._limits
         self._check_answers(1)
+        self.count_requests(1)
+        self.num_open_answers += 1
+
+    def count_requests(self, count: int) -> None:
+        """So many come at once. Raises `RateLimited`, and counts nothing then."""
+        now_s, limits = time.monotonic(), self._limits
         if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now_s)):
             raise self._limited(f"has used up its {limits.tokens_per_minute:g} tokens a minute", wait_s)
         if self._requests is not None:
-            if wait_s := self._requests.wait_s(1, now_s):
+            if wait_s := self._requests.wait_s(count, now_s):
                 raise self._limited(f"has used up its {limits.requests_per_minute:g} requests a minute", wait_s)
-            self._requests.take(1, now_s)
-        self.num_open_answers += 1
+            self._requests.take(count, now_s)
 
     def check_prompts(self, num_prompts: int, num_answers: int) -> None:
         """Before the prompts of one request are opened one by one: the last must not be refused after the others count.

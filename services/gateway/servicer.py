@@ -74,17 +74,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Needs no dense worker."""
-        self._frontend.access.identify_call(context)
-        token_ids = await self._frontend.tokenize(request)
+        caller = self._frontend.access.identify_call(context)
+        token_ids = await self._frontend.tokenize(request, caller)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._frontend.tokenizer.tokens(token_ids))
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """The text of token ids."""
-        self._frontend.access.identify_call(context)
+        caller = self._frontend.access.identify_call(context)
         return gateway_pb2.DetokenizeResponse(
-            text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens)
+            text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens, caller)
         )
 
     async def Abort(

@@ -28,7 +28,7 @@ def token_routes(frontend: Frontend) -> APIRouter:
             message.text = body.prompt
         else:
             message.chat.CopyFrom(chat_of(body.messages or ()))
-        token_ids = await frontend.tokenize(message)
+        token_ids = await frontend.tokenize(message, request.state.caller)
         return JSONResponse(
             {
                 "count": len(token_ids),
@@ -43,7 +43,8 @@ def token_routes(frontend: Frontend) -> APIRouter:
         """The text of token ids."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
-        return JSONResponse({"prompt": frontend.detokenize(body.tokens, bool(body.skip_special_tokens), "tokens")})
+        text = frontend.detokenize(body.tokens, bool(body.skip_special_tokens), request.state.caller, "tokens")
+        return JSONResponse({"prompt": text})
 
     return router
 
