@@ -13,15 +13,22 @@ from tests.cluster import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]
+LOCKS = ["compose.keys.yaml", "compose.tls.yaml"]  # given beside one of them, with a second -f
 
 
-def load_compose(file: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The whole model of `deploy/FILE`, as `docker compose config` would show it."""
+def load_compose(file: str, variables: Mapping[str, str] | None = None, beside: str | None = None) -> dict[str, Any]:
+    """The whole model of `deploy/FILE`, as `docker compose config` would show it; `beside` is that of a second -f."""
     model = yaml.safe_load(interpolate((DEPLOY / file).read_text(), variables or {}))
     for included in model.get("include", []):
         for section, entries in load_compose(included, variables).items():
             if isinstance(entries, dict):
                 model.setdefault(section, {}).update(entries)
+    if beside is not None:
+        other = load_compose(beside, variables)
+        for name, service in other.pop("services").items():
+            assert service.keys() <= {"command", "secrets"}, "the first is replaced, the second was not there"
+            model["services"][name].update(service)
+        model.update(other)
     return model
 
 

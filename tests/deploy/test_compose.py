@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from services.common.config import Config, load_config
 from tests.deploy.compose_file import (
     COMPOSE_FILES,
     DEPLOY,
+    LOCKS,
     config_file,
     interpolate,
     load_compose,
@@ -28,7 +30,7 @@ from tests.deploy.compose_file import (
 )
 from tests.deploy.dockerfile import read_stages
 
-ALL_FILES = [*COMPOSE_FILES, "compose.observe.yaml"]
+ALL_FILES = [*COMPOSE_FILES, *LOCKS, "compose.observe.yaml"]
 OWN = ["gateway", "dense_worker", "attn_worker"]
 GPU_SERVICES = ["mps", "attn_worker", "dense_worker"]
 
@@ -98,6 +100,64 @@ def test_every_service_is_confined_restarted_and_watched(model: dict[str, Any]) 
         assert "stop_grace_period" in service and "healthcheck" in service, name
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), "only this machine's, unless somebody says otherwise"
+        assert compose_bytes(service["mem_limit"]) <= 16 * 2**30 and 0 < int(service["pids_limit"]) <= 1024, name
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_what_others_are_shown_is_the_gateway_alone(file: str) -> None:
+    model = load_compose(file, {"TWOSTROKE_BIND": "0.0.0.0"})
+    published = {
+        (name, port.rpartition(":")[2])
+        for name, service in model["services"].items()
+        for port in service.get("ports", [])
+        if not port.startswith("127.0.0.1:")
+    }
+    assert published == {("gateway", "50051"), ("gateway", "8080")}, "not Prometheus, nor Grafana without a password"
+    grafana = model["services"]["grafana"]["environment"]
+    assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    moved = load_compose(file, {"TWOSTROKE_OBSERVE_BIND": "10.0.0.1"})["services"]
+    assert {moved[name]["ports"][0].split(":")[0] for name in ("prometheus", "grafana")} == {"10.0.0.1"}
+
+
+def test_only_who_talks_to_clients_is_on_a_network_that_leads_outside(model: dict[str, Any]) -> None:
+    assert model["networks"] == {"inside": {"internal": True}}
+    outside = {name for name, each in model["services"].items() if "default" in each.get("networks", ["default"])}
+    assert outside == {"gateway", "prometheus", "grafana"}
+    assert "inside" in model["services"]["prometheus"]["networks"], "it asks the workers"
+
+
+def test_no_volume_grows_without_a_bound() -> None:
+    for name, volume in load_compose("compose.yaml")["volumes"].items():
+        if name not in ("prometheus", "grafana"):
+            assert "size=" in volume["driver_opts"]["o"], name
+    for file in COMPOSE_FILES:
+        services = load_compose(file)["services"]
+        assert any(word.startswith("--storage.tsdb.retention.size=") for word in services["prometheus"]["command"])
+        for service in services.values():
+            assert all("size=" in mount for mount in service.get("tmpfs", []))
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_a_gateway_with_secrets_reads_each_of_them_and_is_else_the_same(file: str, lock: str, tmp_path: Path) -> None:
+    plain, locked = load_compose(file), load_compose(file, beside=lock)
+    gateway = locked["services"]["gateway"]
+    mounted = {each["target"]: each["source"] for each in gateway["secrets"]}
+    assert set(mounted.values()) == locked["secrets"].keys()
+    assert all(secret["file"].startswith("./secrets/") for secret in locked["secrets"].values())
+    before, after = (read_config(each, each["services"]["gateway"], tmp_path) for each in (plain, locked))
+    assert after.gateway.api_keys_file is not None and before.gateway.api_keys_file is None
+    named = (after.gateway.api_keys_file, after.gateway.tls_certificate, after.gateway.tls_key)
+    assert {str(path) for path in named if path is not None} == set(mounted)
+    unlocked = {"api_keys_file": None, "tls_certificate": None, "tls_key": None}
+    assert after.gateway.model_copy(update=unlocked) == before.gateway and after.model == before.model
+    variables = {name: f"/keys/{name}" for name in variables_of(lock) if name != "TWOSTROKE_MODEL_NAME"}
+    files = {secret["file"] for secret in load_compose(file, variables, lock)["secrets"].values()}
+    assert files == set(variables.values()), "each can lie elsewhere"
+
+
+def test_secrets_are_not_committed() -> None:
+    assert "deploy/secrets/" in (DEPLOY.parent / ".gitignore").read_text().splitlines()
 
 
 def test_the_workers_share_memory_that_outlives_either(model: dict[str, Any]) -> None:
@@ -128,11 +188,15 @@ def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict
         service = model["services"][name]
         config = read_config(model, service, tmp_path)
         assert service["command"][:3] == [f"services.{name}", "--config", config_file(model, service)[1]]
-        section = {"gateway": config.gateway, "dense_worker": config.dense, "attn_worker": config.attention}[name]
+        local = {
+            "gateway": config.gateway.local_address,
+            "dense_worker": config.dense.address,
+            "attn_worker": config.attention.address,
+        }
         probe = service["healthcheck"]["test"]
         assert probe[:4] == ["CMD", "python", "-m", "services.probe"]
         probed = probe[probe.index("--address") + 1]
-        assert probed == section.address.replace("0.0.0.0", "127.0.0.1"), name
+        assert probed == local[name], "a socket, that needs no certificate and that no client reaches"
         assert mount(service, "/run/twostroke") == "run", "the sockets"
         for port in service.get("ports", []):
             assert port.rpartition(":")[2] in (config.gateway.address + config.gateway.http_address)
@@ -163,6 +227,15 @@ def test_prometheus_and_grafana_come_only_when_asked_for(model: dict[str, Any]) 
     profiles = {name: service.get("profiles") for name, service in model["services"].items()}
     assert {name for name, profile in profiles.items() if profile} == {"prometheus", "grafana"}
     assert {profiles["prometheus"][0], profiles["grafana"][0]} == {"observe"}
+
+
+def compose_bytes(amount: str) -> int:
+    """Of an amount such as 64m or 2g."""
+    return int(amount[:-1]) * {"m": 2**20, "g": 2**30}[amount[-1]]
+
+
+def variables_of(file: str) -> set[str]:
+    return set(re.findall(r"\$\{(\w+)", (DEPLOY / file).read_text()))
 
 
 def read_config(model: dict[str, Any], service: dict[str, Any], directory: Path) -> Config:
