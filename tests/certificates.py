@@ -36,11 +36,11 @@ class Authority:
         self.file = directory / f"{name}-ca.pem"
         self.file.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str) -> Pair:
-        """A certificate for localhost and 127.0.0.1, for servers and clients alike."""
+    def sign(self, name: str, *hosts: str) -> Pair:
+        """A certificate for localhost, 127.0.0.1 and `hosts`, for servers and clients alike."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [*map(x509.DNSName, ("localhost", *hosts)), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         builder = _builder(subject, self._name, key).add_extension(x509.SubjectAlternativeName(names), critical=False)
         pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         certificate = builder.sign(self._key, hashes.SHA256())

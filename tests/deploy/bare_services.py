@@ -22,7 +22,8 @@ HEALTH_TIMEOUT_S = 30.0
 
 
 class BareServices:
-    """Processes of one set of containers. `paths` says where a container's directories and files are here."""
+    """Processes of one set of containers. `paths` says where a container's directories and files are here, and what
+    names of other machines stand for."""
 
     def __init__(self, directory: Path, paths: Mapping[str, Path]) -> None:
         self._directory = directory

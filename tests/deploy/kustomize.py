@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.deploy.compose_file import DEPLOY
 
 KUBERNETES = DEPLOY / "kubernetes"
 BASE = KUBERNETES / "base"
-OVERLAYS = ["cpu", "cuda", "replicas"]
+OVERLAYS = ["cpu", "cuda", "replicas", "secure"]
+COMPONENTS = ["api-keys", "tls"]
 RENDER_TIMEOUT_S = 60.0
 
 Manifest = dict[str, Any]
@@ -33,11 +35,15 @@ def rendered(overlay: str) -> dict[str, Manifest]:
         command = ["kubectl", "kustomize"]
     else:
         pytest.skip("neither kustomize nor kubectl is installed")
-    result = subprocess.run(
-        [*command, str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True, timeout=RENDER_TIMEOUT_S
-    )
+    manifests = yaml.safe_load_all(_render(*command, str(KUBERNETES / "overlays" / overlay)))
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in manifests}
+
+
+@functools.cache
+def _render(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_TIMEOUT_S)
     assert result.returncode == 0, result.stderr
-    return {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(result.stdout)}
+    return result.stdout
 
 
 def containers_of(deployment: Manifest) -> dict[str, Manifest]:

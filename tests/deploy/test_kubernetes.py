@@ -13,11 +13,20 @@ import yaml
 from services.common.config import Config, load_config
 from services.common.server import LIVENESS
 from tests.deploy.dockerfile import read_stages
-from tests.deploy.kustomize import BASE, KUBERNETES, OVERLAYS, Manifest, containers_of, manifests_of, rendered
+from tests.deploy.kustomize import (
+    BASE,
+    COMPONENTS,
+    KUBERNETES,
+    OVERLAYS,
+    Manifest,
+    containers_of,
+    manifests_of,
+    rendered,
+)
 
 NEWEST = "1.37"
-OLDEST = {"base": "1.30", "cpu": "1.30", "replicas": "1.30", "cuda": "1.34"}  # as the files' headers say
-SERVICES = {"attn-worker": "attention", "dense-worker": "dense", "gateway": "gateway"}  # containers' config sections
+OLDEST = {name: "1.30" for name in ("base", *OVERLAYS)} | {"cuda": "1.34"}  # as the files' headers say
+SERVICES = ["attn-worker", "dense-worker", "gateway"]  # containers
 POD = {"app.kubernetes.io/name": "twostroke"}
 
 
@@ -40,7 +49,7 @@ def validate(manifest: Manifest, version: str) -> None:
 def test_every_manifest_of_the_base_is_valid_by_itself(version: str) -> None:
     files = [BASE / name for name in kustomization(BASE)["resources"]]
     manifests = [each for file in files for each in manifests_of(file)]
-    assert [each["kind"] for each in manifests] == ["Deployment", "Service", "Service", "NetworkPolicy"]
+    assert [each["kind"] for each in manifests] == ["Deployment", "Service", "NetworkPolicy"]
     for manifest in manifests:
         validate(manifest, version)
 
@@ -59,11 +68,18 @@ def test_the_schema_would_find_a_mistake(base: Manifest) -> None:
         validate(base, NEWEST)
 
 
-@pytest.mark.parametrize("directory", [BASE, *(KUBERNETES / "overlays" / name for name in OVERLAYS)])
+@pytest.mark.parametrize(
+    "directory",
+    [
+        BASE,
+        *(KUBERNETES / "overlays" / name for name in OVERLAYS),
+        *(KUBERNETES / "components" / name for name in COMPONENTS),
+    ],
+)
 def test_a_kustomization_names_what_exists_and_all_that_exists(directory: Path) -> None:
     content = kustomization(directory)
     patches = content.get("patches", [])
-    named = {*content["resources"], *(patch["path"] for patch in patches)}
+    named = {*content.get("resources", []), *content.get("components", []), *(patch["path"] for patch in patches)}
     named |= {file for generator in content.get("configMapGenerator", []) for file in generator["files"]}
     assert all((directory / name).exists() for name in named)
     assert {path.name for path in directory.iterdir()} == {name for name in named if "/" not in name} | {
@@ -79,32 +95,93 @@ def test_a_patch_changes_containers_that_there_are(name: str, base: Manifest) ->
     assert patch["metadata"]["name"] == base["metadata"]["name"]
 
 
-def test_services_and_policies_select_the_pods_and_nothing_else(base: Manifest) -> None:
-    assert base["spec"]["selector"]["matchLabels"] == POD == base["spec"]["template"]["metadata"]["labels"]
-    client, dense = manifests_of(BASE / "services.yaml")
-    assert client["spec"]["selector"] == POD == dense["spec"]["selector"]
-    assert dense["spec"]["clusterIP"] == "None", "its name has to resolve to every pod"
-    [policy] = manifests_of(BASE / "network-policy.yaml")
-    assert policy["spec"]["podSelector"]["matchLabels"] == POD
-    [budget] = manifests_of(KUBERNETES / "overlays" / "replicas" / "disruption-budget.yaml")
-    assert budget["spec"]["selector"]["matchLabels"] == POD
-
-
-def test_the_attention_worker_is_reached_from_its_own_pod_alone(base: Manifest) -> None:
-    [policy] = manifests_of(BASE / "network-policy.yaml")
-    everybody, own = policy["spec"]["ingress"]
-    assert "from" not in everybody and own["from"] == [{"podSelector": {"matchLabels": POD}}]
-    ports = {port["name"]: port["containerPort"] for each in containers_of(base).values() for port in each["ports"]}
-    assert {each["port"] for each in everybody["ports"]} == {
-        ports[name] for name in ("grpc", "http", "dense-metrics", "attn-metrics")
+def test_services_and_policies_select_the_pods_and_nothing_else(overlay: dict[str, Manifest]) -> None:
+    spec = overlay["Deployment/twostroke"]["spec"]
+    assert spec["selector"]["matchLabels"] == POD == spec["template"]["metadata"]["labels"]
+    selected = {
+        "Service": lambda manifest: manifest["spec"]["selector"],
+        "NetworkPolicy": lambda manifest: manifest["spec"]["podSelector"]["matchLabels"],
+        "PodDisruptionBudget": lambda manifest: manifest["spec"]["selector"]["matchLabels"],
     }
-    assert {each["port"] for each in own["ports"]} == {ports["dense"]}
-    assert set(ports) - {"grpc", "http", "dense-metrics", "attn-metrics", "dense"} == {"attention"}
+    found = [selected[each["kind"]](each) for each in overlay.values() if each["kind"] in selected]
+    assert len(found) >= 2 and all(labels == POD for labels in found)
+
+
+def test_the_workers_are_reached_from_their_own_pod_alone(overlay: dict[str, Manifest], tmp_path: Path) -> None:
+    if "NetworkPolicy/twostroke-replicas" in overlay:
+        pytest.skip("its dense workers are reached from other pods: see below")
+    containers = containers_of(overlay["Deployment/twostroke"])
+    for name, container in containers.items():
+        if name == "mps":
+            continue
+        config = read_config(overlay, container, tmp_path)
+        addresses = {config.dense.address, config.attention.address, str(config.gateway.local_address)}
+        assert all(address.startswith("unix:/run/twostroke/") for address in addresses)
+        assert mounts(container)["/run/twostroke"] == "run" and len(addresses) == 3, name
+    [policy] = [each["spec"] for each in overlay.values() if each["kind"] == "NetworkPolicy"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and policy["egress"] == [], "nothing to ask anybody for"
+    [everybody] = policy["ingress"]
+    ports = {port["name"]: port["containerPort"] for each in containers.values() for port in each.get("ports", ())}
+    assert {each["port"] for each in everybody["ports"]} == set(ports.values())
+    assert set(ports) == {"grpc", "http", "metrics", "dense-metrics", "attn-metrics"}
+
+
+def test_replicas_show_each_other_certificates_and_reach_nothing_else(tmp_path: Path) -> None:
+    overlay = rendered("replicas")
+    deployment = overlay["Deployment/twostroke"]
+    for name, container in containers_of(deployment).items():
+        config = read_config(overlay, container, tmp_path)
+        assert config.attention.address.startswith("unix:"), "of another pod's no gateway has any use"
+        assert config.peers.tls_server_name == "twostroke-dense", name
+        files = [config.peers.tls_certificate, config.peers.tls_key, config.peers.tls_ca]
+        assert mounts(container)["/run/secrets/peers"] == "peers"
+        assert all(str(file).startswith("/run/secrets/peers/") for file in files), name
+    assert read_config(overlay, containers_of(deployment)["dense-worker"], tmp_path).dense.address == "0.0.0.0:50052"
+    [peers] = [each for each in deployment["spec"]["template"]["spec"]["volumes"] if each["name"] == "peers"]
+    assert not peers["secret"].get("optional"), "without certificates a pod does not start"
+    policy = overlay["NetworkPolicy/twostroke-replicas"]["spec"]
+    [own] = policy["ingress"]
+    replicas, dns = policy["egress"]
+    assert own["from"] == replicas["to"] == [{"podSelector": {"matchLabels": POD}}]
+    assert own["ports"] == replicas["ports"] == [{"port": 50052}]
+    assert {(each["port"], each["protocol"]) for each in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
+    assert {"kubernetes.io/metadata.name": "kube-system"} in [
+        each["namespaceSelector"]["matchLabels"] for each in dns["to"] if "namespaceSelector" in each
+    ]
+
+
+def test_a_secure_pod_has_its_secrets_or_does_not_start(tmp_path: Path) -> None:
+    plain, secure = rendered("cpu"), rendered("secure")
+    before, after = (containers_of(each["Deployment/twostroke"])["gateway"] for each in (plain, secure))
+    config = read_config(secure, after, tmp_path).gateway
+    volumes = {each["name"]: each for each in secure["Deployment/twostroke"]["spec"]["template"]["spec"]["volumes"]}
+    for file in (config.api_keys_file, config.tls_certificate, config.tls_key):
+        assert file is not None
+        secret = volumes[mounts(after)[str(file.parent)]]["secret"]
+        assert not secret.get("optional") and secret["defaultMode"] == 0o440, "readable by the pod's group alone"
+    assert after["readinessProbe"]["httpGet"] == before["readinessProbe"]["httpGet"] | {"scheme": "HTTPS"}
+    assert after["livenessProbe"] == before["livenessProbe"], "at a socket, without TLS"
+    assert before["args"] == after["args"][: len(before["args"])]
+    workers = [
+        {name: each for name, each in containers_of(overlay["Deployment/twostroke"]).items() if name != "gateway"}
+        for overlay in (plain, secure)
+    ]
+    assert workers[0] == workers[1], "who sees no client sees no secret"
+
+
+def test_no_volume_grows_without_a_bound(overlay: dict[str, Manifest]) -> None:
+    for volume in overlay["Deployment/twostroke"]["spec"]["template"]["spec"]["volumes"]:
+        if "emptyDir" in volume:
+            assert "sizeLimit" in volume["emptyDir"], volume["name"]
+        else:
+            assert volume.keys() & {"configMap", "secret", "persistentVolumeClaim"}, volume["name"]
+    for name, container in containers_of(overlay["Deployment/twostroke"]).items():
+        assert container["resources"]["limits"]["memory"], name
 
 
 def test_containers_start_workers_first_and_are_confined(overlay: dict[str, Manifest]) -> None:
     containers = containers_of(overlay["Deployment/twostroke"])
-    assert [name for name in containers if name != "mps"] == list(SERVICES)
+    assert [name for name in containers if name != "mps"] == SERVICES
     assert next(iter(containers)) in ("mps", "attn-worker"), "MPS comes before its clients"
     pod = overlay["Deployment/twostroke"]["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
@@ -128,21 +205,35 @@ def test_the_workers_share_memory_and_the_gateway_has_none(overlay: dict[str, Ma
 
 
 def test_configs_agree_with_ports_and_probes(overlay: dict[str, Manifest], tmp_path: Path) -> None:
-    for name, section_name in SERVICES.items():
+    for name in SERVICES:
         container = containers_of(overlay["Deployment/twostroke"])[name]
         config = read_config(overlay, container, tmp_path)
-        section = getattr(config, section_name)
-        ports = {port["containerPort"] for port in container["ports"]}
-        assert section.address.startswith("0.0.0.0:"), "probes and other pods come to the pod's address"
-        port = int(section.address.rpartition(":")[2])
-        addresses = [section.address, section.http_address if name == "gateway" else section.metrics_address]
-        assert ports == {int(address.rpartition(":")[2]) for address in addresses}, name
+        own = {
+            "attn-worker": [config.attention.address, config.attention.metrics_address],
+            "dense-worker": [config.dense.address, config.dense.metrics_address],
+            "gateway": [config.gateway.address, config.gateway.http_address, config.gateway.metrics_address],
+        }[name]
+        tcp = [str(address) for address in own if not str(address).startswith("unix:")]
+        assert all(address.startswith("0.0.0.0:") for address in tcp), "others come to the pod's address"
+        assert {port["containerPort"] for port in container["ports"]} == {int(each.split(":")[1]) for each in tcp}, name
+        asked = config.gateway.local_address if name == "gateway" else own[0]
         for probe in ("startupProbe", "livenessProbe"):
-            assert container[probe]["grpc"] == {"port": port, "service": LIVENESS}, "to be without a peer is no death"
-        if "readinessProbe" in container:
-            assert container["readinessProbe"]["grpc"]["port"] == port
+            command = container[probe]["exec"]["command"]
+            given = dict(pairwise(command))
+            assert given["--address"] == str(asked).replace("0.0.0.0", "127.0.0.1"), name
+            assert given["--service"] == LIVENESS, "to be without a peer is no death"
+            assert int(given["--timeout-ms"]) < 1000 * container[probe]["timeoutSeconds"]
+            tls = [given.get(f"--tls-{flag}") for flag in ("client-cert", "client-key", "ca-cert", "server-name")]
+            peers = config.peers
+            expected = [peers.tls_certificate, peers.tls_key, peers.tls_ca, peers.tls_server_name]
+            if name != "gateway":
+                assert tls == [None if value is None else str(value) for value in expected], name
+    [gateway] = [each for each in containers_of(overlay["Deployment/twostroke"]).values() if "readinessProbe" in each]
+    assert gateway["name"] == "gateway", "it alone decides: it knows whether a dense worker serves it"
+    assert gateway["readinessProbe"]["httpGet"]["path"] == "/ready"
     services = [each for each in overlay.values() if each["kind"] == "Service"]
-    assert {port["port"] for each in services for port in each["spec"]["ports"]} == {50051, 8080, 50052}
+    expected_ports = {50051, 8080, 50052} if "Service/twostroke-dense" in overlay else {50051, 8080}
+    assert {port["port"] for each in services for port in each["spec"]["ports"]} == expected_ports
 
 
 def test_the_gateway_drains_within_the_grace(overlay: dict[str, Manifest], tmp_path: Path) -> None:
@@ -164,7 +255,6 @@ def test_replicas_balance_over_every_pod(tmp_path: Path) -> None:
     assert config.dense.address == f"dns:///{headless['metadata']['name']}:{port['port']}"
     assert headless["spec"]["publishNotReadyAddresses"], "a gateway that is not ready has to find a dense worker"
     assert config.gateway.num_dense_streams >= deployment["spec"]["replicas"] > 1
-    assert [name for name, each in containers.items() if "readinessProbe" in each] == ["gateway"]
 
 
 def test_gpu_containers_share_a_claim_and_one_mps(tmp_path: Path) -> None:

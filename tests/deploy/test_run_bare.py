@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 
 from services.mps import has_mps
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.cluster import REPOSITORY, REQUEST_TIMEOUT_S, request
+from tests.certificates import Authority
+from tests.cluster import REPOSITORY, REQUEST_TIMEOUT_S, START_TIMEOUT_S, request
 from tests.deploy.bare_services import BareServices
 from tests.deploy.compose_file import COMPOSE_FILES, DEPLOY, config_file, load_compose, mount, seconds
 from tests.deploy.dockerfile import Stage, read_stages
-from tests.deploy.kustomize import BASE, Manifest, containers_of, manifests_of
+from tests.deploy.kustomize import BASE, Manifest, containers_of, manifests_of, rendered
 
 GRPC_ADDRESS = "0.0.0.0:50051"
+HTTP_ADDRESS = "0.0.0.0:8080"
+API_KEY = "a-key-of-sixteen-characters-and-more"
 ANSWER = " city in Northern California that is known"
 DOCKER_GRACE_S = 10.0  # of `docker stop`, unless it is told otherwise
 
@@ -42,11 +48,25 @@ def bare_services(directory: Path, paths: Mapping[str, Path]) -> Iterator[BareSe
 def test_the_services_of_a_compose_file_serve_and_stop_within_their_grace(file: str, tmp_path: Path) -> None:
     if "cuda" in file and not has_mps():
         pytest.skip("no NVIDIA GPU with MPS")
-    model = load_compose(file)
+    with running_compose(load_compose(file), tmp_path) as bare:
+        info, text = ask(bare)
+        assert (info.model, text) == ("model", ANSWER)
+
+
+def test_a_compose_file_with_keys_and_tls_lets_in_who_has_a_key(tmp_path: Path) -> None:
+    authority = put_secrets(tmp_path / "secrets")
+    model = load_compose("compose.yaml", beside="compose.tls.yaml")
+    with running_compose(model, tmp_path, {"/run/secrets": tmp_path / "secrets"}) as bare:
+        assert_only_a_key_opens(bare, authority)
+
+
+@contextlib.contextmanager
+def running_compose(model: Service, directory: Path, paths: Mapping[str, Path] | None = None) -> Iterator[BareServices]:
+    """The services of a compose file, healthy; at the end they have to stop within their grace."""
     services = {name: service for name, service in model["services"].items() if "build" in service}
     model_path = mount(services["gateway"], "/model")
     assert model_path is not None
-    with bare_services(tmp_path, {"/model": (DEPLOY / model_path).resolve()}) as bare:
+    with bare_services(directory, {"/model": (DEPLOY / model_path).resolve(), **(paths or {})}) as bare:
         source, target = config_file(model, services["gateway"])
         bare.add_config(target, source)
         healthy_first = {
@@ -63,8 +83,7 @@ def test_the_services_of_a_compose_file_serve_and_stop_within_their_grace(file: 
                 wait_healthy(bare, name, services[name])
         for name in order:
             wait_healthy(bare, name, services[name])
-        info, text = ask(bare)
-        assert (info.model, text) == ("model", ANSWER)
+        yield bare
         for name in reversed(order):
             grace_s = seconds(services[name]["stop_grace_period"])
             status = bare.stop(name, image_of(services[name]).last("STOPSIGNAL"), grace_s)
@@ -84,26 +103,96 @@ def test_an_image_without_arguments_serves_the_embedded_model(tmp_path: Path) ->
 
 def test_the_containers_of_the_kubernetes_pod_serve(tmp_path: Path) -> None:
     [deployment] = manifests_of(BASE / "deployment.yaml")
+    with running_pod(deployment, tmp_path) as bare:
+        wait_ready(bare, httpx2.Client())
+        info, text = ask(bare)
+        assert (info.model, text) == ("tiny-llama", ANSWER)
+
+
+def test_a_secure_kubernetes_pod_lets_in_who_has_a_key(tmp_path: Path) -> None:
+    authority = put_secrets(tmp_path / "secrets")
+    secrets = {f"/run/secrets/{name}": tmp_path / "secrets" for name in ("api-keys", "tls")}
+    with running_pod(rendered("secure")["Deployment/twostroke"], tmp_path, secrets) as bare:
+        assert_only_a_key_opens(bare, authority)
+
+
+def test_pods_that_show_each_other_certificates_serve(tmp_path: Path) -> None:
+    put_secrets(tmp_path / "secrets", "twostroke-dense")
+    # The name of all dense workers stands for the one that is here.
+    paths = {"/run/secrets/peers": tmp_path / "secrets", "dns:///twostroke-dense:50052": Path("ipv4:0.0.0.0:50052")}
+    with running_pod(rendered("replicas")["Deployment/twostroke"], tmp_path, paths) as bare:
+        wait_ready(bare, httpx2.Client())
+        assert ask(bare)[1] == ANSWER
+        with grpc.insecure_channel(bare.local("0.0.0.0:50052")) as channel, pytest.raises(grpc.FutureTimeoutError):
+            grpc.channel_ready_future(channel).result(timeout=1.0)
+
+
+@contextlib.contextmanager
+def running_pod(
+    deployment: Manifest, directory: Path, paths: Mapping[str, Path] | None = None
+) -> Iterator[BareServices]:
+    """The containers of one pod, started and alive as its probes see it; at the end they have to stop in time."""
     image = read_stages()["cpu"]
-    with bare_services(tmp_path, {"/opt/twostroke": REPOSITORY}) as bare:
+    with bare_services(directory, {"/opt/twostroke": REPOSITORY, **(paths or {})}) as bare:
         bare.add_config("/etc/twostroke/config.toml", BASE / "config.toml")
         containers = containers_of(deployment)
         for name, container in containers.items():
             bare.start(name, [*image.exec_form("ENTRYPOINT"), *container["args"]], environment_of({}, image))
-        for probe in ("startupProbe", "readinessProbe"):
+        for probe in ("startupProbe", "livenessProbe"):
             for name, container in containers.items():
-                bare.wait_healthy(name, grpc_probe(container[probe]), environment_of({}, image))
-        info, text = ask(bare)
-        assert (info.model, text) == ("tiny-llama", ANSWER)
+                bare.wait_healthy(name, container[probe]["exec"]["command"], environment_of({}, image))
+        yield bare
         grace_s = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         for name in reversed(containers):
             assert bare.stop(name, image.last("STOPSIGNAL"), grace_s) == 0, bare.log_file(name).read_text()
 
 
-def grpc_probe(probe: Manifest) -> list[str]:
-    """What asks the same as a kubelet's probe."""
-    address, service = f"0.0.0.0:{probe['grpc']['port']}", probe["grpc"].get("service", "")
-    return ["python", "-m", "services.probe", "--address", address, "--service", service]
+def wait_ready(bare: BareServices, client: httpx2.Client, scheme: str = "http") -> None:
+    """As a kubelet asks whether the gateway is ready."""
+    [gateway] = manifests_of(BASE / "deployment.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    url = f"{scheme}://{bare.local(HTTP_ADDRESS)}{gateway['readinessProbe']['httpGet']['path']}"
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while (answer := client.get(url)).status_code != 200:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.1)
+
+
+def put_secrets(directory: Path, *hosts: str) -> Authority:
+    """Files named as those of secrets, from an authority of their own."""
+    directory.mkdir()
+    authority = Authority(directory, "tests")
+    pair = authority.sign("server", *hosts)
+    pair.certificate.rename(directory / "tls.crt")
+    pair.key.rename(directory / "tls.key")
+    (directory / "ca.crt").write_bytes(authority.file.read_bytes())
+    (directory / "api-keys.toml").write_text(f'[[keys]]\nname = "team"\nkey = "{API_KEY}"\n')
+    return authority
+
+
+def assert_only_a_key_opens(bare: BareServices, authority: Authority) -> None:
+    """Over gRPC and HTTP, both in TLS."""
+    address, chunks = bare.local(GRPC_ADDRESS), request("San Francisco is a", 7)
+    trusted = grpc.ssl_channel_credentials(authority.file.read_bytes())
+    with httpx2.Client(verify=ssl.create_default_context(cafile=authority.file), timeout=REQUEST_TIMEOUT_S) as client:
+        wait_ready(bare, client, "https")
+        url = f"https://{bare.local(HTTP_ADDRESS)}/v1/completions"
+        body = {"model": "model", "prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0}
+        assert client.post(url, json=body).status_code == 401
+        models = client.get(url.replace("completions", "models"), headers={"authorization": f"Bearer {API_KEY}"})
+        body["model"] = models.json()["data"][0]["id"]
+        answer = client.post(url, json=body, headers={"authorization": f"Bearer {API_KEY}"})
+        assert answer.json()["choices"][0]["text"] == ANSWER
+    with grpc.secure_channel(address, trusted) as channel:
+        gateway = gateway_pb2_grpc.GatewayStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(gateway.GenerateStream(chunks, timeout=REQUEST_TIMEOUT_S))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        key = (("authorization", f"Bearer {API_KEY}"),)
+        answers = gateway.GenerateStream(chunks, timeout=REQUEST_TIMEOUT_S, metadata=key)
+        assert "".join(chunk.text for chunk in answers) == ANSWER
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as plain:
+        gateway_pb2_grpc.GatewayStub(channel).ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=REQUEST_TIMEOUT_S)
+    assert plain.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def ask(bare: BareServices) -> tuple[gateway_pb2.ModelInfoResponse, str]:
