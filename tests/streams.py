@@ -81,7 +81,7 @@ def collect_all(
 
 
 def messages_of_every_kind(prompt: str, max_tokens: int, stop: str) -> list[gateway_pb2.GenerateRequest]:
-    """Greedy, seeded, with a stop string, with penalties, several answers, log-probabilities, biased."""
+    """Greedy, seeded, stop string, penalties, several answers, log-probabilities, biases, few allowed tokens."""
     long = {"ignore_eos": True}
     return [
         request(prompt, max_tokens, **long),
@@ -92,4 +92,5 @@ def messages_of_every_kind(prompt: str, max_tokens: int, stop: str) -> list[gate
         request(prompt, max_tokens, temperature=0.9, seed=11, n=3, **long),
         request(prompt, max_tokens, temperature=0.9, seed=12, logprobs=2, **long),
         request(prompt, max_tokens, temperature=0.9, seed=13, n=2, logprobs=1, logit_bias={5: 1.0}, **long),
+        request(prompt, max_tokens, temperature=0.9, seed=14, allowed_token_ids=range(200, 900, 3), **long),
     ]

@@ -8,7 +8,8 @@ from typing import Any
 from services.common.sampling_params import SamplingParams
 from services.pb import sampling_pb2
 
-_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "bad_words"))
+_LISTS = ("logit_bias", "bad_words", "allowed_token_ids")
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
 
 
 def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
@@ -17,6 +18,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
         **{name: getattr(params, name) for name in _SCALARS},
         logit_bias=dict(params.logit_bias),
         bad_words=[sampling_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
+        allowed_token_ids=params.allowed_token_ids,
     )
 
 
@@ -27,4 +29,6 @@ def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> Sa
         given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     if message.bad_words:
         given["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
+    if message.allowed_token_ids:
+        given["allowed_token_ids"] = tuple(sorted(set(message.allowed_token_ids)))
     return SamplingParams(**{**defaults, **given})

@@ -21,6 +21,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
+MAX_ALLOWED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
     Applied in this order, each to what the one before left: `logit_bias`, repetition, frequency and presence
-    penalty, `bad_words`, `min_tokens`, temperature, `top_k`, `top_p`, `min_p`.
+    penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, temperature, `top_k`, `top_p`, `min_p`.
     """
 
     temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
@@ -42,6 +43,9 @@ class SamplingParams:
     seed: int = 0  # [0, 2**64): same seed, options and token ids => same next token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, [-100, 100]): added to the token's logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids each: no such sequence lies within the output
+    # Only these are sampled, EOS not unless it is one of them; empty: all. No token twice. Where bad words and
+    # `min_tokens` leave none of them, all of them are equally likely.
+    allowed_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -75,6 +79,7 @@ class SamplingParams:
         _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_WORDS)
         for i, word in enumerate(self.bad_words):
             _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
+        _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
 
     def validate_token_ids(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` for the first option that names more tokens than there are, or one beyond them."""
@@ -83,6 +88,20 @@ class SamplingParams:
         _check_token_ids("logit_bias", (token_id for token_id, _ in self.logit_bias), vocab_size)
         for i, word in enumerate(self.bad_words):
             _check_token_ids(f"bad_words[{i}]", word, vocab_size)
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+
+    def check_choice(self, stop_token_ids: Iterable[int]) -> None:
+        """Raise `InvalidRequest` where bad words and `min_tokens` forbid all of `allowed_token_ids` from the start."""
+        if not self.allowed_token_ids:
+            return
+        left = set(self.allowed_token_ids) - {word[0] for word in self.bad_words if len(word) == 1}
+        if self.min_tokens:
+            left.difference_update(stop_token_ids)
+        if not left:
+            raise InvalidRequest(
+                f"of {len(self.allowed_token_ids)} allowed_token_ids bad_words and min_tokens leave none",
+                "allowed_token_ids",
+            )
 
 
 def _check_count(name: str, what: str, count: int, low: int, high: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker import philox
+from services.dense_worker.allowed_tokens import AllowedTokens
 from services.dense_worker.bad_words import BadWords
 from services.dense_worker.logit_bias import LogitBias
 from services.dense_worker.logprobs import RankedTokens, rank_tokens
@@ -29,6 +30,7 @@ _OPTIONS = np.dtype(
         ("has_bias", np.bool_),
         ("has_penalties", np.bool_),
         ("has_bad_words", np.bool_),
+        ("has_allowed_tokens", np.bool_),
         ("has_logprobs", np.bool_),
         ("temperature", np.float32),
         ("top_k", np.int64),  # vocab_size: keep all
@@ -43,7 +45,8 @@ _OPTIONS = np.dtype(
     ]
 )
 
-_EXTENSIONS = ("has_bias", "has_penalties", "has_bad_words", "has_logprobs")  # most requests have none of them
+# Most requests have none of them.
+_EXTENSIONS = ("has_bias", "has_penalties", "has_bad_words", "has_allowed_tokens", "has_logprobs")
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -75,6 +78,7 @@ class Sampler:
         self._stop_token_ids = np.full((max_num_seqs, 1), -1, dtype=np.int64)  # rows padded with -1
         self._bias = LogitBias(max_num_seqs, self._device)
         self._bad_words = BadWords(max_num_seqs, self._device)
+        self._allowed_tokens = AllowedTokens(max_num_seqs, self._device)
         self._penalties: Penalties | None = None  # None: no request has had any yet
         self._num_extended = 0  # used slots with an option of `_EXTENSIONS`
 
@@ -100,6 +104,7 @@ class Sampler:
             bool(params.logit_bias),
             params.has_penalties,
             bool(params.bad_words),
+            bool(params.allowed_token_ids),
             num_logprobs is not None,
             params.temperature,
             min(params.top_k or self._vocab_size, self._vocab_size),
@@ -123,6 +128,8 @@ class Sampler:
             self._penalties.set(slot, prompt_token_ids, output_token_ids)
         if params.bad_words:
             self._bad_words.set(slot, params.bad_words, output_token_ids)
+        if params.allowed_token_ids:
+            self._allowed_tokens.set(slot, params.allowed_token_ids)
 
     def remove(self, slot: int) -> None:
         """Take `slot` back; a later `add` starts it afresh."""
@@ -179,6 +186,9 @@ class Sampler:
         too_short = np.flatnonzero(output_lens < options["min_tokens"])
         if too_short.size:
             self._forbid_stop_tokens(logits, too_short, slots[too_short])
+        restricted = self._rows_with(options, "has_allowed_tokens")
+        if restricted.size:
+            self._allowed_tokens.restrict(logits, *self._upload(np.stack([restricted, slots[restricted]])))
 
     def _choose(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         drawn = np.flatnonzero(~options["is_greedy"])

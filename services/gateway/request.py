@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from services.common.sampling_messages import decode_sampling
-from services.common.sampling_params import SamplingParams
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from services.gateway.tokenizer import Message, Tokenizer
 from services.pb import gateway_pb2
 
@@ -92,13 +92,15 @@ async def read_request(
     max_tokens = _read_max_tokens(message, len(prompt_token_ids), sampling.min_tokens, limits)
     _check_min_tokens(sampling.min_tokens, max_tokens)
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
+    stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
+    sampling.check_choice(stop_token_ids)
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
         sampling=sampling,
         max_tokens=max_tokens,
         stop=tuple(message.stop),
-        stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids))),
+        stop_token_ids=stop_token_ids,
         include_stop_str_in_output=message.include_stop_str_in_output,
         skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
         cache_salt=message.cache_salt,
@@ -181,6 +183,11 @@ def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int,
 def _read_sampling(
     message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> SamplingParams:
+    num_allowed = len(message.sampling.allowed_token_ids)
+    if num_allowed > MAX_ALLOWED_TOKENS:  # before each of them is looked at
+        raise InvalidRequest(
+            f"allowed_token_ids has {num_allowed} tokens, at most {MAX_ALLOWED_TOKENS} allowed", "allowed_token_ids"
+        )
     sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
     if message.bad_words:
         _check_strings("bad_words", message.bad_words, MAX_BAD_WORDS)

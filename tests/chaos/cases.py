@@ -48,6 +48,8 @@ def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateReques
         options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
     if random.random() < 0.2:
         options["logit_bias"] = {random.randrange(1, 500): 2.0}
+    if random.random() < 0.1:
+        options["allowed_token_ids"] = random.sample(range(3, 1000), 100)
     if random.random() < 0.3:
         options |= {"stop": [random.choice(STOPS)], "include_stop_str_in_output": random.random() < 0.5}
     if random.random() < 0.3:
@@ -158,7 +160,11 @@ def _add_http(collected: Collected, answer: Any) -> None:
 
 
 def _http_body(message: gateway_pb2.GenerateRequest) -> dict[str, Any]:
-    sampling = {field.name: value for field, value in message.sampling.ListFields() if field.name != "logit_bias"}
+    sampling = {
+        field.name: list(value) if field.name == "allowed_token_ids" else value
+        for field, value in message.sampling.ListFields()
+        if field.name != "logit_bias"
+    }
     body = {"prompt": message.prompt, "max_tokens": message.max_tokens, "return_token_ids": True, **sampling}
     if message.sampling.logit_bias:
         body["logit_bias"] = {str(key): value for key, value in message.sampling.logit_bias.items()}

@@ -30,6 +30,7 @@ def request_params(row: int) -> SamplingParams:
         min_tokens=4 if row % 8 == 5 else 0,
         logit_bias=tuple((token_id, 6.0) for token_id in range(row, row + 9)) if row % 3 == 1 else (),
         bad_words=((row,), (row + 1, row + 2), tuple(range(row, row + 5))) if row % 3 == 1 else (),
+        allowed_token_ids=tuple(range(row, 4000, 17)) if row % 9 == 4 else (),
         seed=row,
     )
 

@@ -151,6 +151,7 @@ SAMPLING = sparse(
     seed=UINT64,
     logit_bias=st.dictionaries(UINT32, FLOAT, max_size=3),
     bad_words=st.lists(st.builds(sampling_pb2.TokenSequence, token_ids=st.lists(UINT32, max_size=3)), max_size=3),
+    allowed_token_ids=st.lists(UINT32, max_size=3),
 )
 CHAT = st.builds(
     gateway_pb2.Chat,

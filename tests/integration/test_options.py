@@ -13,7 +13,14 @@ from functools import lru_cache
 import grpc
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+)
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, sampling_pb2
@@ -239,6 +246,19 @@ def test_bad_word_that_the_prompt_began_may_be_ended(cluster: Cluster) -> None:
     plain = reference_tokens(prompt, 10)
     bad_words = [sampling_pb2.TokenSequence(token_ids=[prompt[-1], plain[0]])]
     assert cluster.generate(prompt, 10, bad_words=bad_words).token_ids == plain
+
+
+def test_allowed_tokens_equal_hugging_face(cluster: Cluster) -> None:
+    prompt = random_prompt(30, seed=4)
+    plain = reference_tokens(prompt, 40)
+    allowed = sorted({*range(10, VOCAB_SIZE, 7), *plain[::2]})
+    only_these = PrefixConstrainedLogitsProcessor(lambda batch, tokens: allowed, 1)
+    expected = reference_tokens(prompt, 40, only_these)
+    assert expected != plain
+    assert cluster.generate(prompt, 40, allowed_token_ids=allowed).token_ids == expected
+    sampled = cluster.generate(prompt, 40, allowed_token_ids=allowed, temperature=5.0, seed=1).token_ids
+    assert set(sampled) <= set(allowed)
+    assert len(set(sampled)) > 20
 
 
 def test_min_tokens_equals_hugging_face(cluster: Cluster) -> None:

@@ -92,6 +92,8 @@ def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
         sampling["seed"] = body.seed % 2**64
     if body.logit_bias:
         sampling["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
+    if body.allowed_token_ids:
+        sampling["allowed_token_ids"] = body.allowed_token_ids
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return gateway_pb2.GenerateRequest(
         sampling=sampling_pb2.SamplingParams(**sampling),

@@ -25,6 +25,7 @@ PARAMS = st.builds(
     seed=st.integers(0, 2**64 - 1),
     logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32)).map(lambda bias: tuple(sorted(bias.items()))),
     bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), max_size=5).map(tuple),
+    allowed_token_ids=st.sets(TOKENS, max_size=5).map(lambda token_ids: tuple(sorted(token_ids))),
 )
 
 

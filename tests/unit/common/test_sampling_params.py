@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -65,6 +66,7 @@ def test_option_that_is_not_finite_is_refused(option: str, value: float) -> None
         {
             "logit_bias": tuple((token_id, 100.0 - token_id % 201) for token_id in range(1024)),
             "bad_words": ((1,), tuple(range(64))) * 64,
+            "allowed_token_ids": tuple(range(1024)),
         },
         {"top_p": 1e-9, "repetition_penalty": 1e-3, "presence_penalty": -2.0, "frequency_penalty": 2.0},
     ],
@@ -82,9 +84,10 @@ def test_options_within_their_ranges_are_accepted(options: dict[str, Any]) -> No
         ({"bad_words": ((1,),) * 129}, "bad_words has 129 words, must have 0 to 128"),
         ({"bad_words": ((1,), ())}, r"bad_words\[1\] has 0 tokens, must have 1 to 64"),
         ({"bad_words": ((1,) * 65,)}, r"bad_words\[0\] has 65 tokens, must have 1 to 64"),
+        ({"allowed_token_ids": tuple(range(1025))}, "allowed_token_ids has 1025 tokens, must have 0 to 1024"),
     ],
 )
-def test_bias_or_bad_words_beyond_a_limit_are_refused(options: dict[str, Any], message: str) -> None:
+def test_lists_beyond_a_limit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**options).validate()
 
@@ -95,9 +98,30 @@ def test_bias_or_bad_words_beyond_a_limit_are_refused(options: dict[str, Any], m
         ({"top_k": 11}, "top_k is 11, vocab_size is 10"),
         ({"logit_bias": ((3, 1.0), (10, 1.0))}, r"logit_bias has token 10, must be in \[0, 10\)"),
         ({"bad_words": ((3,), (4, 10))}, r"bad_words\[1\] has token 10, must be in \[0, 10\)"),
+        ({"allowed_token_ids": (3, 10)}, r"allowed_token_ids has token 10, must be in \[0, 10\)"),
     ],
 )
 def test_token_beyond_the_vocabulary_is_refused(options: dict[str, Any], message: str) -> None:
     SamplingParams(**options).validate_token_ids(11)
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**options).validate_token_ids(10)
+
+
+@pytest.mark.parametrize(
+    ("options", "stop_token_ids", "is_refused"),
+    [
+        ({"allowed_token_ids": (4, 5)}, (4, 5), False),  # the first token ends the answer
+        ({"allowed_token_ids": (4, 5), "min_tokens": 2}, (4, 5), True),
+        ({"allowed_token_ids": (4, 5), "min_tokens": 2}, (4,), False),
+        ({"allowed_token_ids": (4, 5), "bad_words": ((4,), (5, 5))}, (), False),
+        ({"allowed_token_ids": (4, 5), "bad_words": ((4,), (5,))}, (), True),
+        ({"allowed_token_ids": (4, 5), "bad_words": ((5,),), "min_tokens": 1}, (4,), True),
+        ({"bad_words": ((4,),), "min_tokens": 1}, (5,), False),  # all others are allowed
+    ],
+)
+def test_options_that_forbid_every_token_from_the_start_are_refused(
+    options: dict[str, Any], stop_token_ids: tuple[int, ...], is_refused: bool
+) -> None:
+    refusal = pytest.raises(InvalidRequest, match="leave none") if is_refused else contextlib.nullcontext()
+    with refusal:
+        SamplingParams(**options).check_choice(stop_token_ids)

@@ -59,6 +59,7 @@ def test_rows_that_ask_get_the_models_own_logprobs_whatever_their_options(wanted
         logit_bias=((3, 9.0), (4, -9.0)),
         bad_words=((5,), (6, 7)),
         min_tokens=9,
+        allowed_token_ids=tuple(range(2, 20)),
         seed=seed,
     )
     sampler = Sampler(len(wanted) + 1, VOCAB_SIZE, "cpu")

@@ -13,6 +13,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -72,6 +73,10 @@ def random_bad_words(rng: np.random.Generator, output: list[int]) -> tuple[tuple
     return tuple(words)
 
 
+def random_allowed_tokens(rng: np.random.Generator) -> tuple[int, ...]:
+    return tuple(sorted(rng.choice(VOCAB_SIZE, rng.integers(1, 20), replace=False).tolist()))
+
+
 def random_request(rng: np.random.Generator) -> Request:
     """Every option on or off by chance."""
 
@@ -91,6 +96,7 @@ def random_request(rng: np.random.Generator) -> Request:
         frequency_penalty=maybe(float(rng.uniform(-2.0, 2.0)), 0.0),
         min_tokens=int(maybe(10, 0)),
         seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+        allowed_token_ids=random_allowed_tokens(rng) if rng.random() < 0.3 else (),
     )
     return Request(
         params=params,
@@ -119,6 +125,11 @@ def edit_by_hugging_face(request: Request) -> torch.Tensor:
     if request.stop:
         minimum = MinNewTokensLengthLogitsProcessor(len(request.prompt), params.min_tokens, request.stop)
         scores = minimum(ids, scores)
+    if params.allowed_token_ids:
+        allowed = list(params.allowed_token_ids)
+        if scores[0, allowed].max() == -torch.inf:
+            scores[0, allowed] = 0.0  # then all of them are equally likely
+        scores = PrefixConstrainedLogitsProcessor(lambda batch, tokens: allowed, 1)(ids, scores)
     return scores
 
 
@@ -203,7 +214,7 @@ def test_token_is_the_same_alone_and_in_any_batch_and_slot(seed: int, num_rows: 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_bias_penalties_bad_words_and_forbidden_stop_tokens_are_applied_to_the_logits(seed: int) -> None:
+def test_what_edits_logits_equals_hugging_face(seed: int) -> None:
     request = random_request(np.random.default_rng(seed))
     sampler = Sampler(1, VOCAB_SIZE, "cpu")
     sampler.add(0, request.params, request.prompt, request.output, request.stop)
@@ -363,3 +374,18 @@ def test_logits_that_are_not_numbers_leave_the_other_rows_alone() -> None:
         assert 0 <= sampled[broken] < VOCAB_SIZE
         assert sampled[:broken] == expected[:broken]
         assert sampled[broken + 1 :] == expected[broken + 1 :]
+
+
+def test_where_bad_words_leave_no_allowed_token_one_of_them_is_chosen() -> None:
+    words = ((1, 7), (1, 8))
+    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+
+    def choose(output: list[int], **options: float) -> int:
+        params = SamplingParams(bad_words=words, allowed_token_ids=(7, 8), **options)
+        return int(sample_batch([Request(params, [5], output, [], logits.clone())], [0]).item())
+
+    assert choose([1], temperature=0.0) == 7, "of equal ones the first"
+    assert choose([2], temperature=0.0) == max((7, 8), key=lambda token_id: logits[token_id])
+    drawn = [choose([1], seed=seed) for seed in range(200)]
+    assert set(drawn) == {7, 8}
+    assert 70 <= drawn.count(7) <= 130, "both are equally likely, within four standard deviations"

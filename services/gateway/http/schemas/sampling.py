@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.common.sampling_params import MAX_LOGIT_BIASES
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
@@ -38,7 +38,6 @@ class GenerationFields(RequestModel):
         "service_tier": ("auto", "default"),
         "store": (False,),
         # vLLM
-        "allowed_token_ids": ([],),
         "early_stopping": (False,),
         "guided_choice": (),
         "guided_grammar": (),
@@ -73,6 +72,9 @@ class GenerationFields(RequestModel):
     )
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = Field(
         None, description="Words that must not appear"
+    )
+    allowed_token_ids: Annotated[list[UInt32] | None, at_most(MAX_ALLOWED_TOKENS)] = Field(
+        None, min_length=1, description="Only these tokens are chosen; the answer ends early if EOS is among them"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None, description="Same seed, same tokens; a negative one is taken as its 64-bit two's complement"

@@ -207,6 +207,7 @@ def test_every_option_reaches_the_dense_worker(tmp_path: Path) -> None:
             "repetition_penalty": 1.5,
             "logit_bias": {"17": -3, "18": 2.5},
             "bad_words": ["one"],
+            "allowed_token_ids": [40, 20, 40],
             "seed": -1,
             "stop_token_ids": [99],
             "ignore_eos": True,
@@ -229,6 +230,7 @@ def test_every_option_reaches_the_dense_worker(tmp_path: Path) -> None:
         assert dict(sampling.logit_bias) == {17: -3.0, 18: 2.5}
         assert sampling.seed == 2**64 - 1
         assert len(sampling.bad_words) >= 1
+        assert list(sampling.allowed_token_ids) == [20, 40]
 
     dense = FakeDense(say(" one two three four five six seven eight"))
     with_client(tmp_path, dense, test)
