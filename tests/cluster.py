@@ -130,10 +130,13 @@ def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> 
 
 
 @contextlib.contextmanager
-def running_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
-    """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing."""
+def running_cluster(directory: Path, *overrides: str, wrapper: Sequence[str] = ()) -> Iterator[Cluster]:
+    """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
+
+    `wrapper` is a command that becomes the one that follows it.
+    """
     regions_before = stale_regions()
-    command = [sys.executable, "-m", "services.launch"]
+    command = [*wrapper, sys.executable, "-m", "services.launch"]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
     settings = dict(override.split("=", 1) for override in (*sockets, *overrides))

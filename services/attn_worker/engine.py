@@ -84,16 +84,20 @@ class AttentionEngine:
         if self._channel is not None:
             self._channel.close()
 
+    def detach(self) -> None:
+        """Ends an attachment whose channel has been aborted: closes that, and rolls back steps that have not ended."""
+        self._abort_steps()
+        channel, self._channel, self._attachment_id = self._channel, None, 0
+        if channel is not None:
+            channel.close()
+
     def attach(self, channel: Channel, attachment_id: int, weights_hash: str) -> None:
         """Takes a new attachment's channel, owned by the engine from now on, in place of the last one's.
 
-        Steps that have not ended are rolled back. Keys and values of other weights than `weights_hash` are
-        dropped.
+        Keys and values of other weights than `weights_hash` are dropped.
         """
-        self._abort_steps()
+        self.detach()
         self.cache.use_weights(bytes.fromhex(weights_hash))
-        if self._channel is not None:
-            self._channel.close()
         self._channel, self._attachment_id = channel, attachment_id
         held = self.cache.held_blocks
         self._request_ids = {seq_id: name for seq_id, name in self._request_ids.items() if seq_id in held}

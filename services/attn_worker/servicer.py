@@ -17,6 +17,7 @@ from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import Accepted, AttentionEngine, Plan
 from services.attn_worker.kv_cache import OpenResult
 from services.attn_worker.metrics import AttentionMetrics
+from services.attn_worker.step_messages import decode_plan, encode_opened, encode_result
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import create_channel
 from services.common.config import AttentionSection
@@ -39,6 +40,8 @@ from services.pb import attn_pb2, attn_pb2_grpc
 log = structlog.get_logger()
 
 _POLL_S = 0.005
+_ROOM_TIMEOUT_S = 10.0  # for a dense worker to let go of the data region before
+_ROOM_RETRY_S = 0.1
 
 _Results = asyncio.Queue[attn_pb2.StepResult | Exception]
 
@@ -71,6 +74,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._wait_timeout_s = wait_timeout_s
         self._attachment_id = 0
         self._channel: Channel | None = None
+        self._attaching = asyncio.Lock()  # two at once would need room for two data regions
         self.watchdog = Watchdog("attn_worker", self._progress, on_stall, stall_timeout_s)
         self._readers: set[asyncio.Task[None]] = set()
         self._results: _Results | None = None  # of the stream of plans, while there is one
@@ -85,7 +89,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._check_model(request)
         self._check_limits(request)
         try:
-            return await self._attach(request, context.peer())
+            async with self._attaching:
+                return await self._attach(request, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
@@ -95,19 +100,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if self._results is not None:  # told before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._attachment_id} is replaced by another one"))
         self.abort()
+        if self._engine is not None:  # its region makes room for the new one
+            await asyncio.shield(asyncio.wrap_future(self._engine.submit(self._engine.detach)))
         self._attachment_id += 1
-        attachment_id, config = self._attachment_id, self._model.config
-        spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, self._model.dtype)
-        channel = create_channel(
-            self._model.device,
-            request.gpu,
-            spec,
-            self._epoch,
-            attachment_id,
-            lane=0,
-            wait_timeout_s=self._wait_timeout_s,
-        )
-        self._channel = channel
+        attachment_id = self._attachment_id
+        channel = self._channel = await self._create_channel(request, attachment_id)
         try:
             engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
         except BaseException:  # cancelled, too: the dense worker may die while it waits
@@ -128,6 +125,31 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             open_seq_ids=held_blocks.keys(),
             open_num_blocks=held_blocks.values(),
         )
+
+    async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int) -> Channel:
+        """Waits for room, but not long: what has none at the start may never have."""
+        config, model = self._model.config, self._model
+        spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, model.dtype)
+        deadline = time.monotonic() + _ROOM_TIMEOUT_S
+        is_told = False
+        while True:
+            try:
+                return create_channel(
+                    model.device,
+                    request.gpu,
+                    spec,
+                    self._epoch,
+                    attachment_id,
+                    lane=0,
+                    wait_timeout_s=self._wait_timeout_s,
+                )
+            except CapacityError as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not is_told:
+                    log.warning("waiting for room", reason=str(error), timeout_s=_ROOM_TIMEOUT_S)
+                is_told = True
+            await asyncio.sleep(_ROOM_RETRY_S)
 
     async def Execute(
         self, requests: AsyncIterator[attn_pb2.StepPlan], context: grpc.aio.ServicerContext
@@ -339,45 +361,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
                     "both must be started with the same model section"
                 )
-
-
-def decode_plan(plan: attn_pb2.StepPlan) -> Plan:
-    """Raises `InvalidRequest` when the columns are not of equal length."""
-    columns = (plan.seq_ids, plan.num_tokens, plan.num_computed_tokens)
-    confirmed = (plan.confirmed_seq_ids, plan.confirmed_token_ids)
-    try:
-        return Plan(
-            plan.step_id,
-            list(zip(*columns, strict=True)),
-            list(plan.close_seq_ids),
-            list(zip(*confirmed, strict=True)),
-        )
-    except ValueError as error:
-        raise InvalidRequest(f"columns of plan {plan.step_id} differ in length: {error}") from error
-
-
-def encode_opened(seq_id: int, result: OpenResult) -> attn_pb2.SequenceOpened:
-    """What the dense worker needs to know of a sequence that has been opened."""
-    return attn_pb2.SequenceOpened(
-        seq_id=seq_id,
-        num_cached_tokens=result.num_cached_tokens,
-        num_pinned_blocks=result.num_pinned_blocks,
-        num_held_blocks=result.num_held_blocks,
-        num_freed_blocks=result.num_freed_blocks,
-    )
-
-
-def encode_result(step_id: int, accepted: Accepted) -> attn_pb2.StepResult:
-    """What the dense worker needs to know of an accepted plan."""
-    return attn_pb2.StepResult(
-        step_id=step_id,
-        num_freed_blocks=accepted.step.num_freed_blocks,
-        num_free_blocks=accepted.num_free_blocks,
-        errors=[
-            attn_pb2.SequenceError(seq_id=seq_id, message=str(error))
-            for seq_id, error in accepted.step.errors.items()
-        ],
-    )
 
 
 def _name(dtype: torch.dtype) -> str:

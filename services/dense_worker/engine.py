@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import structlog
 
-from services.common.channel import Channel
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.watchdog import Progress
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
@@ -103,7 +102,6 @@ class Engine:
         self._current: StepPlan | None = None  # being launched or completed
         self._num_completed = 0  # steps
         self._attachment: Attachment | None = None
-        self._channel: Channel | None = None  # of the last attachment, owned by the engine
         self._claim_deadline: float | None = None
         self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
         self._asked_s: dict[int, float] = {}  # by seq_id, those being opened, the oldest first; on the monotonic clock
@@ -356,9 +354,6 @@ class Engine:
         self._asked_s.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)
-        if self._channel is not None:  # of the attachment before: nobody works in it any more
-            self._channel.close()
-        self._channel = attachment.channel
         self._attachment = attachment  # from now on the watchdog looks; on a GPU to get here takes its time
         ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
         self._scheduler.reset(ledger, attachment.held_blocks)
@@ -369,6 +364,8 @@ class Engine:
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
         if self._attachment is attachment:
             self._attachment = None
+            attachment.channel.abort()  # lets what has been launched run through
+            attachment.channel.close()  # now: the next attachment may need the room
             for observer in self._observers:
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)

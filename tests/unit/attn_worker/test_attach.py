@@ -14,6 +14,7 @@ from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import AttentionServicer
+from services.common.channel import Channel
 from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
@@ -75,12 +76,14 @@ def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkey
         async with asyncio.timeout(TIMEOUT_S):
             reply = await servicer.Attach(request, FakeContext())
             assert (reply.attachment_id, num_builds, num_regions()) == (2, 1, 1)
-            killed = asyncio.create_task(servicer.Attach(request, FakeContext()))
-            await asyncio.sleep(0)  # it has handed its channel to the engine
-            killed.cancel()
-            await asyncio.gather(killed, return_exceptions=True)
-            assert (await servicer.Attach(request, FakeContext())).attachment_id == 4
-        assert num_regions() == 1
+            for num_turns in range(10):  # wherever it is: about to close the old region, or to hand over a new one
+                killed = asyncio.create_task(servicer.Attach(request, FakeContext()))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0.001)
+                killed.cancel()
+                await asyncio.gather(killed, return_exceptions=True)
+            assert (await servicer.Attach(request, FakeContext())).attachment_id > 2
+        assert (num_builds, num_regions()) == (1, 1)
         servicer.abort()
         servicer.stop()
 
@@ -99,6 +102,70 @@ def test_nobody_attaches_to_a_worker_that_is_stopping() -> None:
         assert num_regions() == 0
 
     asyncio.run(attach_late())
+
+
+class SharedMemory:
+    """Room for so many regions; each is in use until it has been closed by all who may use it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room = room
+        self._create = servicer_module.create_channel
+        monkeypatch.setattr(servicer_module, "create_channel", self._create_if_there_is_room)
+
+    def _create_if_there_is_room(self, *arguments: object, **keywords: object) -> Channel:
+        if num_regions() >= self.room:
+            raise CapacityError(f"data region needs 5 bytes of shared memory, {SHM_DIR} has 4 free")
+        return self._create(*arguments, **keywords)
+
+
+def test_an_attachment_needs_no_room_beside_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    SharedMemory(monkeypatch, room=1)
+
+    async def attach() -> None:
+        servicer = make_servicer()
+        for attachment_id in (1, 2):
+            assert (await servicer.Attach(make_request(), FakeContext())).attachment_id == attachment_id
+        replies = await asyncio.gather(*(servicer.Attach(make_request(), FakeContext()) for _ in range(3)))
+        assert [reply.attachment_id for reply in replies] == [3, 4, 5]
+        servicer.abort()
+        servicer.stop()
+
+    asyncio.run(asyncio.wait_for(attach(), TIMEOUT_S))
+    assert num_regions() == 0
+
+
+def test_an_attachment_waits_for_a_dense_worker_that_lets_go_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SharedMemory(monkeypatch, room=0)
+
+    async def attach() -> None:
+        servicer = make_servicer()
+        with capture_logs() as events:
+            attaching = asyncio.create_task(servicer.Attach(make_request(), FakeContext()))
+            while not events:  # noqa: ASYNC110  the test's limit bounds it
+                await asyncio.sleep(0.01)
+        assert "needs 5 bytes" in events[0]["reason"] and "4 free" in events[0]["reason"]
+        memory.room = 1
+        assert (await attaching).attachment_id == 1
+        servicer.abort()
+        servicer.stop()
+
+    asyncio.run(asyncio.wait_for(attach(), TIMEOUT_S))
+
+
+def test_an_attachment_waits_for_room_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SharedMemory(monkeypatch, room=0)
+    monkeypatch.setattr(servicer_module, "_ROOM_TIMEOUT_S", 0.3)
+
+    async def attach() -> None:
+        servicer = make_servicer()
+        with pytest.raises(CapacityError, match=r"needs 5 bytes of shared memory, .* has 4 free"):
+            await servicer.Attach(make_request(), FakeContext())
+        memory.room = 1
+        assert (await servicer.Attach(make_request(), FakeContext())).attachment_id == 2
+        servicer.abort()
+        servicer.stop()
+
+    asyncio.run(asyncio.wait_for(attach(), TIMEOUT_S))
 
 
 @pytest.mark.parametrize(

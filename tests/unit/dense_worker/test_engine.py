@@ -292,6 +292,23 @@ def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> N
     assert list(attention.opened.queue) == [1, 1]
 
 
+def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_another() -> None:
+    """A step is under way: the channel is aborted first, so that a GPU ends it."""
+    runner, attention = SlowRunner(), NotingAttention()
+    deeds: queue.Queue[str] = queue.Queue()
+    attention.channel.abort = lambda: (deeds.put("abort"), runner.has_ended.set())
+    attention.channel.close = lambda: deeds.put("close")
+    engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    for _ in range(2):
+        runner.launched.get(timeout=TIMEOUT_S)
+    assert attention.attachment is not None
+    engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
+    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
+    engine.stop(TIMEOUT_S)
+    assert "close" not in deeds.queue, "once is enough"
+
+
 def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:
     attention = MuteAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
