@@ -114,6 +114,25 @@ def test_chats_equal_those_of_grpc(cluster: Cluster, api: openai.OpenAI, name: s
     assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
 
 
+def test_openais_fields_without_a_meaning_here_are_taken(api: openai.OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": USER, "max_tokens": 8, "temperature": 0}
+    expected = api.chat.completions.create(**options).choices[0].message.content
+    taken: Any = {
+        "metadata": {"team": "red"},
+        "prompt_cache_key": "chat-17",
+        "reasoning_effort": "high",
+        "safety_identifier": "somebody",
+        "service_tier": "flex",
+        "store": True,
+        "user": "somebody",
+        "verbosity": "high",
+    }
+    assert api.chat.completions.create(**options, **taken).choices[0].message.content == expected
+    stream_options: Any = {"include_usage": True, "include_obfuscation": False}
+    stream = api.chat.completions.create(**options, **taken, stream=True, stream_options=stream_options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == expected
+
+
 def test_n_answers_are_those_of_n_seeds(cluster: Cluster, api: openai.OpenAI) -> None:
     expected = [cluster.generate(PROMPT, 12, temperature=1.0, seed=50 + i).text for i in range(3)]
     options: Any = {"model": MODEL, "prompt": [PROMPT, PROMPT], "max_tokens": 12, "temperature": 1, "seed": 50, "n": 3}

@@ -36,8 +36,8 @@ def at_most(most: int) -> pydantic.BeforeValidator:
 class RequestModel(pydantic.BaseModel):
     """Numbers are numbers: no strings or booleans in their place.
 
-    `unsupported` names fields of OpenAI or vLLM that this server knows and cannot obey, with the values that ask for
-    nothing: those are accepted, any other is an error, because an answer that ignores it would be wrong.
+    `unsupported` names fields of OpenAI or other servers that this server knows and cannot obey, with the values that
+    ask for nothing: those are accepted, any other is an error, because an answer that ignores it would be wrong.
     """
 
     model_config = pydantic.ConfigDict(

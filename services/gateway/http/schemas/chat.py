@@ -66,11 +66,9 @@ class ChatRequest(GenerationFields):
         "modalities": (["text"],),
         "parallel_tool_calls": (True, False),  # without tools there is nothing to call
         "prediction": (),
-        "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none",),
         "tools": ([],),
-        "verbosity": ("medium",),
         "web_search_options": (),
         # vLLM
         "add_generation_prompt": (True,),

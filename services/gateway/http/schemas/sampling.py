@@ -11,17 +11,24 @@ from pydantic_core import PydanticCustomError
 
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32, at_most
+from services.gateway.http.schemas.other_servers import LLAMA_CPP, SGLANG, TGI, VLLM
 from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+
+MAX_METADATA = 16  # as OpenAI has it
+MAX_LABEL_CHARACTERS = 512
+IGNORED = "Accepted and ignored: it has no meaning here"
+
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 
 class StreamOptions(RequestModel):
     """Options of a streamed answer."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
     include_usage: bool | None = Field(None, description="Send a last chunk with the token counts")
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: give every chunk the counts of its answer so far"
     )
+    include_obfuscation: bool | None = Field(None, description=IGNORED)
 
     @property
     def has_running_usage(self) -> bool:
@@ -32,24 +39,7 @@ class StreamOptions(RequestModel):
 class GenerationFields(RequestModel):
     """Null means the default, everywhere."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        # OpenAI
-        "metadata": ({},),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        # vLLM
-        "early_stopping": (False,),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "length_penalty": (1, 1.0),
-        "logits_processors": ([],),
-        "spaces_between_special_tokens": (True,),
-        "structured_outputs": (),
-        "truncate_prompt_tokens": (),
-        "use_beam_search": (False,),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
 
     model: str | None = Field(None, description="Name of the served model, or none")
     n: UInt32 | None = Field(None, description="Answers to each prompt")
@@ -96,6 +86,13 @@ class GenerationFields(RequestModel):
     priority: Int32 | None = Field(None, description="Lower is served earlier")
     cache_salt: str | None = Field(None, description="Prompt prefixes are shared with requests of the same salt only")
     user: str | None = Field(None, description="Who asks, for logs only")
+    metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
+    prompt_cache_key: _Label | None = Field(None, description=IGNORED)
+    reasoning_effort: _Label | None = Field(None, description=IGNORED)
+    safety_identifier: _Label | None = Field(None, description=IGNORED)
+    service_tier: _Label | None = Field(None, description=IGNORED)
+    store: bool | None = Field(None, description=IGNORED)
+    verbosity: _Label | None = Field(None, description=IGNORED)
 
     @pydantic.field_validator("logit_bias")
     @classmethod

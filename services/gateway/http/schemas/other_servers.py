@@ -1,0 +1,60 @@
+"""Fields of other servers' APIs that would change an answer and that this server cannot obey.
+
+Each with the values that ask for nothing; those are accepted, as null is (see `RequestModel`). Fields that only tune
+how an answer is computed are not here: they are ignored like any other unknown one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "grammar": ("",),
+    "json_schema": (),  # an empty one still asks for JSON
+    "lora": ([],),
+    "mirostat": (0,),
+    "n_predict": (-1,),  # max_tokens is the name of it here
+    "n_probs": (0,),  # logprobs
+    "repeat_penalty": (1,),  # repetition_penalty
+    "samplers": ([],),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+}
+
+SGLANG: Mapping[str, tuple[Any, ...]] = {
+    "custom_logit_processor": ("",),
+    "ebnf": ("",),
+    "lora_path": ("", []),
+    "no_stop_trim": (False,),  # include_stop_str_in_output
+    "regex": ("",),
+    "return_hidden_states": (False,),
+    "session_params": ({},),
+    "stop_regex": ("", []),
+    "structural_tag": ("",),
+}
+
+TGI: Mapping[str, tuple[Any, ...]] = {
+    "adapter_id": ("",),
+    "guideline": ("",),
+    "truncate": (),
+    "watermark": (False,),
+}
+
+VLLM: Mapping[str, tuple[Any, ...]] = {
+    "early_stopping": (False,),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}

@@ -1,0 +1,146 @@
+"""Fields that mean nothing here are accepted; fields of other servers that would change the answer are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from services.pb import dense_pb2
+from tests.fake_dense import FakeDense
+from tests.http_clients import async_client, events
+from tests.running_gateway import RunningGateway, run, running_gateway
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+BODIES: Mapping[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a", "max_tokens": 2, "seed": 1},
+    CHATS: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "seed": 1},
+}
+IGNORED: Mapping[str, Any] = {
+    "metadata": {"team": "red", "trial": 7, "share": 0.5, "is_test": True, "note": None, "of": ["x"]},
+    "prompt_cache_key": "chat-17",
+    "reasoning_effort": "xhigh",
+    "safety_identifier": "u" * 512,
+    "service_tier": "flex",
+    "store": True,
+    "verbosity": "low",
+    "user": "somebody",
+}
+TOO_MUCH: list[tuple[str, Any, str]] = [
+    ("metadata", {str(i): "x" for i in range(17)}, "metadata"),
+    ("metadata", "red", "metadata"),
+    ("prompt_cache_key", "x" * 513, "prompt_cache_key"),
+    ("reasoning_effort", 3, "reasoning_effort"),
+    ("safety_identifier", "x" * 513, "safety_identifier"),
+    ("service_tier", "x" * 513, "service_tier"),
+    ("store", "yes", "store"),
+    ("verbosity", "x" * 513, "verbosity"),
+]
+# What llama.cpp, SGLang, TGI and vLLM document, with a value that asks for another answer, and neutral ones.
+CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
+    ("grammar", 'root ::= "yes" | "no"', ("",)),
+    ("json_schema", {}, ()),
+    ("mirostat", 2, (0,)),
+    ("typical_p", 0.5, (1, 1.0)),
+    ("dry_multiplier", 0.8, (0, 0.0)),
+    ("xtc_probability", 0.5, (0.0,)),
+    ("dynatemp_range", 0.5, (0.0,)),
+    ("top_n_sigma", 2.0, (-1.0,)),
+    ("repeat_penalty", 1.1, (1.0,)),
+    ("n_predict", 5, (-1,)),
+    ("n_probs", 3, (0,)),
+    ("samplers", ["top_k"], ([],)),
+    ("lora", [{"id": 0, "scale": 1}], ([],)),
+    ("regex", "(yes|no)", ("",)),
+    ("ebnf", 'root ::= "yes"', ("",)),
+    ("stop_regex", "[.!]", ("", [])),
+    ("structural_tag", "{}", ("",)),
+    ("lora_path", "adapter", ("",)),
+    ("session_params", {"id": "1"}, ({},)),
+    ("custom_logit_processor", "code", ("",)),
+    ("no_stop_trim", True, (False,)),
+    ("return_hidden_states", True, (False,)),
+    ("adapter_id", "adapter", ("",)),
+    ("guideline", "Be kind", ("",)),
+    ("truncate", 5, ()),
+    ("watermark", True, (False,)),
+    ("guided_choice", ["yes", "no"], ([],)),
+    ("guided_grammar", "x", ("",)),
+    ("guided_json", {}, ()),
+    ("guided_regex", "x", ("",)),
+    ("structured_outputs", {"choice": ["yes"]}, ()),
+    ("response_format", {"type": "json_object"}, ({"type": "text"},)),
+    ("logits_processors", ["x"], ([],)),
+    ("use_beam_search", True, (False,)),
+    ("length_penalty", 2.0, (1, 1.0)),
+    ("thinking_token_budget", 10, ()),
+]
+
+
+def submitted(submit: dense_pb2.Submit) -> dense_pb2.Submit:
+    """What it asks for, without its names."""
+    same = dense_pb2.Submit()
+    same.CopyFrom(submit)
+    for name in ("seq_id", "request_id", "traceparent", "queue_timeout_ms"):
+        same.ClearField(name)
+    return same
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_without_a_meaning_here_change_nothing(path: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+            body = BODIES[path]
+            plain = (await client.post(path, json=body)).json()
+            response = await client.post(path, json=body | IGNORED)
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"] == plain["choices"]
+            options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}}
+            *_, last = events((await client.post(path, json=body | IGNORED | options)).text)
+            assert last["usage"] == plain["usage"]
+            first, *others = map(submitted, dense.submits)
+            assert others == [first, first]
+            for name, value, param in TOO_MUCH:
+                response = await client.post(path, json=body | {name: value})
+                assert response.status_code == 400, (name, value)
+                assert response.json()["error"]["param"] == param
+
+    dense = FakeDense(lambda submit: [70, 80])
+    run(test())
+
+
+def test_the_document_says_what_is_ignored(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+        for model in ("CompletionRequest", "ChatRequest"):
+            fields = schemas[model]["properties"]
+            for name in IGNORED.keys() - {"user"}:
+                assert "ignored" in fields[name]["description"], name
+        assert "ignored" in schemas["StreamOptions"]["properties"]["include_obfuscation"]["description"]
+
+    async def body() -> None:
+        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+            await test(client, gateway)
+
+    dense = FakeDense(lambda submit: [70, 80])
+    run(body())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_of_other_servers_that_would_change_the_answer_are_refused(path: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+            for name, value, neutral in CHANGING:
+                response = await client.post(path, json=BODIES[path] | {name: value})
+                assert response.status_code == 400, name
+                error = response.json()["error"]
+                assert error["param"] == name
+                assert "not supported" in error["message"]
+                for each in (*neutral, None):
+                    assert (await client.post(path, json=BODIES[path] | {name: each})).status_code == 200, (name, each)
+
+    dense = FakeDense(lambda submit: [70, 80])
+    run(test())
