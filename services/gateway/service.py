@@ -24,6 +24,7 @@ from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
 from services.gateway.journal import Journal
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.open_files import fit_connections
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.tokenizer import load_tokenizer
@@ -32,6 +33,7 @@ from services.pb import gateway_pb2_grpc, stall_pb2
 
 log = structlog.get_logger()
 
+MAX_INT = 2**31 - 1
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
 
@@ -53,7 +55,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     path = config.model.path
     eos_token_ids = load_model_config(path).eos_token_ids
     tokenizer = load_tokenizer(path, is_optional=config.model.load_format == "dummy")
-    section = config.gateway
+    section = fit_connections(config.gateway)
     metrics = GatewayMetrics(registry)
     access = Access(section.api_keys_file, api_keys_of_environment(), metrics.on_rejected)
     tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
@@ -63,8 +65,12 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         section.max_message_bytes,
         tls,
         section.local_address,
-        # Of TLS and of HTTP/2; gRPC's own limit is two minutes.
-        options=[("grpc.server_handshake_timeout_ms", int(1e3 * section.header_timeout_s))],
+        options=[
+            # Of TLS and of HTTP/2; gRPC's own limit is two minutes.
+            ("grpc.server_handshake_timeout_ms", _milliseconds(section.header_timeout_s)),
+            ("grpc.max_connection_idle_ms", _milliseconds(section.grpc_idle_timeout_s)),
+            ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
+        ],
         shares_port=section.shares_ports,
     )
     for exposed in filter(is_exposed, (section.address, section.http_address)):
@@ -95,8 +101,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
     servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
     gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
     worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
-    app = build_app(frontend, config.gateway, registry, worker_load)
-    http_server = HttpServer(app, config.gateway, tls)
+    app = build_app(frontend, section, registry, worker_load)
+    http_server = HttpServer(app, section, tls)
     address = await server.start()
     http_address = ""
 
@@ -130,3 +136,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         await worker_load.close()
         await server.stop(STOP_GRACE_S)
         tokenizer.close()
+
+
+def _milliseconds(seconds: float) -> int:
+    """For gRPC, which has 32 bits for it and takes the largest for no limit."""
+    return min(int(1e3 * seconds), MAX_INT)

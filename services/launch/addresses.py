@@ -12,12 +12,17 @@ from services.common.tls import tls_files
 
 
 def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
-    """Unix sockets for the workers that got no address of their own; for the gateway if nobody else calls."""
-    places = {"dense": {"address": "dense"}, "attention": {"address": "attention"}}
+    """Unix sockets for the workers that got no address of their own; for the gateway if nobody else calls.
+
+    The gateway always has one for the launcher, which needs no certificate there and which no crowd of clients fills.
+    """
+    places = {
+        "dense": {"address": "dense"},
+        "attention": {"address": "attention"},
+        "gateway": {"local_address": "gateway-0"},  # of the first, if there are several
+    }
     if is_private:
-        places["gateway"] = {"address": "gateway", "http_address": "http"}
-    if config.gateway.tls_certificate is not None:
-        places.setdefault("gateway", {})["local_address"] = "local"  # where the launcher needs no certificate
+        places["gateway"] |= {"address": "gateway", "http_address": "http"}
     update = {}
     for name, keys in places.items():
         section = getattr(config, name)

@@ -77,7 +77,8 @@ class Child:
     def address(self) -> str:
         """Where its gRPC server listens, for this process to ask."""
         if self.role == "gateway":
-            return self.config.gateway.local_address or self.config.gateway.address
+            assert self.config.gateway.local_address is not None, "the launcher has given it one"
+            return self.config.gateway.local_address
         sections = {"dense_worker": "dense", "attn_worker": "attention"}
         return getattr(self.config, sections[self.role]).address
 

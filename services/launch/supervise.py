@@ -131,7 +131,6 @@ async def use(
 ) -> None:
     """What the user sees: one answer and out, or a served address."""
     address = config.gateway.address
-    own_address = config.gateway.local_address or address
     timeout_s = config.launch.start_timeout_s
     await asyncio.gather(*(wait_serving(gateway.address, timeout_s) for gateway in children.of_role("gateway")))
     for child in children:
@@ -145,20 +144,22 @@ async def use(
             log.info("both workers are MPS clients")
     prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
     if prompt is not None:
-        flags = client_flags(own_address, prompt, arguments.max_tokens, api_key)
+        flags = client_flags(children.of_role("gateway")[0].address, prompt, arguments.max_tokens, api_key)
         if await asyncio.to_thread(chat_client.main, flags) not in (0, chat_client.BROKEN_PIPE_STATUS):
             raise PeerError("the prompt was not answered")
     if arguments.prompt is not None:
         return
     http_address = config.gateway.http_address
+    # With TLS the chat client would need certificates at the public address.
+    chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
     scheme = "http" if config.gateway.tls_certificate is None else "https"
     page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
     tell_people(
         f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
         f"{http_address}. Stop with Ctrl-C.\n{page}"
-        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {own_address} "
+        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {chat_address} "
         "--prompt 'San Francisco is a' --max-tokens 32\n"
-        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {own_address}"
+        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {chat_address}"
     )
     await asyncio.Event().wait()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -54,7 +53,6 @@ class HttpServer:
 
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
-        _raise_open_files()
         self._socket = bind(self._section.http_address, shares_port=self._section.shares_ports)
         if self._tls is None:
             warn_if_exposed(self._section.http_address)
@@ -158,10 +156,3 @@ def _protocol_of(section: GatewaySection) -> type[BoundedProtocol]:
         )
 
     return Protocol
-
-
-def _raise_open_files() -> None:
-    """As many connections as the system allows this process: 1024 files are a common default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,13 +1,17 @@
-"""What the launcher says of addresses it cannot serve at."""
+"""Where the launcher's services listen, and what it says of addresses it cannot serve at."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from services.common.config import load_config
 from services.common.errors import ConfigError
-from services.launch.addresses import check_free
+from services.launch.addresses import check_free, place_sockets
+from services.launch.child import Child
+from services.launch.service_configs import gateway_configs
 
 
 def test_a_taken_port_is_named() -> None:
@@ -25,3 +29,16 @@ def test_a_host_that_does_not_exist_is_named() -> None:
 def test_a_port_that_nobody_would_find_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0: nobody would find it; ports are from 1 to 65535"):
         check_free("127.0.0.1:0")
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_launcher_has_a_socket_of_its_own_to_every_gateway(tmp_path: Path, num_processes: int) -> None:
+    config = load_config(None, [f"launch.gateway_processes={num_processes}"])
+    configs = gateway_configs(place_sockets(config, tmp_path, is_private=False), tmp_path)
+    addresses = [Child("gateway", "gateway", each, tmp_path, None).address for each in configs]
+    assert addresses == [f"unix:{tmp_path}/gateway-{index}.sock" for index in range(num_processes)]
+
+
+def test_a_configured_socket_is_kept(tmp_path: Path) -> None:
+    config = load_config(None, ["gateway.local_address=unix:/mine.sock"])
+    assert place_sockets(config, tmp_path, is_private=False).gateway.local_address == "unix:/mine.sock"

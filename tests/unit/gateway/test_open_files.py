@@ -1,0 +1,24 @@
+"""How the files that a process may open are shared out among connections."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.open_files import share_files
+
+
+@pytest.mark.parametrize(
+    ("num_files", "expected"),
+    [
+        (1_000_000, (4096, 1024)),  # as configured
+        (5120, (4096, 1024)),
+        (2560, (2048, 512)),  # both alike
+        (-50, (8, 8)),  # nothing is left, and still it serves
+    ],
+)
+def test_limits_are_lowered_to_the_files_that_there_are(num_files: int, expected: tuple[int, int]) -> None:
+    assert share_files(num_files, 4096, 1024) == expected
+
+
+def test_no_limit_is_raised() -> None:
+    assert share_files(0, 3, 1024) == (3, 8)
