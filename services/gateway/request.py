@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from services.common.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
-from services.gateway.tokenizer import Message, Tokenizer
+from services.gateway.text.read_chat import read_chat
+from services.gateway.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -20,7 +21,6 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
-MAX_NAME_CHARACTERS = 64  # of who speaks in a chat, and of a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,9 @@ async def read_text_or_chat(
 ) -> list[int]:
     """Token ids of a message's text or chat. Raises `InvalidRequest` if it is missing, empty or unusable."""
     kind = message.WhichOneof("input")
+    adds_special_tokens = kind != "chat"  # a template writes its own
+    if isinstance(message, gateway_pb2.TokenizeRequest) and message.HasField("add_special_tokens"):
+        adds_special_tokens = message.add_special_tokens
     if kind is None:
         names = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name["input"].fields)
         raise InvalidRequest(f"nothing to read: exactly one of {names} is required", "prompt")
@@ -128,20 +131,8 @@ async def read_text_or_chat(
         text = getattr(message, kind)
         if not text:
             raise InvalidRequest(f"{kind} is empty", kind)
-        return await tokenizer.encode(text)
-    messages = [Message(each.role, each.content, each.name) for each in message.chat.messages]
-    if not messages:
-        raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
-    for i, each in enumerate(messages):
-        if not each.role or not each.content:
-            raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
-        for field, name in (("role", each.role), ("name", each.name)):
-            if len(name) > MAX_NAME_CHARACTERS:
-                raise InvalidRequest(
-                    f"messages[{i}].{field} has {len(name)} characters, at most {MAX_NAME_CHARACTERS} allowed",
-                    f"messages[{i}].{field}",
-                )
-    return await tokenizer.encode_chat(messages)
+        return await tokenizer.encode(text, adds_special_tokens)
+    return await tokenizer.encode_chat(read_chat(message.chat), adds_special_tokens)
 
 
 def check_size(

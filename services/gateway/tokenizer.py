@@ -1,7 +1,7 @@
 """Text and chats to token ids, by the model's own tokenizer and chat template.
 
 Runs in the gateway's event loop for short texts; longer ones are handed to threads, because the Rust
-tokenizer releases the interpreter lock and a prompt of megabytes takes seconds.
+tokenizer releases the interpreter lock and a prompt of megabytes takes seconds. So are chats: a template is a program.
 """
 
 from __future__ import annotations
@@ -9,33 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.common.errors import InvalidRequest, ModelError
+from services.gateway.text.chat_template import Chat, ChatTemplate
+from services.gateway.text.control_tokens import ControlTokens, new_nonce
 
 MAX_INLINE_CHARACTERS = 1_000  # about 0.5 ms; more would delay every running stream noticeably
 NUM_THREADS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a chat; `role` as the chat template names it."""
-
-    role: str
-    content: str
-    name: str = ""  # of the speaker; empty: none
-
-    def fields(self) -> dict[str, str]:
-        """As the chat template finds it."""
-        fields = {"role": self.role, "content": self.content}
-        return fields | {"name": self.name} if self.name else fields
 
 
 class Tokenizer:
@@ -47,6 +33,8 @@ class Tokenizer:
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
         self._backend.no_padding()
         self.max_token_characters = max(map(len, self._backend.get_vocab()))  # no token stands for more text
+        self._template = ChatTemplate(hf_tokenizer)
+        self._control_tokens = ControlTokens(hf_tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -56,18 +44,14 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a chat that awaits its answer. Raises `InvalidRequest` where the template refuses."""
-        if self.hf_tokenizer.chat_template is None:
-            raise InvalidRequest("this model has no chat template: send a prompt instead of a chat")
-        conversation = [message.fields() for message in messages]
-        try:
-            text = self.hf_tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False
-            )
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses this chat: {error}") from error
-        return await self.encode(text, add_special_tokens=False)  # the template writes its own
+    async def encode_chat(self, chat: Chat, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a chat, without further special tokens, for the template writes its own.
+
+        Special tokens that messages spell out are text. Raises `InvalidRequest` where the template refuses or fails.
+        """
+        self._template.check(chat)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
 
     def word_token_ids(self, word: str) -> list[tuple[int, ...]]:
         """The ways to write a word in the middle of a text: as it stands, and after a space."""
@@ -88,6 +72,17 @@ class Tokenizer:
     def close(self) -> None:
         """Refuses further long texts and lets the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
+        given, nonce = [[message.fields() for message in chat.messages], chat.template_kwargs], new_nonce()
+        marked = self._control_tokens.marked(given, nonce)
+        try:
+            text = self._template.render(chat, *marked)
+        except InvalidRequest as error:
+            raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
+        if marked == given:
+            return self._encode(text, add_special_tokens)
+        return self._control_tokens.encode(text, nonce, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import InvalidRequest, ModelError
-from services.gateway.tokenizer import MAX_INLINE_CHARACTERS, Message, Tokenizer, load_tokenizer
+from services.gateway.text.chat_template import Chat, Message
+from services.gateway.tokenizer import MAX_INLINE_CHARACTERS, Tokenizer, load_tokenizer
 
 TEXTS = ["San Francisco is a", "  two  spaces\n", "东京は日本の首都です。🙂", "e\u0301", "</s>"]
 LONG_TEXT = "Tokyo is the capital of Japan. " * MAX_INLINE_CHARACTERS
@@ -54,7 +55,7 @@ def test_a_chat_gets_the_ids_of_transformers(
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert asyncio.run(tokenizer.encode_chat(chat)) == expected
+    assert asyncio.run(tokenizer.encode_chat(Chat(chat))) == expected
 
 
 def test_a_long_prompt_leaves_the_event_loop_free(tokenizer: Tokenizer) -> None:
@@ -79,12 +80,12 @@ def test_tokens_are_written_as_the_tokenizer_does(
 
 def test_a_role_that_the_template_does_not_know_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="oracle"):
-        asyncio.run(tokenizer.encode_chat([Message("oracle", "hi")]))
+        asyncio.run(tokenizer.encode_chat(Chat([Message("oracle", "hi")])))
 
 
 def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
-        asyncio.run(load_tokenizer(copy_tokenizer(tmp_path)).encode_chat([Message("user", "hi")]))
+        asyncio.run(load_tokenizer(copy_tokenizer(tmp_path)).encode_chat(Chat([Message("user", "hi")])))
 
 
 def test_a_truncation_saved_with_the_tokenizer_does_not_cut_prompts(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_name_reaches_the_template(tmp_path: Path) -> None:
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    assert asyncio.run(load_tokenizer(tmp_path).encode_chat([Message(**each) for each in chat])) == expected
+    assert asyncio.run(load_tokenizer(tmp_path).encode_chat(Chat([Message(**each) for each in chat]))) == expected
 
 
 def test_nobody_is_asked_whether_a_directory_may_run_its_code(

@@ -1,0 +1,1 @@
+"""From what clients send to the text and tokens of a prompt."""

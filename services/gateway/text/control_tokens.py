@@ -1,0 +1,117 @@
+"""Special tokens that a chat's template writes are control tokens; the same characters in a message are text.
+
+Before the template runs, special tokens in what a client sent become placeholders. In the rendered text those of the
+template become stand-ins, which a second tokenizer knows in their place, and placeholders become plain text again: to
+the second tokenizer the names of special tokens mean nothing. All in one call, so that what lies around them is split
+into tokens as it always is. Chats without special tokens, which are nearly all, need none of this.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import PreTrainedTokenizerFast
+
+NONCE_DIGITS = 24  # nobody guesses them; digits, because no filter of a template changes them
+PLACE_DIGITS = 6
+
+
+class ControlTokens:
+    """Of one tokenizer. Its methods may run on several threads at once."""
+
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+        backend = hf_tokenizer.backend_tokenizer
+        added = backend.get_added_tokens_decoder()
+        also = set(hf_tokenizer.chat_control_tokens or ())  # not special, but the model's author wants them guarded
+        names = [token.content for token in added.values() if token.special or token.content in also]
+        self._names = sorted(names, key=len, reverse=True)  # the longest first, as the tokenizer finds them
+        self._first_characters = {name[0] for name in names}
+        self._nonce = new_nonce()
+        self._backend, self._ids = self._second_tokenizer(backend, added)
+
+    def marked(self, value: Any, nonce: str) -> Any:
+        """`value`, JSON, with placeholders for control tokens in all strings but keys. Equal: there are none."""
+        if isinstance(value, str):
+            return self._replaced(value, nonce)
+        if isinstance(value, Mapping):
+            return {key: self.marked(each, nonce) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(each, nonce) for each in value]
+        return value
+
+    def unmarked(self, text: str, nonce: str) -> str:
+        """`text` with the placeholders' meaning in their place."""
+        return re.sub(f"{nonce}([0-9]{{{PLACE_DIGITS}}})", lambda match: self._names[int(match[1])], text)
+
+    def encode(self, text: str, nonce: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a rendered text that has placeholders."""
+        plain = self.unmarked(self._replaced(text, self._nonce), nonce)
+        [encoding] = self._backend.encode_batch_fast([plain], add_special_tokens=add_special_tokens)
+        ids = self._ids
+        return [ids.get(token_id, token_id) for token_id in encoding.ids]
+
+    def _replaced(self, text: str, nonce: str) -> str:
+        """`str.replace`, not a pattern, which would hold the interpreter lock for seconds with a text of megabytes."""
+        if any(character in text for character in self._first_characters):
+            for place, name in enumerate(self._names):
+                text = text.replace(name, _stand_in(nonce, place))
+        return text
+
+    def _second_tokenizer(
+        self, backend: RustTokenizer, added: Mapping[int, AddedToken]
+    ) -> tuple[RustTokenizer, dict[int, int]]:
+        """Of the same model, with stand-ins for control tokens; and the first one's ids where its own differ."""
+        stand_ins = {name: _stand_in(self._nonce, place) for place, name in enumerate(self._names)}
+        second = RustTokenizer(backend.model)  # shares its memory
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if getattr(backend, part) is not None:
+                setattr(second, part, getattr(backend, part))
+        if any(
+            backend.token_to_id(name) in second.encode(name, add_special_tokens=False).ids for name in self._names
+        ):  # the model itself makes them of text
+            second = _renamed(backend, stand_ins)
+        ids: dict[int, int] = {}
+        for token_id, token in sorted(added.items()):
+            content = stand_ins.get(token.content, token.content)
+            copy = AddedToken(
+                content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+            (second.add_special_tokens if token.special else second.add_tokens)([copy])
+            ids[second.token_to_id(content)] = token_id
+        return second, ids
+
+
+def _renamed(backend: RustTokenizer, names: Mapping[str, str]) -> RustTokenizer:
+    """A copy without added tokens, in whose vocabulary some have other names, so that no text becomes them."""
+    state = json.loads(backend.to_str())
+    model = state["model"]
+    if isinstance(model["vocab"], list):  # Unigram: pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    return RustTokenizer.from_str(json.dumps({**state, "added_tokens": []}))
+
+
+def new_nonce() -> str:
+    """For the placeholders of one chat."""
+    return f"{secrets.randbelow(10**NONCE_DIGITS):0{NONCE_DIGITS}d}"
+
+
+def _stand_in(nonce: str, place: int) -> str:
+    return f"{nonce}{place:0{PLACE_DIGITS}d}"

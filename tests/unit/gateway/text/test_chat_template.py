@@ -1,0 +1,166 @@
+"""Templates that fail, never end or write too much; and options, against `apply_chat_template` with the same ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import InvalidRequest
+from services.gateway.text import chat_template
+from services.gateway.text.chat_template import Chat, Message
+from services.gateway.text.read_chat import MAX_TEMPLATE_KWARGS_BYTES, read_chat
+from services.gateway.tokenizer import Tokenizer
+from services.pb import gateway_pb2
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if think is defined %}{{ think }}{% endif %}{% endif %}"
+)
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE = "{% for a in range(99999) %}{{ messages[0].content }}{% endfor %}"
+
+
+@pytest.fixture
+def hf_tokenizer() -> PreTrainedTokenizerFast:
+    hf_tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    hf_tokenizer.chat_template = TEMPLATE
+    return hf_tokenizer
+
+
+def encode(hf_tokenizer: PreTrainedTokenizerFast, *messages: Message, **options: Any) -> list[int]:
+    tokenizer = Tokenizer(hf_tokenizer)
+    try:
+        return asyncio.run(tokenizer.encode_chat(Chat(messages or [Message("user", "Hi")], **options)))
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('only in turns') }}", "refuses this chat: only in turns"),
+        ("{{ messages[0].content + 1 }}", "fails on this chat: TypeError: can only concatenate str"),
+        ("{{ messages[0].nothing.more }}", "refuses this chat: .*has no attribute 'nothing'"),
+        ("{{ 1 // 0 }}", "fails on this chat: ZeroDivisionError"),
+        ("{{ 10.0 ** 999 }}", "fails on this chat: OverflowError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "fails on this chat: RecursionError"),
+        ("{{ messages[0]['content'].__class__.__base__ }}", "refuses this chat: access to attribute '__class__'"),
+        ("{{ range(10 ** 9) }}", "fails on this chat: OverflowError: Range too big"),
+        ("{% if %}", "refuses this chat: Expected an expression"),
+        ("{{ 'x' * 10 ** 14 }}", "fails on this chat: MemoryError"),
+        ("{{ raise_exception('x' * 5000) }}", "x{300}…$"),
+        (HUGE, "refuses this chat: it makes more than 16777216 characters"),
+    ],
+)
+def test_a_template_that_fails_is_a_wrong_request_with_its_reason(
+    hf_tokenizer: PreTrainedTokenizerFast, template: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 1.0)
+    hf_tokenizer.chat_template = template
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        encode(hf_tokenizer, Message("user", "Hello! " * 100))
+    assert refused.value.param == "messages"
+
+
+def test_a_template_that_never_ends_is_ended_while_others_run(
+    hf_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.5)
+    hf_tokenizer.chat_template = ENDLESS
+    tokenizer = Tokenizer(hf_tokenizer)
+
+    async def longest_silence() -> float:
+        chats = [asyncio.create_task(tokenizer.encode_chat(Chat([Message("user", "Hi")]))) for _ in range(4)]
+        longest, last = 0.0, time.monotonic()
+        while not all(chat.done() for chat in chats):
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        for chat in chats:
+            with pytest.raises(InvalidRequest, match=r"takes longer than 0.5 s"):
+                chat.result()
+        return longest
+
+    started = time.monotonic()
+    assert asyncio.run(longest_silence()) < 0.3
+    assert time.monotonic() - started < 10
+    hf_tokenizer.chat_template = "{{ messages[0].content }}"
+    assert encode(hf_tokenizer) == hf_tokenizer("Hi", add_special_tokens=False)["input_ids"], "threads are free again"
+    tokenizer.close()
+
+
+CHAT = [Message("user", "Who?"), Message("assistant", "I am  ")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"add_generation_prompt": True, "continue_final_message": False},
+        {"add_generation_prompt": False, "continue_final_message": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+)
+@pytest.mark.parametrize("kwargs", [{}, {"think": 512}, {"think": {"deep": [1.5, True, None, "日本"]}}])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_options_mean_what_they_mean_to_transformers(
+    hf_tokenizer: PreTrainedTokenizerFast, options: dict[str, bool], kwargs: dict[str, Any], trim: str
+) -> None:
+    hf_tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content" + trim)
+    expected = hf_tokenizer.apply_chat_template(
+        [message.fields() for message in CHAT], return_dict=False, **options, **kwargs
+    )
+    assert encode(hf_tokenizer, *CHAT, **options, template_kwargs=kwargs) == expected
+
+
+def test_a_message_that_spells_a_special_token_can_be_continued(hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [Message("user", "Who?"), Message("assistant", "I </s> am")]
+    token_ids = encode(hf_tokenizer, *messages, add_generation_prompt=False, continue_final_message=True)
+    assert hf_tokenizer.decode(token_ids).endswith("I </s> am")
+    assert token_ids.count(hf_tokenizer.eos_token_id) == 1, "that of the first message"
+
+
+def test_to_continue_and_to_begin_exclude_each_other(hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message and add_generation_prompt are both true"):
+        encode(hf_tokenizer, *CHAT, add_generation_prompt=True, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "bos_token"]
+)
+def test_variables_cannot_replace_those_of_the_server(hf_tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}'") as refused:
+        encode(hf_tokenizer, template_kwargs={name: "x"})
+    assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "not a JSON object"),
+        ('{"a": ', "not JSON: EOF"),
+        ('{"a": NaN}', "not JSON"),
+        ('{"a": ' + "[" * 8 + "]" * 8 + "}", "nested 9 deep, at most 8 allowed"),
+        ('{"a": ' + "[" * 1000 + "]" * 1000 + "}", "not JSON: recursion limit"),
+        ('{"a": "' + "x" * MAX_TEMPLATE_KWARGS_BYTES + '"}', "has 16393 bytes, at most 16384 allowed"),
+    ],
+)
+def test_variables_are_bounded_json(text: str, words: str) -> None:
+    chat = gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], chat_template_kwargs=text)
+    with pytest.raises(InvalidRequest, match=words):
+        read_chat(chat)
+
+
+def test_unset_options_take_the_defaults_of_the_proto() -> None:
+    def read(**options: bool) -> tuple[bool, bool]:
+        chat = read_chat(gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], **options))
+        return chat.add_generation_prompt, chat.continue_final_message
+
+    assert read() == (True, False)
+    assert read(continue_final_message=True) == (False, True)
+    assert read(add_generation_prompt=False) == (False, False)
+    assert read(add_generation_prompt=True, continue_final_message=True) == (True, True), "which is refused later"

@@ -1,0 +1,188 @@
+"""Chats with and without special tokens in their messages, for tokenizers and templates of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+
+from services.common.config import EMBEDDED_MODEL
+from services.gateway import tokenizer as gateway_tokenizer
+from services.gateway.text.chat_template import Chat, Message
+
+TEXT = "Two strokes make one engine, don't they? <|Grüße|> aus </東京>, user assistant 👩‍👧 12 345\n  x = [1, 2];"
+SPECIAL = ["<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|user|>x"]
+NOT_SPECIAL = "<think>"  # an added token, but text all the same
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([TEXT] * 2, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet))
+    backend.add_tokens([NOT_SPECIAL])
+    return finished(backend, lambda name: AddedToken(name, normalized=False, special=True))
+
+
+def stripping() -> PreTrainedTokenizerFast:
+    """Its special tokens swallow the spaces after them, as Phi-3's do."""
+    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    return finished(backend, lambda name: AddedToken(name, normalized=False, special=True, rstrip=True))
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: byte fallback, spaces as ▁, special tokens in the vocabulary of the model."""
+    tokens = [*SPECIAL, *(f"<0x{value:02X}>" for value in range(256)), "▁", *sorted(set(TEXT) - {" "})]
+    words = sorted({"▁" + word for word in TEXT.split()} - set(tokens))
+    tokenizer = LlamaTokenizer(vocab={token: token_id for token_id, token in enumerate([*tokens, *words])})
+    tokenizer.add_tokens([NOT_SPECIAL])
+    return finished(tokenizer.backend_tokenizer, lambda name: AddedToken(name, normalized=False, special=True))
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """T5's and XLM-R's kind, whose model itself would make special tokens of plain text."""
+    pieces = [("<pad>", 0.0), *((name, 0.0) for name in SPECIAL), ("▁", -2.0)]
+    pieces += [(character, -5.0) for character in sorted(set(TEXT) - {" "})]
+    pieces += [(word, -3.0) for word in sorted({"▁" + each for each in TEXT.split()})]
+    backend = Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=3, byte_fallback=False))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    return finished(backend, lambda name: AddedToken(name, normalized=True, special=True))
+
+
+def finished(backend: Tokenizer, make: Callable[[str], AddedToken]) -> PreTrainedTokenizerFast:
+    backend.add_special_tokens([make(name) for name in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEMPLATES = {
+    "plain": PLAIN_TEMPLATE,
+    "spaced": "{% for m in messages %}<|user|>\n{{ m.content | trim }}</s>\n{% endfor %}{{ note | default('') }}",
+    "words": "{% for m in messages %}{{ m.role }}: {{ m.content.split('!')[-1] | tojson }}\n{% endfor %}</s>",
+    "thinking": "{% for m in messages %}<|user|>{% if '<think>' in m.content %}{{ m.content.split('<think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<s>{% endfor %}",
+}
+TOKENIZERS = {
+    "byte_level": byte_level(),
+    "stripping": stripping(),
+    "metaspace": metaspace(),
+    "unigram": unigram(),
+    "tiny_llama": AutoTokenizer.from_pretrained(EMBEDDED_MODEL),
+}
+SPLITTING = copy.deepcopy(TOKENIZERS)  # transformers sets that on the tokenizer as a whole
+EVERY_TOKENIZER = pytest.mark.parametrize("name", TOKENIZERS)
+WORDS = st.sampled_from([*TEXT.split(), " ", "\n", "<", "|>", "</", "user", "!", NOT_SPECIAL, "7"])
+ANY_TEXT = st.lists(st.one_of(WORDS, st.text(max_size=3)), min_size=1, max_size=12).map("".join)
+WITH_SPECIAL = st.lists(st.one_of(WORDS, st.sampled_from(SPECIAL)), min_size=1, max_size=12).map("".join)
+CHATS = st.lists(ANY_TEXT, min_size=1, max_size=4)
+
+
+def encode(hf_tokenizer: PreTrainedTokenizerFast, template: str, contents: list[str], **options: object) -> list[int]:
+    """By the gateway."""
+    hf_tokenizer.chat_template = template
+    tokenizer = gateway_tokenizer.Tokenizer(hf_tokenizer)
+    messages = [Message(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
+    try:
+        return asyncio.run(tokenizer.encode_chat(Chat(messages, **options)))
+    finally:
+        tokenizer.close()
+
+
+def reference(hf_tokenizer: PreTrainedTokenizerFast, template: str, contents: list[str]) -> list[int]:
+    """By transformers, for which special tokens in messages are control tokens."""
+    conversation = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return hf_tokenizer.apply_chat_template(
+        conversation, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
+
+
+def has_special(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> bool:
+    return any(token.content in text for token in hf_tokenizer.added_tokens_decoder.values() if token.special)
+
+
+@EVERY_TOKENIZER
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=25, deadline=None)
+@given(contents=CHATS)
+def test_messages_without_special_tokens_get_the_ids_of_transformers(
+    name: str, template: str, contents: list[str]
+) -> None:
+    hf_tokenizer = TOKENIZERS[name]
+    contents = [each for each in contents if not has_special(hf_tokenizer, each)] or ["a"]
+    expected = reference(hf_tokenizer, TEMPLATES[template], contents)
+    assert encode(hf_tokenizer, TEMPLATES[template], contents) == expected
+
+
+@EVERY_TOKENIZER
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=25, deadline=None)
+@given(contents=CHATS)
+def test_the_second_tokenizer_splits_all_else_as_the_first(name: str, template: str, contents: list[str]) -> None:
+    """A special token in a variable that this template leaves out sends the chat the long way."""
+    hf_tokenizer = TOKENIZERS[name]
+    contents = [each for each in contents if not has_special(hf_tokenizer, each)] or ["a"]
+    expected = reference(hf_tokenizer, TEMPLATES[template], contents)
+    assert encode(hf_tokenizer, TEMPLATES[template], contents, template_kwargs={"unused": "</s>"}) == expected
+
+
+@pytest.mark.parametrize("name", ["byte_level", "tiny_llama"])
+@settings(max_examples=100, deadline=None)
+@given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
+def test_messages_are_encoded_as_text_alone(name: str, contents: list[str]) -> None:
+    """Between control tokens, what a byte-level tokenizer gives for the content by itself."""
+    hf_tokenizer = TOKENIZERS[name]
+    eos, bos = hf_tokenizer.eos_token_id, hf_tokenizer.bos_token_id
+    roles = hf_tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    expected = [bos]
+    for i, content in enumerate(contents):
+        plain = SPLITTING[name].encode(content, add_special_tokens=False, split_special_tokens=True)
+        expected += [roles[i % 2], *plain, eos]
+    assert encode(hf_tokenizer, PLAIN_TEMPLATE, contents) == [*expected, roles[1]]
+
+
+@EVERY_TOKENIZER
+@settings(max_examples=100, deadline=None)
+@given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
+def test_no_message_writes_a_control_token(name: str, contents: list[str]) -> None:
+    hf_tokenizer = TOKENIZERS[name]
+    control = set(hf_tokenizer.all_special_ids) - set(hf_tokenizer.convert_tokens_to_ids(["<unk>"]))
+    harmless = ["a"] * len(contents)
+    expected = [each for each in reference(hf_tokenizer, PLAIN_TEMPLATE, harmless) if each in control]
+    found = encode(hf_tokenizer, PLAIN_TEMPLATE, contents)
+    assert [each for each in found if each in control] == expected
+
+
+@EVERY_TOKENIZER
+def test_special_tokens_in_names_and_variables_are_text_too(name: str) -> None:
+    hf_tokenizer = TOKENIZERS[name]
+    template = "{% for m in messages %}<|user|>{{ m.name }}{{ extra.words[0] }}{% endfor %}</s>"
+    hf_tokenizer.chat_template = template
+    tokenizer = gateway_tokenizer.Tokenizer(hf_tokenizer)
+    chat = Chat([Message("user", "a", name="</s>")], template_kwargs={"extra": {"words": ["<|user|>"]}})
+    token_ids = asyncio.run(tokenizer.encode_chat(chat))
+    tokenizer.close()
+    user, eos = hf_tokenizer.convert_tokens_to_ids(["<|user|>", "</s>"])
+    assert (token_ids[0], token_ids.count(user), token_ids.count(eos), token_ids[-1]) == (user, 1, 1, eos)
+
+
+def test_a_template_that_quotes_a_message_in_an_error_quotes_it_as_it_was() -> None:
+    with pytest.raises(gateway_tokenizer.InvalidRequest, match=r"chat: bad: a</s><\|user\|>$"):
+        encode(byte_level(), "{{ raise_exception('bad: ' + messages[0].content) }}", ["a</s><|user|>"])
+
+
+def test_tokens_that_the_tokenizer_names_as_control_tokens_count_as_such() -> None:
+    hf_tokenizer = byte_level()
+    think = hf_tokenizer.convert_tokens_to_ids(NOT_SPECIAL)
+    assert think in encode(hf_tokenizer, PLAIN_TEMPLATE, [NOT_SPECIAL])
+    hf_tokenizer.chat_control_tokens = [NOT_SPECIAL]
+    assert think not in encode(hf_tokenizer, PLAIN_TEMPLATE, [NOT_SPECIAL])
