@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.http.schemas.chat import ChatMessageObject, ChatRequest
+from pydantic_core import to_json
+
+from services.gateway.http.schemas.chat import ChatRequest
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.schemas.sampling import GenerationFields
+from services.gateway.http.schemas.tokens import TokenizeBody
 from services.pb import gateway_pb2, sampling_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a request for completions says nothing; a chat takes what there is
@@ -64,7 +67,7 @@ def chat_message(body: ChatRequest, request_id: str) -> gateway_pb2.GenerateRequ
     """Of a chat."""
     message = _common_message(body)
     message.request_id = request_id
-    message.chat.CopyFrom(chat_of(body.messages))
+    message.chat.CopyFrom(chat_of(body))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
         message.max_tokens = max_tokens
@@ -73,14 +76,17 @@ def chat_message(body: ChatRequest, request_id: str) -> gateway_pb2.GenerateRequ
     return message
 
 
-def chat_of(messages: Sequence[ChatMessageObject]) -> gateway_pb2.Chat:
+def chat_of(body: ChatRequest | TokenizeBody) -> gateway_pb2.Chat:
     """The conversation alone."""
     roles = {"developer": "system"}
     return gateway_pb2.Chat(
         messages=[
             gateway_pb2.ChatMessage(role=roles.get(each.role, each.role), content=each.text, name=each.name or "")
-            for each in messages
-        ]
+            for each in body.messages or ()
+        ],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=to_json(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
     )
 
 

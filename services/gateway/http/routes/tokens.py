@@ -23,11 +23,11 @@ def token_routes(frontend: Frontend) -> APIRouter:
         """Token ids of a text, or of a chat with the generation prompt."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
-        message = gateway_pb2.TokenizeRequest()
+        message = gateway_pb2.TokenizeRequest(add_special_tokens=body.add_special_tokens)
         if body.prompt is not None:
             message.text = body.prompt
         else:
-            message.chat.CopyFrom(chat_of(body.messages or ()))
+            message.chat.CopyFrom(chat_of(body))
         token_ids = await frontend.tokenize(message, request.state.caller)
         return JSONResponse(
             {

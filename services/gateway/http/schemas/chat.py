@@ -16,6 +16,7 @@ from services.gateway.http.schemas.sampling import GenerationFields
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
+MAX_TEMPLATE_KWARGS = 64
 
 
 class TextPart(RequestModel):
@@ -29,6 +30,19 @@ Content = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), Tag("<parts>")],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+
+
+AddGenerationPrompt = Annotated[
+    bool | None, Field(description="End with what makes the model begin an answer; default: true, but to continue")
+]
+ContinueFinalMessage = Annotated[
+    bool | None, Field(description="Leave the last message open, so that the answer continues it")
+]
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    at_most(MAX_TEMPLATE_KWARGS),
+    Field(description="Further variables of the chat template; at most 16384 bytes, nested at most 8 deep"),
 ]
 
 
@@ -71,11 +85,8 @@ class ChatRequest(GenerationFields):
         "tools": ([],),
         "web_search_options": (),
         # vLLM
-        "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "documents": ([],),
         "kv_transfer_params": (),
         "vllm_xargs": ({},),
@@ -86,6 +97,9 @@ class ChatRequest(GenerationFields):
     }
 
     messages: Annotated[list[ChatMessageObject], at_most(MAX_MESSAGES)] = Field(min_length=1, fail_fast=True)
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template_kwargs: TemplateKwargs = None
     max_completion_tokens: Int64 | None = Field(None, description="The newer name of max_tokens")
     echo: bool | None = Field(
         None, description="Start every answer with the text of the last message, if that is the assistant's"

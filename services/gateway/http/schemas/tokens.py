@@ -11,24 +11,32 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.gateway.http.schemas.base import Int64, RequestModel, at_most
-from services.gateway.http.schemas.chat import MAX_MESSAGES, ChatMessageObject
+from services.gateway.http.schemas.chat import (
+    MAX_MESSAGES,
+    AddGenerationPrompt,
+    ChatMessageObject,
+    ContinueFinalMessage,
+    TemplateKwargs,
+)
 
 
 class TokenizeBody(RequestModel):
     """A text, or a chat; exactly one."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
-        "add_special_tokens": (True,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "tools": ([],),
     }
     model: str | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessageObject] | None, at_most(MAX_MESSAGES)] = Field(
         None, min_length=1, fail_fast=True
+    )
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    chat_template_kwargs: TemplateKwargs = None
+    add_special_tokens: bool | None = Field(
+        None, description="Add those expected around a prompt; default: true for a text, false for a chat"
     )
     return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
 

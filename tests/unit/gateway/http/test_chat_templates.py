@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
@@ -87,3 +89,88 @@ def test_a_name_has_a_limit(tmp_path: Path) -> None:
         assert error["param"] == "messages[0].name" and "65 characters, at most 64" in error["message"]
 
     with_model(tmp_path, test)
+
+
+OPEN = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am"}]
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def test_options_of_the_template_reach_it_over_both_protocols(tmp_path: Path) -> None:
+    template = TEMPLATE + "{{ style.words | join(' ') if style is defined }}{{ depth }}"
+    kwargs: dict[str, Any] = {"style": {"words": ["short", "日本"]}, "depth": 3}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (CONTINUE, {}),
+        ({"continue_final_message": True}, {}),
+        ({"add_generation_prompt": False}, {}),
+        ({"add_generation_prompt": None, "continue_final_message": False}, {}),
+        ({}, kwargs),
+        (CONTINUE, kwargs),
+    ]
+
+    prompts: list[list[int]] = []
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for options, variables in cases:
+            body = {"messages": OPEN, **options, "chat_template_kwargs": variables}
+            response = await client.post(CHATS, json={**body, "max_tokens": 1})
+            assert response.status_code == 200, response.text
+            continues = bool(options.get("continue_final_message"))
+            begins = options.get("add_generation_prompt")
+            same = {
+                "add_generation_prompt": not continues if begins is None else begins,
+                "continue_final_message": continues,
+            }
+            expected = expected_ids(tmp_path / "model", OPEN, **same, **variables)
+            prompts.append(expected)
+            assert (await client.post(TOKENIZE, json=body)).json()["tokens"] == expected
+            chat = {"messages": OPEN, "chat_template_kwargs": json.dumps(variables), **options}
+            reply = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(chat=chat))
+            assert list(reply.token_ids) == expected
+
+    dense = with_model(tmp_path, test, template)
+    assert [list(submit.prompt_token_ids) for submit in dense.submits] == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        (CONTINUE | {"add_generation_prompt": True}, "continue_final_message", "both true"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages', which the server sets"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools', which the server sets"),
+        ({"chat_template_kwargs": {"a": "x" * 16384}}, "chat_template_kwargs", "16392 bytes, at most 16384"),
+        ({"chat_template_kwargs": {"a": [[[[[[[[1]]]]]]]]}}, "chat_template_kwargs", "9 deep, at most 8"),
+        ({"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs", "65 elements, at most 64"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "dictionary"),
+        ({"chat_template_kwargs": {"break": True}}, "messages", "fails on this chat: ZeroDivisionError"),
+    ],
+)
+def test_wrong_options_are_a_400_that_names_them(
+    tmp_path: Path, fields: dict[str, Any], param: str, words: str
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in (CHATS, TOKENIZE):
+            response = await client.post(path, json={"messages": OPEN, **fields})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == param
+            assert words in response.json()["error"]["message"]
+
+    with_model(tmp_path, test, "{% if break is defined %}{{ 1 // 0 }}{% endif %}" + TEMPLATE)
+
+
+def test_special_tokens_in_a_message_are_text_and_in_a_prompt_they_are_not(tmp_path: Path) -> None:
+    text = "a</s><|user|>b"
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(CHATS, json={"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+        assert response.status_code == 200, response.text
+        response = await client.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
+        assert response.status_code == 200, response.text
+
+    dense = with_model(tmp_path, test)
+    user, eos, assistant = REFERENCE.convert_tokens_to_ids(["<|user|>", "</s>", "<|assistant|>"])
+    splitting = AutoTokenizer.from_pretrained(EMBEDDED_MODEL, split_special_tokens=True)
+    plain = splitting.encode(text, add_special_tokens=False)
+    assert not {user, eos} & set(plain)
+    chat, completion = (list(submit.prompt_token_ids) for submit in dense.submits)
+    assert chat == [user, *plain, eos, assistant]
+    assert completion == REFERENCE.encode(text) and {user, eos} < set(completion)
