@@ -89,7 +89,8 @@ class ModelSection(Section):
 
 class GatewaySection(Section):
     address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
-    max_message_bytes: MessageBytes = 16 * 2**20  # of one gRPC message
+    max_message_bytes: MessageBytes = 2 * 2**20  # of one gRPC message of a client; to parse 2 MiB takes 20 ms
+    max_receiving: Count = 64  # gRPC messages that are arriving; one more, and the oldest is given up
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     max_n: Count = 16  # answers to one prompt
     strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error, or is lowered
@@ -112,7 +113,7 @@ class GatewaySection(Section):
     max_connections: Count = 4096  # of HTTP; fewer where the process may not open so many files
     max_grpc_connections: Count = 1024  # the same, of gRPC; more are closed at once
     header_timeout_s: Seconds = 10.0  # of HTTP from connecting to the end of headers; of gRPC, of handshakes
-    body_timeout_s: Seconds = 60.0  # from there until its body is complete
+    body_timeout_s: Seconds = 60.0  # from there until its body, or the message of a gRPC call, is complete
     keep_alive_timeout_s: Seconds = 30.0  # of an idle HTTP connection
     grpc_idle_timeout_s: Seconds = 300.0  # of a gRPC connection without a call; a client connects again by itself
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread

@@ -55,8 +55,13 @@ class GrpcServer:
         options: Sequence[tuple[str, object]] = (),
         *,
         shares_port: bool = False,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """`local_address`: a Unix socket where it listens too, and without TLS. `shares_port`: with other processes."""
+        """`local_address`: a Unix socket where it listens too, and without TLS. `shares_port`: with other processes.
+
+        `max_message_bytes` is of messages that come in; those that go out are limited by who receives them. What
+        `interceptors` raise becomes a status, too.
+        """
         self._address = address
         self._tls = tls
         self._local_address = local_address
@@ -64,13 +69,12 @@ class GrpcServer:
         self._is_serving = False
         self._stall: stall_pb2.Stall | None = None
         self.server = grpc.aio.server(
-            interceptors=[_ErrorInterceptor()],
+            interceptors=[_ErrorInterceptor(), *interceptors],
             options=[
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 *options,
                 ("grpc.so_reuseport", int(shares_port)),  # else a second server on the same port is an error
                 ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
             ],
         )
         self._health = health.aio.HealthServicer()
@@ -190,7 +194,9 @@ def _guard_unary(behaviour: Handler) -> Handler:
         try:
             return await behaviour(request, context)
         except Exception as error:
-            await _abort(context, error)
+            status = _status_of(error)
+        del request  # or gRPC's own error, raised here, would keep it until the garbage collector comes
+        await context.abort(status.code, status.details, status.trailing_metadata)
 
     return guarded
 
@@ -200,20 +206,23 @@ def _guard_stream(behaviour: Handler) -> Handler:
         try:
             async for response in behaviour(request, context):
                 yield response
+            return
         except Exception as error:
-            await _abort(context, error)
+            status = _status_of(error)
+        del request
+        await context.abort(status.code, status.details, status.trailing_metadata)
 
     return guarded
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+def _status_of(error: Exception) -> grpc.Status:
+    """What to abort a call with. Raises the error itself where the call has been aborted already."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, TwostrokeError):
-        status = rich_status(error)
-        await context.abort(status.code, status.details, status.trailing_metadata)
+        return rich_status(error)
     log.error("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+    return rich_status(TwostrokeError(f"internal error: {type(error).__name__}"))
 
 
 def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:

@@ -55,6 +55,10 @@ class GatewayMetrics:
         self._duration = histogram(
             "request_duration_seconds", "From a request's acceptance until the end of a finished answer."
         )
+        self._loop_delay = histogram(
+            "event_loop_delay_seconds",
+            "How late the event loop woke a sleeper, 50 times a second: how long one call kept it.",
+        )
         answers = counter("answers_total", "Answers that ended, by how.", ["outcome"])
         self._answers = {outcome: answers.labels(outcome) for outcome in OUTCOMES}
         self._rejected = counter(
@@ -68,6 +72,10 @@ class GatewayMetrics:
     def watch(self, read_counts: Callable[[], GatewayCounts]) -> None:
         """Reports these counts too; `read_counts` is called on the scraper's thread."""
         self._registry.register(_CountsCollector(self, read_counts))
+
+    def on_loop_delay(self, delay_s: float) -> None:
+        """The event loop came so late to what was due."""
+        self._loop_delay.observe(delay_s)
 
     def on_first_tokens(self, num_tokens: int, latency_s: float) -> None:
         """An answer's first tokens are here."""

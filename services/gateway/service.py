@@ -23,8 +23,10 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
 from services.gateway.journal import Journal
+from services.gateway.loop_delay import measure_loop_delay
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.open_files import fit_connections
+from services.gateway.reception import Reception
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.tokenizer import load_tokenizer
@@ -72,6 +74,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
             ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
         ],
         shares_port=section.shares_ports,
+        interceptors=[Reception(access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
     )
     for exposed in filter(is_exposed, (section.address, section.http_address)):
         if not access.needs_key:
@@ -129,7 +132,15 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
 
     try:
         http_address = await http_server.start()
-        await run_until(drained(), dense.run(), access.run(), pulse.run(), watchdog.run(), announce())
+        await run_until(
+            drained(),
+            dense.run(),
+            access.run(),
+            pulse.run(),
+            watchdog.run(),
+            measure_loop_delay(metrics),
+            announce(),
+        )
     finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
         journal.shut(PeerError("the gateway is shutting down"))
         await http_server.stop(STOP_GRACE_S)

@@ -10,10 +10,10 @@ import grpc
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway import __version__
-from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt
 from services.gateway.journal import FinishReason
+from services.gateway.reception import current_caller
 from services.gateway.siblings import Siblings
 from services.gateway.slow_reader import SlowReaders
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
@@ -27,7 +27,7 @@ FINISH_REASONS = {
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Answers clients that `Access` lets in.
+    """Answers clients that `Reception` lets in.
 
     Errors leave as `TwostrokeError` and become statuses in `services.common.server`.
     """
@@ -42,14 +42,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
         """Sends a chunk whenever there are new tokens; while one is being sent, the next one grows."""
-        caller = self._frontend.access.identify_call(context)
         if request.best_of > max(1, request.n):
             raise InvalidRequest(
                 f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
                 "end, so this cannot be streamed",
                 "best_of",
             )
-        generation = await self._start(request, caller, context)
+        generation = await self._start(request, context)
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
                 chunk = _encode_chunk(generation.request_id, await generation.next_chunk())
@@ -61,8 +60,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.GenerateResponse:
         """All answers at once."""
-        caller = self._frontend.access.identify_call(context)
-        generation = await self._start(request, caller, context)
+        generation = await self._start(request, context)
         completions, prompt = await generation.completions()
         return gateway_pb2.GenerateResponse(
             request_id=generation.request_id,
@@ -74,25 +72,22 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Needs no dense worker."""
-        caller = self._frontend.access.identify_call(context)
-        token_ids = await self._frontend.tokenize(request, caller)
+        token_ids = await self._frontend.tokenize(request, current_caller())
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._frontend.tokenizer.tokens(token_ids))
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """The text of token ids."""
-        caller = self._frontend.access.identify_call(context)
         return gateway_pb2.DetokenizeResponse(
-            text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens, caller)
+            text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens, current_caller())
         )
 
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.AbortResponse:
         """Ends a running request of the same caller, in whichever process it runs."""
-        caller = self._frontend.access.identify_call(context)
-        was_running = self._frontend.abort(request.request_id, caller)
+        was_running = self._frontend.abort(request.request_id, current_caller())
         if self._siblings is not None and await self._siblings.abort(request, context.invocation_metadata() or ()):
             was_running = True
         return gateway_pb2.AbortResponse(was_running=was_running)
@@ -101,7 +96,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ModelInfoResponse:
         """As the dense worker last said."""
-        self._frontend.access.identify_call(context)
         model = self._frontend.model
         return gateway_pb2.ModelInfoResponse(
             model=self._frontend.model_name,
@@ -116,11 +110,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
 
     async def _start(
-        self, message: gateway_pb2.GenerateRequest, caller: Caller, context: grpc.aio.ServicerContext
+        self, message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> Generation:
         if not message.traceparent:
             message.traceparent = _traceparent(context)
-        generation = await self._frontend.start(message, caller)
+        generation = await self._frontend.start(message, current_caller())
         # Not left to the handler: one that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation

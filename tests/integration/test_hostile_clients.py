@@ -3,73 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
 
 from tests.cluster import Cluster, running_cluster
 from tests.http_clients import client, connect_socket, request_bytes
+from tests.process_memory import resident_bytes
+from tests.steady_stream import LATE_S, LONG, SteadyStream, wait_until
 
 LIMIT_S = 1.5  # of everything that waits for a client
-LATE_S = 30.0  # bound of every wait of these tests, for a machine that does other things too
-MAX_GAP_S = 15.0  # of the normal stream; a step takes milliseconds, an attack that stops the gateway for ever does not
 COMPLETIONS = "/v1/completions"
-LONG = {"prompt": "San Francisco is a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-
-
-class SteadyStream:
-    """One normal client that streams one answer after another, and notes when each event came."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._times: list[float] = []
-        self._is_stopping = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def check(self, since: float) -> None:
-        """Events came all the time since then, and one more comes now."""
-        count = len(self._times)
-        wait_until(lambda: len(self._times) > count + 1 or self._error is not None)
-        assert self._error is None, self._error
-        times = [since, *(at for at in self._times if at >= since)]
-        gap = max(later - earlier for earlier, later in itertools.pairwise(times))
-        assert gap < MAX_GAP_S, f"the normal stream stood still for {gap:.1f} s"
-
-    def stop(self) -> None:
-        self._is_stopping.set()
-        self._thread.join(LATE_S)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            with client(self._address) as http:
-                while not self._is_stopping.is_set():
-                    with http.stream("POST", COMPLETIONS, json=LONG | {"temperature": 0}) as response:
-                        assert response.status_code == 200
-                        for line in response.iter_lines():
-                            if line:
-                                assert '"error"' not in line, line
-                                self._times.append(time.monotonic())
-                            if self._is_stopping.is_set():
-                                break
-        except BaseException as error:
-            self._error = error
-
-
-def wait_until(condition: object, limit_s: float = LATE_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +48,6 @@ def keeps_its_pace(cluster: Cluster, steady: SteadyStream) -> Iterator[None]:
     assert cluster.pid_of("gateway") == gateway, "the gateway died"
     assert resident_bytes(gateway) - resident < 128 * 2**20
     assert "Traceback" not in cluster.log_file.read_text()
-
-
-def resident_bytes(pid: int) -> int:
-    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
-    return int(line.split()[1]) * 1024
 
 
 def read_to_end(bare: socket.socket) -> bytes:

@@ -1,0 +1,125 @@
+"""`Reception`: what a gRPC call meets before its message is read: the API key, and limits of receiving.
+
+gRPC itself reads and parses a unary call's message first, whoever sent it, and waits for it for ever. Here each
+call's handler reads the message itself: once the caller is known, within a time, and beside few others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
+from services.gateway.access import Access, Caller
+
+log = structlog.get_logger()
+
+MAX_INLINE_BYTES = 2**16  # parsed at once; takes 1 ms at the most
+
+_caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task handles
+
+
+def current_caller() -> Caller:
+    """Who sent the call that is being handled. Raises `LookupError` outside of the calls of the guarded services."""
+    return _caller.get()
+
+
+class Reception(grpc.aio.ServerInterceptor):
+    """Between `GrpcServer`'s own interceptor, which turns errors into statuses, and the handlers."""
+
+    def __init__(self, access: Access, guarded_services: list[str], timeout_s: float, max_receiving: int) -> None:
+        """Calls of `guarded_services` (full proto names) need a key where there are keys.
+
+        A message is to arrive within `timeout_s`; of more than `max_receiving` at once the oldest is given up, which
+        is not one of those that come with their headers, as nearly all do.
+        """
+        self._access = access
+        self._guarded = tuple(f"/{name}/" for name in guarded_services)
+        self._timeout_s = timeout_s
+        self._max_receiving = max_receiving
+        self._receiving: dict[asyncio.Timeout, None] = {}  # oldest first
+        self._parser = asyncio.Lock()  # of whoever parses a long message
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:  # none of ours; reflection's messages are names
+            return handler
+        is_guarded = handler_call_details.method.startswith(self._guarded)
+
+        async def receive(context: grpc.aio.ServicerContext) -> Any:
+            if is_guarded:
+                _caller.set(self._access.identify_call(context))
+            return await self._parse(await self._receive(context), handler.request_deserializer)
+
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(
+                _after(receive, handler.unary_unary), response_serializer=handler.response_serializer
+            )
+        # Streams may also be coroutines that write, as the health service's are.
+        kind = _after if inspect.iscoroutinefunction(handler.unary_stream) else _stream_after
+        return grpc.stream_stream_rpc_method_handler(
+            kind(receive, handler.unary_stream), response_serializer=handler.response_serializer
+        )
+
+    async def _receive(self, context: grpc.aio.ServicerContext) -> bytes:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                self._receiving[limit] = None
+                if len(self._receiving) > self._max_receiving:
+                    oldest = next(iter(self._receiving))
+                    del self._receiving[oldest]
+                    oldest.reschedule(loop.time())
+                message = await context.read()
+        except TimeoutError:
+            if limit.when() != deadline:
+                raise CapacityError(
+                    f"the message was not complete when {self._max_receiving} others began, the limit"
+                ) from None
+            raise DeadlineExceeded(f"the message was not complete within {self._timeout_s:g} s") from None
+        finally:
+            self._receiving.pop(limit, None)
+        if message is grpc.aio.EOF:
+            raise RequestAborted("the call has no message")
+        return message
+
+    async def _parse(self, data: bytes, deserialize: Callable[[bytes], Any]) -> Any:
+        try:
+            if len(data) <= MAX_INLINE_BYTES:
+                return deserialize(data)
+            async with self._parser:
+                message = deserialize(data)
+                await asyncio.sleep(0)  # of several that arrive together, others get their turn between two
+                return message
+        except DecodeError as error:
+            raise InvalidRequest(f"the message of {len(data)} bytes cannot be parsed: {error}") from None
+
+
+def _after(receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    async def handle(_: object, context: grpc.aio.ServicerContext) -> Any:
+        return await behaviour(await receive(context), context)
+
+    return handle
+
+
+def _stream_after(
+    receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., AsyncIterator[Any]]
+) -> Callable[..., Any]:
+    async def handle(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async for response in behaviour(await receive(context), context):
+            yield response
+
+    return handle
