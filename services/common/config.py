@@ -93,6 +93,8 @@ class GatewaySection(Section):
     max_receiving: Count = 64  # gRPC messages that are arriving; one more, and the oldest is given up
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     max_n: Count = 16  # answers to one prompt
+    # likeliest tokens to tell of beside each output token; an answer keeps about 120 bytes of each until it ends
+    max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error, or is lowered
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each

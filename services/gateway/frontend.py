@@ -30,6 +30,7 @@ class Frontend:
         model_name: str,
         eos_token_ids: tuple[int, ...],
         max_n: int,
+        max_logprobs: int,
         strict_max_tokens: bool,
         tokenizer: Tokenizer,
         journal: Journal,
@@ -46,6 +47,7 @@ class Frontend:
         self.journal = journal
         self.access = access
         self._max_n = max_n
+        self._max_logprobs = max_logprobs
         self._strict_max_tokens = strict_max_tokens
         self._dense = dense
         self.metrics = metrics
@@ -69,6 +71,7 @@ class Frontend:
             self.eos_token_ids,
             self.model_name,
             self._max_n,
+            self._max_logprobs,
             self._strict_max_tokens,
         )
 

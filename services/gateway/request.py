@@ -17,7 +17,7 @@ MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
 MAX_STOP_TOKENS = 64
-MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
@@ -32,6 +32,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     model_name: str
     max_n: int  # answers to one prompt
+    max_logprobs: int  # likeliest tokens to tell of beside each output token
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
 
 
@@ -73,8 +74,7 @@ async def read_request(
     _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     _check_name("user", message.user, MAX_USER_CHARACTERS)
     n, best_of = _read_counts(message, limits.max_n)
-    _check_range("logprobs", message.logprobs, 0, MAX_LOGPROBS)
-    _check_range("prompt_logprobs", message.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check_logprobs(message, limits)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = _read_sampling(message, tokenizer, limits)
     if message.HasField("max_tokens"):
@@ -160,6 +160,16 @@ def _check_name(field: str, name: str, most: int) -> None:
 def _check_range(field: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise InvalidRequest(f"{field} is {value}, must be from {least} to {most}", field)
+
+
+def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    if message.logprobs > limits.max_logprobs:
+        is_all = " (all of the vocabulary)" if message.logprobs == limits.vocab_size else ""
+        raise InvalidRequest(
+            f"logprobs is {message.logprobs}{is_all}, must be from 0 to {limits.max_logprobs} (gateway.max_logprobs)",
+            "logprobs",
+        )
+    _check_range("prompt_logprobs", message.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
 
 
 def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:

@@ -90,6 +90,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         config.model.name or path.resolve().name,
         eos_token_ids,
         section.max_n,
+        section.max_logprobs,
         section.strict_max_tokens,
         tokenizer,
         journal,

@@ -26,6 +26,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, sampling_pb2
 from tests.cluster import Cluster, request, running_cluster
 from tests.dense_stream import EOS, SequenceNews, run_all, stream_steps, submit
+from tests.http_clients import client
 
 VOCAB_SIZE = 1024
 # Both compute in float32, but sum in other orders (merged projections, paged attention, chunks of the prompt):
@@ -45,6 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "scheduler.policy=max_utilization",
         "attention.block_size=8",
         "attention.num_blocks=40",
+        f"gateway.max_logprobs={VOCAB_SIZE}",
     )
     with running_cluster(tmp_path_factory.mktemp("options"), *settings) as cluster:
         yield cluster
@@ -121,6 +123,17 @@ def test_greedy_logprobs_equal_hugging_face(cluster: Cluster) -> None:
     check_news(news, prompt, num_top=5)
     assert [each.top_token_ids[0] for each in news.logprobs] == news.token_ids
     assert not news.prompt_logprobs
+
+
+def test_logprobs_of_the_whole_vocabulary_equal_hugging_face(cluster: Cluster) -> None:
+    prompt = random_prompt(30, seed=12)
+    body = {"prompt": prompt, "max_tokens": 12, "logprobs": -1, "return_tokens_as_token_ids": True, "temperature": 0}
+    with client(cluster.http_address) as http:
+        choice = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()["choices"][0]
+    expected = reference_logprobs(prompt + choice["token_ids"])[len(prompt) - 1 : -1]
+    names = [f"token_id:{token_id}" for token_id in range(VOCAB_SIZE)]
+    reported = torch.tensor([[top[name] for name in names] for top in choice["logprobs"]["top_logprobs"]])
+    torch.testing.assert_close(reported, expected, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
 def test_logprobs_are_of_the_model_whatever_the_options(cluster: Cluster) -> None:

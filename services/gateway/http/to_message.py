@@ -14,6 +14,7 @@ from services.gateway.http.schemas.tokens import TokenizeBody
 from services.pb import gateway_pb2, sampling_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a request for completions says nothing; a chat takes what there is
+ALL = -1  # vLLM's number for a whole vocabulary
 SAME_FIELDS = (
     "best_of",
     "cache_salt",
@@ -37,7 +38,9 @@ SAME_SAMPLING_FIELDS = (
 )
 
 
-def completion_messages(body: CompletionRequest, request_id: str) -> list[gateway_pb2.GenerateRequest]:
+def completion_messages(
+    body: CompletionRequest, request_id: str, vocab_size: int
+) -> list[gateway_pb2.GenerateRequest]:
     """One a prompt; if there are several, their ids are numbered."""
     common = _common_message(body)
     if body.max_tokens is None:
@@ -46,9 +49,9 @@ def completion_messages(body: CompletionRequest, request_id: str) -> list[gatewa
         common.max_tokens = body.max_tokens
     common.echo = bool(body.echo)
     if body.logprobs is not None:
-        common.logprobs = body.logprobs
+        common.logprobs = vocab_size if body.logprobs == ALL else body.logprobs
         if body.echo and body.prompt_logprobs is None:
-            common.prompt_logprobs = body.logprobs
+            common.prompt_logprobs = common.logprobs
     messages = []
     prompts = body.prompts
     for i, prompt in enumerate(prompts):
@@ -63,7 +66,7 @@ def completion_messages(body: CompletionRequest, request_id: str) -> list[gatewa
     return messages
 
 
-def chat_message(body: ChatRequest, request_id: str) -> gateway_pb2.GenerateRequest:
+def chat_message(body: ChatRequest, request_id: str, vocab_size: int) -> gateway_pb2.GenerateRequest:
     """Of a chat."""
     message = _common_message(body)
     message.request_id = request_id
@@ -72,7 +75,7 @@ def chat_message(body: ChatRequest, request_id: str) -> gateway_pb2.GenerateRequ
     if max_tokens is not None:
         message.max_tokens = max_tokens
     if body.logprobs:
-        message.logprobs = body.top_logprobs or 0
+        message.logprobs = vocab_size if body.top_logprobs == ALL else body.top_logprobs or 0
     return message
 
 

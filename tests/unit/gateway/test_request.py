@@ -16,7 +16,9 @@ from services.gateway.request import GenerationRequest, ModelLimits, read_reques
 from services.gateway.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 
-LIMITS = ModelLimits(vocab_size=1000, max_model_len=64, eos_token_ids=(2, 7), model_name="tiny", max_n=4)
+LIMITS = ModelLimits(
+    vocab_size=1000, max_model_len=64, eos_token_ids=(2, 7), model_name="tiny", max_n=4, max_logprobs=20
+)
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 IDS = {"prompt_token_ids": {"ids": [5, 6, 7]}}
 

@@ -38,7 +38,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         _check_prompts(body, section.max_prompts, frontend.limits.max_model_len)
         return Answer(
             frontend,
-            _traced(completion_messages(body, request_id), request),
+            _traced(completion_messages(body, request_id, frontend.model.vocab_size), request),
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_news_timeout_s=section.first_news_timeout_s,
@@ -55,7 +55,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request_id)
         return Answer(
             frontend,
-            _traced([chat_message(body, request_id)], request),
+            _traced([chat_message(body, request_id, frontend.model.vocab_size)], request),
             ChatFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_news_timeout_s=section.first_news_timeout_s,

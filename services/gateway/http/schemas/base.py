@@ -18,6 +18,7 @@ MAX_FIELDS = 256  # of one object, unknown ones too
 # Python's integers have no bounds, those of the messages do. What a value means is checked in `gateway/request.py`.
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+CountOrAll = Annotated[int, Field(ge=-1, le=2**32 - 1)]  # -1: all there are
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.http.schemas.base import Int64, RequestModel, UInt32, at_most
+from services.gateway.http.schemas.base import CountOrAll, Int64, RequestModel, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 
 MAX_MESSAGES = 4096
@@ -105,7 +105,9 @@ class ChatRequest(GenerationFields):
         None, description="Start every answer with the text of the last message, if that is the assistant's"
     )
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
-    top_logprobs: UInt32 | None = Field(None, description="Likeliest tokens to give beside it")
+    top_logprobs: CountOrAll | None = Field(
+        None, description="Likeliest tokens to give beside it, up to gateway.max_logprobs; -1: the whole vocabulary"
+    )
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.http.schemas.base import Int64, UInt32, at_most
+from services.gateway.http.schemas.base import CountOrAll, Int64, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 
 
@@ -55,7 +55,11 @@ class CompletionRequest(GenerationFields):
 
     prompt: Prompt = Field(description="A text, token ids, or a list of either")
     echo: bool | None = Field(None, description="Start every text with its prompt")
-    logprobs: UInt32 | None = Field(None, description="Log-probabilities of all tokens, and of so many likely ones")
+    logprobs: CountOrAll | None = Field(
+        None,
+        description="Log-probabilities of all tokens, and of so many likely ones, up to gateway.max_logprobs; "
+        "-1: of the whole vocabulary",
+    )
 
     @pydantic.field_validator("logprobs", mode="before")
     @classmethod

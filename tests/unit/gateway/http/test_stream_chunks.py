@@ -32,13 +32,22 @@ def prompt_ids(path: str) -> list[int]:
     return ids(REFERENCE.apply_chat_template(USER, add_generation_prompt=True, tokenize=False))
 
 
-def post(tmp_path: Path, path: str, token_ids: Sequence[int], **body: Any) -> list[Any]:
+def post(
+    tmp_path: Path,
+    path: str,
+    token_ids: Sequence[int],
+    *,
+    vocab_size: int = 32_000,
+    max_logprobs: int = 20,
+    **body: Any,
+) -> list[Any]:
     """The answer to one request whose every sequence gets `token_ids`: events if streamed, else one object."""
     objects: list[Any] = []
 
     async def test() -> None:
-        dense = FakeDense(lambda submit: token_ids, step_s=0.002)
-        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+        dense = FakeDense(lambda submit: token_ids, step_s=0.002, vocab_size=vocab_size)
+        gateway_of_test = running_gateway(tmp_path, dense, max_logprobs=max_logprobs)
+        async with gateway_of_test as gateway, async_client(gateway.http_address) as client:
             response = await client.post(path, json={**INPUTS[path], "max_tokens": len(token_ids), **body})
             assert response.status_code == 200, response.text
             objects.extend(events(response.text) if body.get("stream") else [response.json()])
@@ -150,6 +159,19 @@ def test_tokens_are_named_by_their_ids_on_request(is_stream: bool, tmp_path: Pat
         assert [top["token"] for top in entry["top_logprobs"]] == [
             f"token_id:{i}" for i in range(token_id - 2, token_id + 1)
         ]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_logprobs_of_minus_one_are_of_the_whole_vocabulary(is_stream: bool, tmp_path: Path) -> None:
+    size, expected = 1024, {f"token_id:{i}": fake_logprob(i) for i in range(1024)}
+    options = {"return_tokens_as_token_ids": True, "stream": is_stream, "vocab_size": size, "max_logprobs": size}
+    objects = post(tmp_path, "/v1/completions", [9, 7], logprobs=-1, **options)
+    tops = [top for each in objects for top in each["choices"][0]["logprobs"]["top_logprobs"]]
+    assert tops == [expected] * 2
+    objects = post(tmp_path, "/v1/chat/completions", [9, 7], logprobs=True, top_logprobs=-1, **options)
+    parts = [each["choices"][0]["logprobs"] for each in objects]
+    entries = [entry for part in parts if part is not None for entry in part["content"]]
+    assert [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries] == [expected] * 2
 
 
 def test_a_streamed_chat_gives_its_prompts_logprobs_once(tmp_path: Path) -> None:
