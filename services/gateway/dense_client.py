@@ -366,7 +366,7 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=entry.output_token_ids,
             sampling=encode_sampling(entry.sampling),
-            max_tokens=request.max_tokens,
+            max_tokens=max(1, request.max_tokens),  # 0: see `JournalEntry.finish`
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
             num_logprobs=_num_logprobs(request),

@@ -55,7 +55,7 @@ class News:
 
 
 class JournalEntry:
-    """One open sequence: answer `index` of its request. Holds at most `request.max_tokens` output tokens."""
+    """One open sequence: answer `index` of its request. Ends with at most `request.max_tokens` tokens."""
 
     __slots__ = (
         "_has_news",
@@ -140,8 +140,17 @@ class JournalEntry:
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the sequence; its last token has been appended before."""
+        if self.request.max_tokens == 0 and reason is not FinishReason.ABORT:
+            self._forget_token()
+            reason = FinishReason.LENGTH
         self.finish_reason = reason
         self._announce()
+
+    def _forget_token(self) -> None:
+        """The prompt alone was wanted; this came in the same step as the end, so that nobody has seen it."""
+        self.output_token_ids.clear()
+        self.logprobs.clear()
+        self.first_token_at = self.last_token_at = None
 
     def fail(self, error: TwostrokeError) -> None:
         """Ends the sequence with an error for its client, unless it has ended already."""

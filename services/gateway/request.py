@@ -43,7 +43,7 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    max_tokens: int  # output tokens
+    max_tokens: int  # output tokens; 0: only the prompt is wanted, which it takes a token nobody sees to compute
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # the request's own and, unless ignored, EOS
     include_stop_str_in_output: bool
@@ -78,8 +78,7 @@ async def read_request(
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = _read_sampling(message, tokenizer, limits)
     if message.HasField("max_tokens"):
-        if message.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {message.max_tokens}, must be at least 1", "max_tokens")
+        _check_max_tokens(message, best_of)
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
     _check_strings("stop", message.stop, MAX_STOP_STRINGS)
     _check_stop_token_ids(message.stop_token_ids, limits.vocab_size)
@@ -240,6 +239,16 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         return
     i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
     raise InvalidRequest(f"{name}[{i}] is {token_ids[i]}, must be in [0, {vocab_size}), the vocab_size", name)
+
+
+def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> None:
+    if message.max_tokens == 0 and (message.echo or message.HasField("prompt_logprobs")):
+        if best_of > 1:
+            raise InvalidRequest(f"best_of or n is {best_of}, must be 1 where max_tokens is 0", "n")
+    elif message.max_tokens < 1:
+        raise InvalidRequest(
+            f"max_tokens is {message.max_tokens}, must be at least 1, or 0 with echo or prompt_logprobs", "max_tokens"
+        )
 
 
 def _read_max_tokens(

@@ -14,11 +14,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import torch
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
-from tests.cluster import Cluster, running_cluster
+from tests.cluster import Cluster, request, running_cluster
 from tests.http_clients import async_client, client, events, socket_path
+from tests.reference import random_prompts, reference_model
 
 MODEL = EMBEDDED_MODEL.name
 PROMPT = "San Francisco is a"
@@ -172,6 +174,49 @@ def test_logprobs_of_both_kinds_agree_with_grpc(cluster: Cluster, api: openai.Op
             (top.logprob for top in entry.top_logprobs), reverse=True
         )
         assert entry.top_logprobs[0].token == entry.token
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_prompt_is_scored_as_by_hugging_face(cluster: Cluster, api: openai.OpenAI, is_stream: bool) -> None:
+    prompts = [random_prompts(1, 90, seed)[0] for seed in range(3)]  # longer than the other prompts are
+    expected = [reference_logprobs(prompt) for prompt in prompts]
+    options: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2}
+    if is_stream:
+        chunks = list(api.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        usage = chunks[-1].usage
+        choices = {chunk.choices[0].index: chunk.choices[0] for chunk in chunks[:-1]}
+        assert len(choices) == len(chunks) - 1 == 3
+    else:
+        whole = api.completions.create(**options)
+        usage, choices = whole.usage, {choice.index: choice for choice in whole.choices}
+    assert (usage.completion_tokens, usage.prompt_tokens) == (0, sum(map(len, prompts)))
+    for index, logprobs in enumerate(expected):
+        first, *others = choices[index].logprobs.token_logprobs
+        assert first is None
+        assert others == pytest.approx(logprobs, abs=1e-4)
+        assert choices[index].finish_reason == "length"
+    for prompt, logprobs in zip(prompts, expected, strict=True):
+        message = request(prompt, 0, prompt_logprobs=0)
+        if is_stream:
+            [answer] = cluster.gateway.GenerateStream(message, timeout=60)
+        else:
+            response = cluster.gateway.Generate(message, timeout=60)
+            [answer] = response.completions
+        echo = answer.prompt if is_stream else response.prompt
+        assert [each.logprob for each in echo.logprobs] == pytest.approx(logprobs, abs=1e-4)
+        assert (answer.text, list(answer.token_ids)) == ("", [])
+        assert answer.finish.reason == gateway_pb2.FINISH_REASON_LENGTH
+        assert answer.finish.usage.num_output_tokens == 0
+        timings = answer.finish.timings
+        assert (timings.first_token_ms, timings.per_token_ms) == (0, 0)
+        assert timings.total_ms > 0
+
+
+@torch.inference_mode()
+def reference_logprobs(token_ids: list[int]) -> list[float]:
+    """Of all tokens but the first."""
+    logits = reference_model(EMBEDDED_MODEL)(torch.tensor([token_ids])).logits[0]
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
 
 def test_stop_strings_and_stop_tokens(cluster: Cluster, api: openai.OpenAI) -> None:

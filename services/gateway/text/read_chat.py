@@ -21,7 +21,7 @@ def read_chat(chat: gateway_pb2.Chat) -> Chat:
     if not messages:
         raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
     for i, each in enumerate(messages):
-        if not each.role or not each.content:
+        if not each.role or not (each.content or each.role == "assistant"):
             raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
         for field, name in (("role", each.role), ("name", each.name)):
             if len(name) > MAX_NAME_CHARACTERS:

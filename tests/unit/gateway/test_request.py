@@ -143,7 +143,7 @@ def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
         ({"chat": {}}, r"chat has no messages"),
         ({"chat": {"messages": [{"content": "hi"}]}}, r"chat message 0 has no role"),
         (
-            {"chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant"}]}},
+            {"chat": {"messages": [{"role": "assistant", "content": "hi"}, {"role": "user"}]}},
             r"chat message 1 has no content",
         ),
         ({"chat": {"messages": [{"role": "user", "content": "a", "name": "x" * 65}]}}, r"\[0\].name has 65 ch"),
@@ -152,7 +152,12 @@ def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
         ({"prompt_token_ids": {"ids": [0, 999, 1000]}}, r"prompt_token_ids\[2\] is 1000, must be in \[0, 1000\)"),
         ({"prompt_token_ids": {"ids": [0, -1]}}, r"prompt_token_ids\[1\] is -1, must be in \[0, 1000\)"),
         ({"prompt_token_ids": {"ids": [2**63 - 1]}}, r"prompt_token_ids\[0\] is 9223372036854775807"),
-        ({**IDS, "max_tokens": 0}, r"max_tokens is 0, must be at least 1"),
+        ({**IDS, "max_tokens": 0}, r"max_tokens is 0, must be at least 1, or 0 with echo or prompt_logprobs"),
+        ({**IDS, "max_tokens": 0, "logprobs": 2}, r"max_tokens is 0, must be at least 1"),
+        ({**IDS, "max_tokens": -1, "echo": True}, r"max_tokens is -1, must be at least 1"),
+        ({**IDS, "max_tokens": 0, "echo": True, "n": 2}, r"best_of or n is 2, must be 1 where max_tokens is 0"),
+        ({**IDS, "max_tokens": 0, "echo": True, "best_of": 3}, r"best_of or n is 3"),
+        ({**IDS, "max_tokens": 0, "echo": True, "sampling": {"min_tokens": 1}}, r"min_tokens is 1, max_tokens is 0"),
         ({**IDS, "max_tokens": -5}, r"max_tokens is -5, must be at least 1"),
         ({**IDS, "request_id": "x" * 129}, r"request_id has 129 characters, at most 128"),
         ({**IDS, "request_id": "a\nb"}, r"request_id is 'a\\nb', must be printable"),
@@ -208,6 +213,23 @@ def test_max_tokens_is_lowered_to_what_the_context_leaves(given: int, taken: int
     assert read({**IDS, "max_tokens": given, "sampling": {"min_tokens": taken}}).max_tokens == taken
     if given == taken:
         assert read({**IDS, "max_tokens": given}, STRICT).max_tokens == taken
+
+
+def test_an_assistant_may_have_said_nothing() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant"}, {"role": "user", "content": "hi?"}]
+    expected = TOKENIZER.hf_tokenizer.apply_chat_template(
+        [{"content": "", **message} for message in chat], add_generation_prompt=True, return_dict=False
+    )
+    assert read({"chat": {"messages": chat}}).prompt_token_ids == expected
+
+
+@pytest.mark.parametrize("wish", [{"echo": True}, {"prompt_logprobs": 0}])
+def test_no_tokens_are_generated_where_only_the_prompt_is_wanted(wish: dict[str, Any]) -> None:
+    assert read({**IDS, "max_tokens": 0, **wish}).max_tokens == 0
+    longest = {"prompt_token_ids": {"ids": [1] * 63}}
+    assert read({**longest, "max_tokens": 0, **wish}).max_tokens == 0
+    with pytest.raises(ContextLengthExceeded):
+        read({"prompt_token_ids": {"ids": [1] * 64}, "max_tokens": 0, **wish})
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_cannot_smuggle_ids() -> None:

@@ -57,12 +57,21 @@ class ChatMessageObject(RequestModel):
         "tool_calls": ([],),
     }
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is another name of system")
-    content: Content
+    content: Content | None = Field(None, description="An assistant's may be null or missing: it said nothing")
     name: str | None = Field(None, description="Who of several speaks, for chat templates that tell them apart")
+
+    @pydantic.model_validator(mode="after")
+    def _check_content(self) -> ChatMessageObject:
+        if self.content is None and self.role != "assistant":
+            context = {"field": "content", "role": self.role}
+            raise PydanticCustomError("content", "required for the role {role}", context)
+        return self
 
     @property
     def text(self) -> str:
         """All parts as one."""
+        if self.content is None:
+            return ""
         if isinstance(self.content, str):
             return self.content
         return "".join([part.text for part in self.content])

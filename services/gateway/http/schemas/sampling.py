@@ -47,7 +47,9 @@ class GenerationFields(RequestModel):
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = Field(
-        None, description="Most tokens to generate; lowered to what the context leaves, unless the server is strict"
+        None,
+        description="Most tokens to generate; lowered to what the context leaves, unless the server is strict. "
+        "0, with echo or prompt_logprobs: none, only the prompt is computed",
     )
     min_tokens: Int32 | None = Field(None, description="No end before this many tokens")
     temperature: float | None = Field(None, description="0 is greedy, 1 is the model's own distribution")

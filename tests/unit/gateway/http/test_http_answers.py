@@ -155,6 +155,21 @@ def test_content_parts_are_one_message(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+def test_an_assistant_may_have_said_nothing(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        question = {"role": "user", "content": "Why?"}
+        for silence in ({"content": None}, {}, {"content": ""}, {"content": None, "tool_calls": []}):
+            messages = [*USER, {"role": "assistant", **silence}, question]
+            response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            assert response.status_code == 200, response.text
+        chat = [*USER, {"role": "assistant", "content": ""}, question]
+        text = REFERENCE.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert [list(submit.prompt_token_ids) for submit in dense.submits] == [ids(text)] * 4
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+
+
 PROMPTS = {
     "a text": ("Tell me", [REFERENCE("Tell me")["input_ids"]]),
     "texts": (["Tell me", "Why"], [REFERENCE("Tell me")["input_ids"], REFERENCE("Why")["input_ids"]]),
@@ -395,6 +410,54 @@ def test_prompt_logprobs_are_by_token_id(tmp_path: Path) -> None:
             assert entry[str(token_id)]["decoded_token"]
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("output", [EOS, 99])  # what the model would have said
+def test_a_prompt_alone_can_be_scored(is_stream: bool, output: int, tmp_path: Path) -> None:
+    prompts = [ids("Tell me more"), ids("Why not?"), [EOS, EOS]]  # the last has no text
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2, "stream": is_stream}
+        body["stream_options"] = {"include_usage": True} if is_stream else None
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        objects = events(response.text) if is_stream else [response.json()]
+        choices = {choice["index"]: choice for each in objects for choice in each["choices"]}
+        assert sum(len(each["choices"]) for each in objects) == len(prompts)
+        for index, prompt in enumerate(prompts):
+            choice = choices[index]
+            assert choice["text"] == REFERENCE.decode(prompt, skip_special_tokens=True)
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+            expected = [None, *map(fake_logprob, prompt[1:])]
+            assert choice["logprobs"]["token_logprobs"] == expected
+            assert len(choice["logprobs"]["tokens"]) == len(prompt)
+        usage = objects[-1]["usage"]
+        assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, sum(map(len, prompts)))
+        assert [submit.max_tokens for submit in dense.submits] == [1] * 3
+        metrics = (await client.get("/metrics")).text
+        assert "twostroke_gateway_generated_tokens_total 0.0" in metrics
+        assert "twostroke_gateway_time_to_first_token_seconds_count 0.0" in metrics
+
+    dense = FakeDense(lambda submit: [output])
+    with_client(tmp_path, dense, test)
+
+
+def test_the_prompt_of_a_chat_can_be_scored(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"messages": USER, "max_tokens": 0, "prompt_logprobs": 0}
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        assert answer["choices"][0]["message"]["content"] == ""
+        assert answer["usage"]["completion_tokens"] == 0
+        [submit] = dense.submits
+        logprobs = [
+            each[str(i)]["logprob"]
+            for i, each in zip(submit.prompt_token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        ]
+        assert logprobs == [fake_logprob(i) for i in submit.prompt_token_ids[1:]]
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
 
 
 def test_best_of_returns_the_likeliest(tmp_path: Path) -> None:
