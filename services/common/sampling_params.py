@@ -1,7 +1,8 @@
 """The sampling options of one request, as gateway and dense worker both see them.
 
 A plain value: the gateway builds and validates it, the journal keeps it, the dense worker's sampler obeys it.
-Together with the token ids so far it determines every later token; no sampler has state beyond that.
+Together with the token ids so far and the model's logits it determines every later token; no sampler has state
+beyond that.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # [-2, 2]: taken off the logits of tokens in the output
     frequency_penalty: float = 0.0  # [-2, 2]: the same, once per occurrence
     min_tokens: int = 0  # >= 0: no stop token is sampled before this many output tokens
-    seed: int = 0  # [0, 2**64): same seed, options and token ids => same next token
+    seed: int = 0  # [0, 2**64): same seed, options, token ids and logits => same next token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, [-100, 100]): added to the token's logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids each: no such sequence lies within the output
     # Only these are sampled, EOS not unless it is one of them; empty: all. No token twice. Where bad words and

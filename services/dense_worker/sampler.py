@@ -2,7 +2,8 @@
 
 Owned by the engine thread. No host synchronisation: the host knows the options, tokens stay on the device.
 A row's token depends on its own logits, options and past alone, not on its neighbours, its slot or the
-device's order of summation: probabilities become integer weights, whose sums are exact in any order.
+device's order of summation. Logits that differ by rounding give another token only where two tokens' scores,
+or a token and a filter's border, are that close.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker import philox
+from services.dense_worker import gumbel
 from services.dense_worker.allowed_tokens import AllowedTokens
 from services.dense_worker.bad_words import BadWords
 from services.dense_worker.logit_bias import LogitBias
 from services.dense_worker.logprobs import RankedTokens, rank_tokens
 from services.dense_worker.penalties import Penalties
-from services.dense_worker.token_weights import invert_cdf, keep_min_p, keep_top, token_weights
+from services.dense_worker.token_filters import keep_min_p, keep_top
 from services.dense_worker.upload import upload
 
 _OPTIONS = np.dtype(
@@ -62,8 +63,8 @@ class SampledTokens:
 class Sampler:
     """Samples for up to `max_num_seqs` running sequences, each in a slot that the caller assigns.
 
-    Options live on the host, one record per slot, and go to the device packed, with the step's random
-    numbers. What only the device knows lives there:
+    Options live on the host, one record per slot, and go to the device packed. What only the device knows
+    lives there:
 
     last_token: torch.int64 [max_num_seqs]  # the newest token of each slot: input of the slot's next step
     """
@@ -81,6 +82,12 @@ class Sampler:
         self._allowed_tokens = AllowedTokens(max_num_seqs, self._device)
         self._penalties: Penalties | None = None  # None: no request has had any yet
         self._num_extended = 0  # used slots with an option of `_EXTENSIONS`
+        self._draw_tokens = gumbel.draw
+        if self._device.type == "cuda":
+            from services.dense_worker.backends import triton_gumbel
+
+            self._draw_tokens = triton_gumbel.draw
+            triton_gumbel.compile_kernels(vocab_size, self._device)
 
     def add(
         self,
@@ -202,25 +209,37 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Token ids [r], each from its row's filtered distribution, by the row's seed and position."""
-        uniforms = philox.uniform(options["seed"], positions.astype(np.uint64))
-        packed = np.stack([*(options[name] for name in ("temperature", "top_k", "top_p", "min_p")), uniforms])
-        temperature, top_k, top_p, min_p, uniforms = self._upload(packed)[..., None]  # float64 [r, 1] each
-        weights = token_weights(logits, temperature.float())
+        filtered = self._filter(logits, options)
+        return self._draw_tokens(filtered, options["temperature"], options["seed"], positions.astype(np.uint64))
 
-        top_k = top_k.long()
+    def _filter(self, logits: torch.Tensor, options: np.ndarray) -> torch.Tensor:
+        """Logits with -inf for what top-k, top-p and min-p drop; the logits themselves where there are no filters."""
         has_top_k = options["top_k"] < self._vocab_size
-        for rows in (np.flatnonzero(has_top_k), np.flatnonzero(~has_top_k & (options["top_p"] < 1.0))):
+        has_top_p = options["top_p"] < 1.0
+        has_min_p = (options["min_p"] > 0.0).any()
+        if not (has_min_p or has_top_k.any() or has_top_p.any()):
+            return logits
+        packed = np.stack([options[name] for name in ("temperature", "top_k", "top_p", "min_p")])
+        temperature, top_k, top_p, min_p = self._upload(packed)[..., None]  # float64 [r, 1] each
+        temperature, top_k = temperature.float(), top_k.long()
+
+        filtered = logits
+        # Apart, so that rows with top_k do not sort the vocabulary for those without.
+        for group in (has_top_k & ~has_top_p, has_top_k & has_top_p, ~has_top_k & has_top_p):
+            rows = np.flatnonzero(group)
             if not rows.size:
                 continue
-            max_top_k = int(options["top_k"][rows].max())
-            if rows.size == len(options):
-                weights = keep_top(logits, weights, top_k, top_p, max_top_k)
-            else:
+            arguments = (logits, temperature, top_k, top_p)
+            if rows.size < len(options):
                 index = self._upload(rows)
-                weights[index] = keep_top(logits[index], weights[index], top_k[index], top_p[index], max_top_k)
-        if (options["min_p"] > 0.0).any():
-            weights = keep_min_p(weights, min_p)
-        return invert_cdf(weights, uniforms)
+                arguments = tuple(argument[index] for argument in arguments)
+            kept = keep_top(*arguments, int(options["top_k"][rows].max()), has_top_p=bool(has_top_p[rows[0]]))
+            if rows.size == len(options):
+                filtered = kept
+            else:
+                filtered = logits.clone() if filtered is logits else filtered
+                filtered[index] = kept
+        return keep_min_p(filtered, temperature, min_p) if has_min_p else filtered
 
     def _keep(self, token_ids: torch.Tensor, slots: np.ndarray, options: np.ndarray) -> None:
         device_slots = self._upload(slots)

@@ -1,4 +1,4 @@
-"""The generator against published vectors and against numpy's own Philox, by way of a textbook one."""
+"""The generator against published vectors and a textbook one, and which token gets which of its bits."""
 
 from __future__ import annotations
 
@@ -7,79 +7,80 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dense_worker.philox import philox4x32, uniform
+from services.dense_worker.philox import token_words
 
-WORDS_32 = st.integers(0, 2**32 - 1)
 WORDS_64 = st.integers(0, 2**64 - 1)
-# Multipliers and key steps by word size, from the paper.
-CONSTANTS = {
-    32: ((0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)),
-    64: ((0xD2E7470EE14C6C93, 0xCA5A826395121157), (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)),
-}
+# Multipliers and key steps, from the paper.
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 
 
-def textbook_philox(counter: list[int], key: list[int], word_bits: int) -> list[int]:
-    """One block in Python integers, word by word as the paper writes it; any word size."""
-    (multiplier_0, multiplier_1), key_steps = CONSTANTS[word_bits]
-    modulus = 2**word_bits
+def textbook_philox(counter: list[int], key: list[int]) -> list[int]:
+    """One block of Philox4x64-10 in Python integers, word by word as the paper writes it."""
+    modulus = 2**64
     for round_index in range(10):
-        key_0, key_1 = ((k + round_index * step) % modulus for k, step in zip(key, key_steps, strict=True))
-        high_0, low_0 = divmod(counter[0] * multiplier_0, modulus)
-        high_1, low_1 = divmod(counter[2] * multiplier_1, modulus)
+        key_0, key_1 = ((k + round_index * step) % modulus for k, step in zip(key, KEY_STEPS, strict=True))
+        high_0, low_0 = divmod(counter[0] * MULTIPLIERS[0], modulus)
+        high_1, low_1 = divmod(counter[2] * MULTIPLIERS[1], modulus)
         counter = [high_1 ^ counter[1] ^ key_0, low_1, high_0 ^ counter[3] ^ key_1, low_0]
     return counter
 
 
-@settings(deadline=None)
-@given(counter=st.lists(WORDS_64, min_size=4, max_size=4), key=st.lists(WORDS_64, min_size=2, max_size=2))
-def test_textbook_equals_numpy_at_64_bits(counter: list[int], key: list[int]) -> None:
-    before = (sum(word << (64 * i) for i, word in enumerate(counter)) - 1) % 2**256  # numpy counts up first
-    generator = np.random.Philox(
-        counter=np.array([(before >> (64 * i)) % 2**64 for i in range(4)], dtype=np.uint64),
-        key=np.array(key, dtype=np.uint64),
-    )
-    assert textbook_philox(counter, key, 64) == [int(word) for word in generator.random_raw(4)]
+def textbook_words(seed: int, position: int, vocab_size: int) -> list[int]:
+    blocks = [textbook_philox([i + 1, position, 0, 0], [seed, 0]) for i in range(-(-vocab_size // 8))]
+    halves = [half for block in blocks for word in block for half in (word % 2**32, word // 2**32)]
+    return halves[:vocab_size]
 
 
-@settings(deadline=None)
-@given(
-    blocks=st.lists(st.lists(WORDS_32, min_size=6, max_size=6), min_size=1, max_size=5),
-)
-def test_vectorised_equals_textbook_at_32_bits(blocks: list[list[int]]) -> None:
-    words = np.array(blocks, dtype=np.uint64).T
-    expected = [textbook_philox(block[:4], block[4:], 32) for block in blocks]
-    assert philox4x32(words[:4], words[4:]).T.tolist() == expected
+def words_of(seed: int, position: int, vocab_size: int) -> list[int]:
+    return token_words(np.array([seed], np.uint64), np.array([position], np.uint64), vocab_size)[0].tolist()
 
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "0000000000000000 0000000000000000 0000000000000000 0000000000000000",
+            "0000000000000000 0000000000000000",
+            "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b",
+        ),
+        (
+            "ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff",
+            "ffffffffffffffff ffffffffffffffff",
+            "87b092c3013fe90b 438c3c67be8d0224 9cc7d7c69cd777b6 a09caebf594f0ba0",
+        ),
+        (
+            "243f6a8885a308d3 13198a2e03707344 a4093822299f31d0 082efa98ec4e6c89",
+            "452821e638d01377 be5466cf34e90c6c",
+            "a528f45403e61d95 38c72dbd566e9788 a5a1610e72fd18b5 57bd43b5e52b7fe6",
+        ),
     ],
 )
-def test_known_answers_of_random123(counter: str, key: str, expected: str) -> None:
-    words = philox4x32(parse_words(counter), parse_words(key))
-    assert words.tolist() == parse_words(expected).tolist()
+def test_textbook_gives_the_known_answers_of_random123(counter: str, key: str, expected: str) -> None:
+    assert textbook_philox(parse_words(counter), parse_words(key)) == parse_words(expected)
 
 
 @settings(deadline=None)
-@given(seed=WORDS_64, position=WORDS_64)
-def test_uniform_is_the_first_53_bits_of_its_block(seed: int, position: int) -> None:
-    block = textbook_philox([position % 2**32, position >> 32, 0, 0], [seed % 2**32, seed >> 32], 32)
-    drawn = uniform(np.array([seed], dtype=np.uint64), np.array([position], dtype=np.uint64))
-    assert drawn.dtype == np.float64
-    assert drawn[0] == (block[0] * 2**32 + block[1]) // 2**11 / 2**53
-    assert 0.0 <= drawn[0] < 1.0
+@given(seed=WORDS_64, position=WORDS_64, vocab_size=st.integers(1, 70))
+def test_tokens_get_the_halves_of_the_textbooks_words_in_order(seed: int, position: int, vocab_size: int) -> None:
+    assert words_of(seed, position, vocab_size) == textbook_words(seed, position, vocab_size)
 
 
-def test_uniform_fills_the_interval_evenly() -> None:
-    drawn = uniform(np.full(100_000, 7, dtype=np.uint64), np.arange(100_000, dtype=np.uint64))
-    counts = np.histogram(drawn, bins=100, range=(0.0, 1.0))[0]
-    chi_square = ((counts - 1000) ** 2 / 1000).sum()
+@settings(deadline=None)
+@given(keys=st.lists(st.tuples(WORDS_64, WORDS_64), min_size=1, max_size=6), vocab_size=st.integers(1, 70))
+def test_rows_are_what_they_are_alone_and_with_any_vocabulary(keys: list[tuple[int, int]], vocab_size: int) -> None:
+    seeds, positions = np.array(keys, dtype=np.uint64).T
+    words = token_words(seeds, positions, vocab_size)
+    assert words.dtype == np.uint32
+    assert words.tolist() == [words_of(*key, 80)[:vocab_size] for key in keys]
+
+
+def test_words_fill_their_range_evenly() -> None:
+    words = token_words(np.full(100, 7, dtype=np.uint64), np.arange(100, dtype=np.uint64), 1001)
+    counts = np.histogram(words, bins=100, range=(0, 2**32))[0]
+    chi_square = ((counts - 1001) ** 2 / 1001).sum()
     assert 50 < chi_square < 160  # 99 degrees of freedom: outside with probability below 1e-4
 
 
-def parse_words(text: str) -> np.ndarray:
-    return np.array([[int(word, 16)] for word in text.split()], dtype=np.uint64)
+def parse_words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]

@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker import philox
+from services.dense_worker.philox import token_words
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.token_weights import WEIGHT_ONE, invert_cdf, keep_min_p, keep_top, token_weights
+from services.dense_worker.token_filters import WEIGHT_ONE, keep_min_p, keep_top
 
 VOCAB_SIZE = 97
 NO_TOKENS = torch.zeros((1, 0), dtype=torch.int64)
-MARGIN = 1e-5  # float32 probabilities may fall either side of a border that float64 ones come this close to
+MARGIN = 1e-5  # float32 may fall either side of a border, or of another score, that float64 comes this close to
 
 torch.set_num_threads(1)
 
@@ -134,18 +134,24 @@ def edit_by_hugging_face(request: Request) -> torch.Tensor:
 
 
 def filter_by_hugging_face(params: SamplingParams, scores: torch.Tensor) -> torch.Tensor:
-    """Probabilities, float64 [VOCAB_SIZE]; rejects examples in which a border is too close to call."""
+    """Probabilities, float64 [VOCAB_SIZE]."""
     scores = TemperatureLogitsWarper(params.temperature)(NO_TOKENS, scores)
     if params.top_k is not None:
         scores = TopKLogitsWarper(params.top_k)(NO_TOKENS, scores)
-    cumulative = scores.softmax(-1).sort(-1).values.cumsum(-1)
-    assume(params.top_p == 1.0 or not ((cumulative - (1.0 - params.top_p)).abs() < MARGIN).any())
     scores = TopPLogitsWarper(params.top_p)(NO_TOKENS, scores)
-    relative = (scores - scores.max()).exp()
-    relative = relative[(relative > 0.0) & (relative < 1.0)]  # ties with the highest are kept at any min_p
-    assume(params.min_p == 0.0 or not ((relative - params.min_p).abs() < MARGIN).any())
     scores = MinPLogitsWarper(params.min_p)(NO_TOKENS, scores)
     return scores.softmax(-1)[0]
+
+
+def reject_close_borders(params: SamplingParams, scores: torch.Tensor) -> None:
+    """Rejects examples in which a border of top-p or min-p is too close to a token to call."""
+    without_top_p = dataclasses.replace(params, top_p=1.0, min_p=0.0)
+    cumulative = filter_by_hugging_face(without_top_p, scores).sort().values.cumsum(-1)
+    assume(params.top_p == 1.0 or not ((cumulative - (1.0 - params.top_p)).abs() < MARGIN).any())
+    probabilities = filter_by_hugging_face(dataclasses.replace(params, min_p=0.0), scores)
+    relative = probabilities / probabilities.max()
+    relative = relative[(relative > 0.0) & (relative < 1.0)]  # ties with the highest are kept at any min_p
+    assume(params.min_p == 0.0 or not ((relative - params.min_p).abs() < MARGIN).any())
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,11 +165,19 @@ def test_mixed_batch_samples_from_hugging_face_distributions(seed: int, num_rows
         if request.params.is_greedy:
             assert token_id == scores.argmax().item()
             continue
-        cdf = filter_by_hugging_face(request.params, scores).cumsum(-1).numpy()
-        position = len(request.prompt) + len(request.output)
-        drawn = philox.uniform(np.array([request.params.seed], np.uint64), np.array([position], np.uint64))[0]
-        if np.abs(cdf - drawn).min() > MARGIN:
-            assert token_id == np.searchsorted(cdf, drawn, side="right")
+        reject_close_borders(request.params, scores)
+        logprobs = filter_by_hugging_face(request.params, scores).log()
+        noisy = logprobs + gumbel_noise(request.params.seed, len(request.prompt) + len(request.output))
+        best = noisy.topk(2).values
+        if best[0] - best[1] > MARGIN:
+            assert token_id == noisy.argmax().item()
+
+
+def gumbel_noise(seed: int, position: int) -> torch.Tensor:
+    """The noise of each token by its formula, float64 [VOCAB_SIZE]."""
+    words = token_words(np.array([seed], np.uint64), np.array([position], np.uint64), VOCAB_SIZE)[0]
+    uniforms = (torch.from_numpy(words.astype(np.float64)) + 0.5) / 2**32
+    return -(-uniforms.log()).log()
 
 
 @settings(max_examples=200, deadline=None)
@@ -180,27 +194,28 @@ def test_filters_keep_the_tokens_that_hugging_face_keeps(
     logits = torch.tensor([quarters]) / 4.0
     num_tokens = len(quarters)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    reject_close_borders(params, logits.double())
     expected = filter_by_hugging_face(params, logits.double())
 
-    weights = token_weights(logits, torch.tensor([[temperature]]))
     max_top_k = min(top_k or num_tokens, num_tokens)
-    weights = keep_top(
-        logits, weights, torch.tensor([[max_top_k]]), torch.tensor([[top_p]], dtype=torch.float64), max_top_k
-    )
-    weights = keep_min_p(weights, torch.tensor([[min_p]], dtype=torch.float64))
-    probabilities = (weights / weights.sum())[0].double()
+    temperatures = torch.tensor([[temperature]])
+    top_ks, top_ps = torch.tensor([[max_top_k]]), torch.tensor([[top_p]], dtype=torch.float64)
+    filtered = keep_top(logits, temperatures, top_ks, top_ps, max_top_k, has_top_p=top_p < 1.0)
+    filtered = keep_min_p(filtered, temperatures, torch.tensor([[min_p]], dtype=torch.float64))
+    assert torch.equal(filtered[filtered > -torch.inf], logits[filtered > -torch.inf])
+    probabilities = (filtered[0].double() / temperature).softmax(-1)
     # Which of equally likely tokens top-p keeps depends on the sort in transformers, so ids may differ.
-    is_expected = expected >= expected.max() / WEIGHT_ONE
-    assert torch.equal(logits[0][probabilities > 0].sort().values, logits[0][is_expected].sort().values)
+    is_expected = expected >= (expected.max() / WEIGHT_ONE if top_p < 1.0 else torch.finfo(expected.dtype).tiny)
+    assert torch.equal(filtered[0][filtered[0] > -torch.inf].sort().values, logits[0][is_expected].sort().values)
     torch.testing.assert_close(probabilities.sort().values, expected.sort().values, rtol=0, atol=1e-6)
 
 
 def test_top_p_keeps_the_lowest_ids_of_tied_tokens() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]])
-    weights = token_weights(logits, torch.ones(1, 1))
     share = (np.e + 1.5) / (np.e + 4)  # the likeliest, one of the four that tie, and half of another
-    kept = keep_top(logits, weights, torch.tensor([[5]]), torch.tensor([[share]], dtype=torch.float64), 5)
-    assert (kept[0] > 0).tolist() == [True, True, True, False, False]
+    top_k, top_p = torch.tensor([[5]]), torch.tensor([[share]], dtype=torch.float64)
+    kept = keep_top(logits, torch.ones(1, 1), top_k, top_p, 5, has_top_p=True)
+    assert (kept[0] > -torch.inf).tolist() == [True, True, True, False, False]
 
 
 @settings(max_examples=30, deadline=None)
@@ -223,12 +238,15 @@ def test_what_edits_logits_equals_hugging_face(seed: int) -> None:
     torch.testing.assert_close(logits.double(), edit_by_hugging_face(request), rtol=1e-5, atol=1e-5)
 
 
-def test_frequencies_follow_the_distribution() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 6, "top_p": 0.95, "min_p": 0.05}], ids=str
+)
+def test_frequencies_follow_the_filtered_distribution(options: dict[str, float]) -> None:
     num_slots, num_steps = 500, 40
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0])
+    logits = torch.tensor([0.5, -1.0, 2.0, 1.0, 0.0, -0.5, -2.0, -3.0])
     sampler = Sampler(num_slots, len(logits), "cpu")
     for slot in range(num_slots):
-        sampler.add(slot, SamplingParams(temperature=1.5, seed=slot), [0], [], [])
+        sampler.add(slot, SamplingParams(temperature=1.5, seed=slot, **options), [0], [], [])
     counts = torch.zeros(len(logits))
     for position in range(1, num_steps + 1):
         batch = logits.repeat(num_slots, 1)
@@ -236,9 +254,27 @@ def test_frequencies_follow_the_distribution() -> None:
             batch, np.arange(num_slots), np.full(num_slots, position), np.zeros(num_slots)
         )
         counts += sampled.token_ids.bincount(minlength=len(logits))
-    expected = (logits / 1.5).softmax(-1) * num_slots * num_steps
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 29.9  # 7 degrees of freedom: above with probability 1e-4
+    probabilities = filter_by_hugging_face(SamplingParams(temperature=1.5, **options), logits.double()[None])
+    expected = probabilities * num_slots * num_steps
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    chi_square = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    assert chi_square < 29.9  # at most 7 degrees of freedom: above with probability 1e-4
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_filter_that_keeps_the_token_does_not_change_it(seed: int) -> None:
+    """Noise belongs to a token, not to its place among those that are kept."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=float(rng.uniform(0.5, 2.0)), seed=seed)
+    request = Request(params, [0], [], [], torch.from_numpy(rng.normal(0.0, 2.0, VOCAB_SIZE)).float())
+    token_id = sample_batch([request], [0]).item()
+    rank = int((request.logits > request.logits[token_id]).sum()) + 1
+    share = float((request.logits / params.temperature).softmax(-1).sort(descending=True).values[:rank].sum())
+    for options in ({"top_k": rank}, {"top_k": rank + 5}, {"top_p": min(share + 1e-4, 1.0)}, {"min_p": 1e-9}):
+        filtered = dataclasses.replace(request, params=dataclasses.replace(params, **options))
+        assert sample_batch([filtered], [0]).item() == token_id
 
 
 def test_same_seed_repeats_and_other_seeds_and_positions_differ() -> None:
@@ -312,36 +348,6 @@ def test_reused_slot_remembers_nothing() -> None:
     sampler.sample(logits, [0], np.array([2]), np.array([1]))
     afresh = Request(light, [1], [2], [3], request.logits)
     torch.testing.assert_close(logits.double(), edit_by_hugging_face(afresh), rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    weights=st.lists(st.just(0) | st.integers(0, 2**40), min_size=1, max_size=30).filter(any),
-    drawn=st.sampled_from([0.0, 1.0 - 2.0**-53]) | st.floats(0.0, 1.0, exclude_max=True),
-)
-def test_no_token_of_weight_zero_is_sampled(weights: list[int], drawn: float) -> None:
-    token_id = invert_cdf(torch.tensor([weights]), torch.tensor([[drawn]], dtype=torch.float64)).item()
-    assert weights[token_id] > 0
-    assert sum(weights[:token_id]) <= drawn * sum(weights) * (1 + 2**-50)
-    assert sum(weights[: token_id + 1]) >= drawn * sum(weights) * (1 - 2**-50)
-
-
-@settings(deadline=None)
-@given(total=st.integers(2**52, 2**62) | st.sampled_from([2**62, 2**62 - 255, 2**62 - 256, 2**58 + 32]))
-def test_number_next_to_one_takes_the_last_possible_token_though_sums_exceed_float64(total: int) -> None:
-    weights = torch.tensor([[total - 1, 1, 0, 0]])
-    assert invert_cdf(weights, torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64)).item() < 2
-
-
-def test_number_next_to_one_takes_the_last_possible_token_of_a_large_vocabulary() -> None:
-    weights = torch.full((1, 2**18), 2**40)
-    weights[0, -1000:] = 0
-    last = invert_cdf(weights, torch.tensor([[1.0 - 2.0**-53]], dtype=torch.float64)).item()
-    assert last == 2**18 - 1001
-
-
-def test_row_without_any_weight_gives_a_token_of_the_vocabulary() -> None:
-    assert 0 <= invert_cdf(torch.zeros(1, 7, dtype=torch.int64), torch.full((1, 1), 0.5).double()).item() < 7
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e37])

@@ -69,7 +69,9 @@ class GenerationFields(RequestModel):
         None, min_length=1, description="Only these tokens are chosen; the answer ends early if EOS is among them"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
-        None, description="Same seed, same tokens; a negative one is taken as its 64-bit two's complement"
+        None,
+        description="Same seed, same tokens, but for few that rounding may change; a negative one is taken as its "
+        "64-bit two's complement",
     )
     stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
         None, description="The answer ends before these"

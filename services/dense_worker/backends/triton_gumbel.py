@@ -1,0 +1,110 @@
+"""The draw of a token by the Gumbel-max trick, on a GPU: random bits, noise and argmax of a row in one pass.
+
+Reference: `dense_worker/gumbel.py`, with the same random bits and, but for the rounding of the noise to float32,
+the same scores. Which token a row gets does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from services.dense_worker.philox import TOKENS_PER_BLOCK
+from services.dense_worker.upload import upload
+
+_BLOCKS_PER_PROGRAM = 256  # of the generator
+_STEP = tl.constexpr(2.0**-32)  # of the uniform numbers
+
+
+def compile_kernels(vocab_size: int, device: torch.device) -> None:
+    """So that the first draw from a vocabulary of this size does not wait for the compiler."""
+    ones = np.ones(1, dtype=np.uint64)
+    draw(torch.zeros(1, vocab_size, device=device), ones.astype(np.float32), ones, ones)
+
+
+def draw(
+    logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
+) -> torch.Tensor:
+    """Token ids int64 [r] on the device of the logits: of equal scores the lowest. Does not wait for the device.
+
+    logits: torch.float32 [r, vocab_size], contiguous; rows of NaN give some token
+    temperatures: np.float32 [r], above 0
+    seeds, positions: np.uint64 [r]
+    """
+    num_rows, vocab_size = logits.shape
+    num_parts = triton.cdiv(vocab_size, _BLOCKS_PER_PROGRAM * TOKENS_PER_BLOCK)
+    inverse_temperatures = 1.0 / temperatures.astype(np.float64)
+    keys = np.stack((inverse_temperatures.view(np.uint64), seeds, positions), axis=1)
+    keys = upload(keys.view(np.int64), logits.device)
+    scores = torch.empty(num_rows, num_parts, dtype=torch.float64, device=logits.device)
+    candidates = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _score_kernel[(num_parts, num_rows)](
+        scores, candidates, logits, keys, vocab_size, num_parts, NUM_BLOCKS=_BLOCKS_PER_PROGRAM, num_warps=4
+    )
+    _pick_kernel[(num_rows,)](
+        token_ids, scores, candidates, num_parts, NUM_PARTS=triton.next_power_of_2(num_parts), num_warps=1
+    )
+    return token_ids
+
+
+@triton.jit
+def token_block(seed, position, block):
+    """The four 64-bit words of Philox4x64-10 that hold the bits of tokens 8 * block to 8 * block + 7."""
+    counter = block.to(tl.uint64) + 1
+    zero = counter * 0
+    return tl.philox(seed, counter, zero + position.to(tl.uint64), zero, zero)
+
+
+@triton.jit
+def gumbel_noise(bits):
+    """-log(-log(u)), float32, for u in the middle of the part `bits` (uint32) of the 2**32 equal parts of (0, 1)."""
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _STEP  # 1 - u; of the two the smaller one is precise
+    is_low = bits < 0x80000000
+    u = tl.where(is_low, (bits.to(tl.float32) + 0.5) * _STEP, 1.0 - rest)
+    log_u = tl.log(u)
+    # What 1 - rest lost by rounding, the quotient makes good (Kahan's formula of log1p).
+    exponential = tl.where(u == 1.0, rest, rest * (log_u / (u - 1.0)))
+    return -tl.log(tl.where(is_low, -log_u, exponential))
+
+
+@triton.jit
+def _score_kernel(scores, candidates, logits, keys, vocab_size, num_parts, NUM_BLOCKS: tl.constexpr):
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    inverse_temperature = tl.load(keys + row * 3).to(tl.float64, bitcast=True)
+    seed, position = tl.load(keys + row * 3 + 1), tl.load(keys + row * 3 + 2)
+    blocks = part * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
+    word_0, word_1, word_2, word_3 = token_block(seed, position, blocks)
+    best = tl.full([NUM_BLOCKS], -float("inf"), tl.float64)
+    best_token = blocks * 8
+    for i in tl.static_range(8):
+        if i // 2 == 0:
+            word = word_0
+        elif i // 2 == 1:
+            word = word_1
+        elif i // 2 == 2:
+            word = word_2
+        else:
+            word = word_3
+        bits = (word >> (32 * (i % 2))).to(tl.uint32)
+        token = blocks * 8 + i
+        logit = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=-float("inf"))
+        score = logit.to(tl.float64) * inverse_temperature + gumbel_noise(bits).to(tl.float64)
+        is_better = score > best  # never for NaN
+        best = tl.where(is_better, score, best)
+        best_token = tl.where(is_better, token, best_token)
+    top = tl.max(best)
+    first = tl.min(tl.where(best == top, best_token, 0x7FFFFFFF))
+    tl.store(scores + row * num_parts + part, top)
+    tl.store(candidates + row * num_parts + part, first.to(tl.int64))
+
+
+@triton.jit
+def _pick_kernel(token_ids, scores, candidates, num_parts, NUM_PARTS: tl.constexpr):
+    row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, NUM_PARTS)
+    is_part = parts < num_parts
+    score = tl.load(scores + row * num_parts + parts, mask=is_part, other=-float("inf"))
+    candidate = tl.load(candidates + row * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
+    tl.store(token_ids + row, tl.min(tl.where(score == tl.max(score), candidate, 0x7FFFFFFF)))
