@@ -274,8 +274,9 @@ def _asks_too_much(num_prompt_tokens: int, field: str, value: int, max_model_len
 
 
 def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthExceeded:
-    # Clients that shorten a chat and try again look for these first words.
-    return ContextLengthExceeded(f"This model's maximum context length is {max_model_len} tokens, but {what}", param)
+    # Clients that shorten a chat and try again look for these first words; LangChain for the code, in the text too.
+    text = f"This model's maximum context length is {max_model_len} tokens, but {what}"
+    return ContextLengthExceeded(f"{text} ({ContextLengthExceeded.code})", param)
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:

@@ -204,6 +204,7 @@ def test_what_the_context_cannot_hold_is_told_so_that_clients_know_it(
         read(fields, limits)
     assert str(caught.value).startswith("This model's maximum context length is 64 tokens, but ")
     assert message in str(caught.value)
+    assert "context_length_exceeded" in str(caught.value), "where the text alone is looked at"
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
