@@ -1,9 +1,9 @@
-# make setup | run | test | chaos | bench | protos | clean
+# make setup | run | test | clients | chaos | bench | protos | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test chaos bench protos clean
+.PHONY: setup run test clients chaos bench protos clean
 
 setup: $(VENV)/.installed
 
@@ -21,6 +21,11 @@ test: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m pytest --hypothesis-profile=ci tests # the same examples every time; without the option, new ones
 
+# Other projects' clients, as docs/clients.md lists them: installed into .clients, and tried against a cluster.
+clients: setup
+	$(RUN) -m tests.clients.environments
+	$(RUN) -m pytest -rs tests/clients
+
 # Random kills and stops of the workers under load; a failure names its seed.
 CHAOS_SEEDS ?= 20
 CHAOS_FIRST_SEED ?= 1
@@ -36,4 +41,4 @@ protos: setup
 	$(RUN) protos/generate.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .clients

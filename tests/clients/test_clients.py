@@ -1,0 +1,182 @@
+"""What people point at an OpenAI server, as it is installed, against a real cluster.
+
+Each program of `programs/` is one client in an environment of its own (`make clients` installs them) and prints what
+it got. That has to be what gRPC gives for the same prompt: text, pieces, counts; errors are as the client names them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2
+from tests.clients.environments import NODE, Environment
+from tests.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
+
+MODEL = EMBEDDED_MODEL.name
+PROMPT = "San Francisco is a"
+QUESTION = "What is the capital of France?"
+MAX_TOKENS = 32  # the chat ends by itself, the completion here
+TOO_LONG = "San Francisco is a " * 1000  # of 2048 tokens at most
+PROGRAMS = Path(__file__).with_name("programs")
+PROGRAM_TIMEOUT_S = 100.0
+CODE = "context_length_exceeded"
+# Clients shall ask nobody but the cluster, for prices of models say.
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Where a client runs, and what it shows: keys of what it prints, how it calls a prompt that is too long."""
+
+    file: str
+    group: str
+    shows: frozenset[str]
+    overflow: str | None = None
+
+
+COMPLETIONS = {"completion", "completion_usage"}
+CHAT = {"chat", "chat_pieces", "chat_usage"}
+CLIENTS = [
+    Program(
+        "with_openai.py",
+        "agents",
+        frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models", "several", "from_logprobs"}),
+        CODE,
+    ),
+    Program("with_litellm.py", "litellm", frozenset(COMPLETIONS | CHAT), "ContextWindowExceededError"),
+    Program(
+        "with_langchain.py",
+        "agents",
+        frozenset(COMPLETIONS | CHAT | {"completion_pieces", "several"}),
+        "ContextOverflowError",
+    ),
+    Program("with_pydantic_ai.py", "agents", frozenset(CHAT), CODE),
+    Program("with_autogen.py", "agents", frozenset(CHAT | {"several", "speakers"})),
+    Program("with_openai.mjs", NODE, frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models"}), CODE),
+    Program("with_ai.mjs", NODE, frozenset(CHAT), CODE),
+]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What gRPC answers."""
+
+    text: str
+    usage: list[int]  # tokens of prompt and answer
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    address = f"gateway.http_address=127.0.0.1:{free_port()}"
+    with running_cluster(tmp_path_factory.mktemp("clients"), address) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def completion(cluster: Cluster) -> Truth:
+    return truth(cluster, gateway_pb2.GenerateRequest(prompt=PROMPT))
+
+
+@pytest.fixture(scope="module")
+def chat(cluster: Cluster) -> Truth:
+    message = {"role": "user", "content": QUESTION}
+    return truth(cluster, gateway_pb2.GenerateRequest(chat={"messages": [message]}))
+
+
+def truth(cluster: Cluster, request: gateway_pb2.GenerateRequest) -> Truth:
+    request.max_tokens = MAX_TOKENS
+    request.sampling.temperature = 0
+    [answer] = cluster.gateway.Generate(request, timeout=REQUEST_TIMEOUT_S).completions
+    usage = answer.finish.usage
+    return Truth(answer.text, [usage.num_prompt_tokens, usage.num_output_tokens])
+
+
+def needs(group: str) -> pytest.MarkDecorator:
+    """Skips what is not installed."""
+    reason = f"the clients {group} are not installed: `make clients`"
+    return pytest.mark.skipif(not Environment(group).is_installed, reason=reason)
+
+
+def run_program(program: Program, cluster: Cluster) -> dict[str, Any]:
+    """What it prints."""
+    home = Environment(program.group)
+    file = PROGRAMS / program.file
+    if program.group == NODE:
+        shutil.copy(file, home.directory)  # node looks for packages beside the program
+        command = ["node", str(home.directory / program.file)]
+    else:
+        command = [home.program("python"), str(file)]
+    limits = [MODEL, PROMPT, QUESTION, str(MAX_TOKENS), TOO_LONG]
+    return json.loads(run([*command, f"http://{cluster.http_address}/v1", *limits]).splitlines()[-1])
+
+
+def run(command: Sequence[str], directory: Path | None = None) -> str:
+    """Standard output of a client that ends well."""
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, cwd=directory, env=os.environ | OFFLINE
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("program", [pytest.param(each, id=each.file, marks=needs(each.group)) for each in CLIENTS])
+def test_a_client_gets_what_grpc_gets(program: Program, cluster: Cluster, completion: Truth, chat: Truth) -> None:
+    got = run_program(program, cluster)
+    assert got.pop("overflow", None) == program.overflow
+    assert got.keys() == program.shows
+    for key, expected in (("completion", completion), ("chat", chat)):
+        assert got.get(key, expected.text) == expected.text
+        assert got.get(f"{key}_usage", expected.usage) == expected.usage
+        if f"{key}_pieces" in got:
+            pieces = [piece for piece in got[f"{key}_pieces"] if piece]
+            assert "".join(pieces) == expected.text
+            assert len(pieces) > expected.usage[1] / 2, "token by token, as they come"
+    assert set(got.get("several", [chat.text])) == {chat.text}
+    assert got.get("from_logprobs", chat.text).removesuffix("</s>") == chat.text, "the end is a token too"
+    assert got.get("models", [MODEL]) == [MODEL]
+    assert got.get("speakers", ["user", "first", "second"]) == ["user", "first", "second"]
+
+
+@needs("guidellm")
+def test_guidellm_has_every_request_answered(cluster: Cluster, tmp_path: Path) -> None:
+    """Its own load, streamed and with running counts of usage, which it asks for by itself."""
+    num_requests, num_tokens = 8, 16
+    report = tmp_path / "report.json"
+    command = [
+        Environment("guidellm").program("guidellm"),
+        "run",
+        "--backend",
+        f"kind=openai_http,target=http://{cluster.http_address},model={MODEL}",
+        "--profile",
+        "kind=concurrent,streams=2",
+        "--constraint",
+        f"kind=max_requests,count={num_requests}",
+        "--data",
+        f"kind=synthetic_text,prompt_tokens=32,output_tokens={num_tokens}",
+        "--tokenizer",
+        f"kind=huggingface_auto,model={EMBEDDED_MODEL}",
+        "--output",
+        f"kind=json,path={report}",
+        "--disable-console",
+    ]
+    run(command, tmp_path)
+    [benchmark] = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (num_requests, 0), totals
+    assert {each["output_tokens"] for each in benchmark["requests"]["successful"]} == {num_tokens}
