@@ -65,6 +65,9 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
 Target = Annotated[str, pydantic.AfterValidator(_check_target)]
 TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers know no Unix sockets
+# As browsers send it: lower case, without a path, without the scheme's own port. "null" is of files and sandboxes.
+Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*)$")]
+HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$")]  # without a port
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
@@ -92,6 +95,10 @@ class GatewaySection(Section):
     max_message_bytes: MessageBytes = 2 * 2**20  # of one gRPC message of a client; to parse 2 MiB takes 20 ms
     max_receiving: Count = 64  # gRPC messages that are arriving; one more, and the oldest is given up
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
+    cors_origins: tuple[Origin, ...] = ()  # whose pages may ask over HTTP and read answers; "*": all
+    # Names by which it may be called over HTTP, beside this machine's local ones; "*": all. None named: all, unless
+    # http_address is loopback, where a foreign name is an attack by DNS rebinding.
+    allowed_hosts: tuple[HostName, ...] = ()
     max_n: Count = 16  # answers to one prompt
     # likeliest tokens to tell of beside each output token; an answer keeps about 120 bytes of each until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20

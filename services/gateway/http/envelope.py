@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the limit of its body, and a last answer where nothing else answered."""
+"""What surrounds every request: its id, the look at whom it is for, its body's limit, and the end of its errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.http.errors import error_response
+from services.gateway.http.host_check import HostCheck
 from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, read_request_id
 
 log = structlog.get_logger()
@@ -16,8 +17,9 @@ log = structlog.get_logger()
 class Envelope:
     """An ASGI application around another one; handlers find the id as `request.state.request_id`."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, host_check: HostCheck, max_body_bytes: int) -> None:
         self._app = app
+        self._host_check = host_check
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,7 +31,6 @@ class Envelope:
         except InvalidRequest as error:
             request_id, refusal = new_request_id(), error
         scope["state"]["request_id"] = request_id
-        scope["state"]["send_body"] = send  # for streams: past all that only looks at the start of an answer
         id_header = (REQUEST_ID_HEADER.encode(), request_id.encode())
 
         async def send_with_id(message: Message) -> None:
@@ -37,8 +38,7 @@ class Envelope:
                 message["headers"] = [*message.get("headers", ()), id_header]
             await send(message)
 
-        if refusal is None:
-            refusal = self._refuse_length(scope)
+        refusal = refusal or self._host_check.refuse(scope["headers"]) or self._refuse_length(scope)
         if refusal is not None:
             await error_response(refusal)(scope, receive, send_with_id)
             return

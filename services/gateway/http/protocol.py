@@ -6,12 +6,14 @@ uvicorn limits none of this when it parses with httptools. One object a connecti
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from services.gateway.http.cross_origin import answer_headers
 from services.gateway.http.errors import error_body
 from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
 
@@ -30,9 +32,10 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """See `ConnectionLimits`; `limits` is set on a subclass, because uvicorn makes the objects."""
+    """See `ConnectionLimits`; `limits` and `cors_origins` are set on a subclass, because uvicorn makes the objects."""
 
     limits: ConnectionLimits
+    cors_origins: Collection[str] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -133,12 +136,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = True
         if self._may_answer():
             body = error_body(message, status=status, code=code)
-            self.transport.write(
-                STATUS_LINE[status]
-                + b"content-type: application/json\r\nconnection: close\r\n"
-                + f"{REQUEST_ID_HEADER}: {new_request_id()}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
+            headers = {
+                "content-type": "application/json",
+                "connection": "close",
+                REQUEST_ID_HEADER: new_request_id(),
+                "content-length": str(len(body)),
+                **answer_headers(self.headers or (), self.cors_origins),
+            }
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            self.transport.write(STATUS_LINE[status] + lines.encode("latin-1") + b"\r\n" + body)
         self._close()
 
     def _may_answer(self) -> bool:

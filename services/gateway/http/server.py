@@ -18,7 +18,9 @@ from services.common.config import GatewaySection
 from services.common.errors import ConfigError
 from services.common.server import check_socket_free
 from services.common.tls import TlsFiles, warn_if_exposed
+from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
+from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
 
 log = structlog.get_logger()
@@ -36,7 +38,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
         config = uvicorn.Config(
-            Envelope(app, section.max_body_bytes),
+            CrossOrigin(Envelope(app, HostCheck(section), section.max_body_bytes), section.cors_origins),
             http=_protocol_of(section),
             ws="none",
             lifespan="off",
@@ -147,6 +149,7 @@ def _tls_options(tls: TlsFiles) -> dict[str, Any]:
 
 def _protocol_of(section: GatewaySection) -> type[BoundedProtocol]:
     class Protocol(BoundedProtocol):
+        cors_origins = section.cors_origins
         limits = ConnectionLimits(
             max_connections=section.max_connections,
             max_header_bytes=section.max_header_bytes,
