@@ -127,6 +127,7 @@ class GatewaySection(Section):
     grpc_idle_timeout_s: Seconds = 300.0  # of a gRPC connection without a call; a client connects again by itself
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread
     first_news_timeout_s: Seconds = 1.0  # a streamed answer's status waits so long for a token or an error
+    tokenizer_info: bool = False  # whether GET /tokenizer_info tells clients the chat template and special tokens
     num_dense_streams: Count = 1  # to dense workers; as many of their replicas can be used
 
 

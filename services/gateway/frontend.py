@@ -108,32 +108,38 @@ class Frontend:
             entry.finish(FinishReason.ABORT)
         return bool(entries)
 
-    async def tokenize(self, message: gateway_pb2.TokenizeRequest, caller: Caller) -> list[int]:
-        """Token ids of a text or a chat; needs no dense worker, but once there was one its limit holds.
+    async def tokenize(self, messages: Sequence[gateway_pb2.TokenizeRequest], caller: Caller) -> list[list[int]]:
+        """Token ids of texts and chats; needs no dense worker, but once there was one its limit holds.
 
-        Counts as one of the caller's requests, as `detokenize` does; its tokens cost nothing.
+        Each counts as one of the caller's requests, as with `detokenize`; their tokens cost nothing.
         """
-        self._count_request(caller)
-        if self._dense.has_model:
-            check_size(message, self.tokenizer, self.limits)
-        return await read_text_or_chat(message, self.tokenizer)
+        self._count_requests(len(messages), caller)
+        lists = []
+        for message in messages:
+            if self._dense.has_model:
+                check_size(message, self.tokenizer, self.limits)
+            lists.append(await read_text_or_chat(message, self.tokenizer))
+        return lists
 
-    def detokenize(
-        self, token_ids: Sequence[int], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
-    ) -> str:
-        """The text of token ids, as many as a sequence may have; `field` is their name in the request."""
-        self._count_request(caller)
+    async def detokenize(
+        self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
+    ) -> list[str]:
+        """The texts of lists of token ids, each of as many as a sequence may have; `field` names them in messages."""
+        self._count_requests(len(lists), caller)
         limits = self.limits
-        if len(token_ids) > limits.max_model_len:
-            raise InvalidRequest(
-                f"{field} has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}", field
-            )
-        check_token_ids(field, token_ids, limits.vocab_size)
-        return self.tokenizer.decode(token_ids, skip_special_tokens)
+        texts = []
+        for token_ids in lists:
+            if len(token_ids) > limits.max_model_len:
+                raise InvalidRequest(
+                    f"{field} has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}", field
+                )
+            check_token_ids(field, token_ids, limits.vocab_size)
+            texts.append(await self.tokenizer.write_text(token_ids, skip_special_tokens))
+        return texts
 
-    def _count_request(self, caller: Caller) -> None:
+    def _count_requests(self, count: int, caller: Caller) -> None:
         try:
-            caller.usage.count_requests(1)
+            caller.usage.count_requests(count)
         except TwostrokeError as error:
             self.metrics.on_rejected(error)
             raise

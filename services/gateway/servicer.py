@@ -72,16 +72,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Needs no dense worker."""
-        token_ids = await self._frontend.tokenize(request, current_caller())
-        return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=self._frontend.tokenizer.tokens(token_ids))
+        [token_ids] = await self._frontend.tokenize([request], current_caller())
+        tokens = await self._frontend.tokenizer.write_tokens(token_ids)
+        return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """The text of token ids."""
-        return gateway_pb2.DetokenizeResponse(
-            text=self._frontend.detokenize(request.token_ids, request.skip_special_tokens, current_caller())
-        )
+        [text] = await self._frontend.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
+        return gateway_pb2.DetokenizeResponse(text=text)
 
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext

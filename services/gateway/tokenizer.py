@@ -7,9 +7,10 @@ tokenizer releases the interpreter lock and a prompt of megabytes takes seconds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -22,6 +23,20 @@ from services.gateway.text.control_tokens import ControlTokens, new_nonce
 MAX_INLINE_CHARACTERS = 1_000  # about 0.5 ms; more would delay every running stream noticeably
 NUM_THREADS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+INFO_SETTINGS = (
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "clean_up_tokenization_spaces",
+    "padding_side",
+    "split_special_tokens",
+    "truncation_side",
+)
+ADDED_TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -39,10 +54,7 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; by default with the special tokens the model expects around a prompt."""
-        if len(text) <= MAX_INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(self, chat: Chat, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a chat, without further special tokens, for the template writes its own.
@@ -68,6 +80,36 @@ class Tokenizer:
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the tokenizer writes it; empty for ids that it does not know."""
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(token_ids))]
+
+    async def write_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """`decode`, for as many as a client sends."""
+        return await self.off_loop(len(token_ids), self.decode, token_ids, skip_special_tokens)
+
+    async def write_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """`tokens`, for as many as a client's text has."""
+        return await self.off_loop(len(token_ids), self.tokens, token_ids)
+
+    def info(self) -> dict[str, Any]:
+        """What a client needs to do the same: as tokenizer_config.json has it, without places on this machine."""
+        hf = self.hf_tokenizer
+        settings = {name: hf.init_kwargs[name] for name in INFO_SETTINGS if name in hf.init_kwargs}
+        return {
+            **settings,
+            **hf.special_tokens_map,
+            "model_max_length": hf.model_max_length,
+            "tokenizer_class": type(hf).__name__,
+            "chat_template": hf.chat_template,
+            "added_tokens_decoder": {
+                str(token_id): {name: getattr(token, name) for name in ADDED_TOKEN_FIELDS}
+                for token_id, token in hf.added_tokens_decoder.items()
+            },
+        }
+
+    async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a function that takes longer the larger `size` is: of a small one at once."""
+        if size <= MAX_INLINE_CHARACTERS:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
         """Refuses further long texts and lets the threads end."""

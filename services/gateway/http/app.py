@@ -26,7 +26,7 @@ def build_app(
     app.add_middleware(Authorize, access=frontend.access)
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
-    app.include_router(token_routes(frontend))
+    app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes(frontend, worker_load))

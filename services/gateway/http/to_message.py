@@ -79,6 +79,14 @@ def chat_message(body: ChatRequest, request_id: str, vocab_size: int) -> gateway
     return message
 
 
+def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
+    """One for each text, or one for the chat."""
+    if body.prompt is None:
+        return [gateway_pb2.TokenizeRequest(chat=chat_of(body), add_special_tokens=body.add_special_tokens)]
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return [gateway_pb2.TokenizeRequest(text=text, add_special_tokens=body.add_special_tokens) for text in texts]
+
+
 def chat_of(body: ChatRequest | TokenizeBody) -> gateway_pb2.Chat:
     """The conversation alone."""
     roles = {"developer": "system"}

@@ -1,52 +1,75 @@
-"""POST /tokenize and /detokenize: what the model would see, and what it means."""
+"""/tokenize, /detokenize and /tokenizer_info: what the model would see, what it means, and how it is made."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
 
-from services.common.errors import UnknownModel
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest, UnknownModel
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import StrictJsonRoute
-from services.gateway.http.schemas.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
-from services.gateway.http.to_message import chat_of
-from services.pb import gateway_pb2
+from services.gateway.http.schemas.tokens import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenizerInfo,
+)
+from services.gateway.http.to_message import tokenize_messages
 
 
-def token_routes(frontend: Frontend) -> APIRouter:
+def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     """Of one gateway."""
     router = APIRouter(route_class=StrictJsonRoute, tags=["Tokens"], responses=ERROR_RESPONSES)
+    tokenizer = frontend.tokenizer
 
     @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """Token ids of a text, or of a chat with the generation prompt."""
+        """Token ids of a text, of several, or of a chat with the generation prompt."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
-        message = gateway_pb2.TokenizeRequest(add_special_tokens=body.add_special_tokens)
-        if body.prompt is not None:
-            message.text = body.prompt
-        else:
-            message.chat.CopyFrom(chat_of(body))
-        token_ids = await frontend.tokenize(message, request.state.caller)
-        return JSONResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": frontend.model.max_model_len,
-                "tokens": token_ids,
-                "token_strs": frontend.tokenizer.tokens(token_ids) if body.return_token_strs else None,
-            }
-        )
+        is_list = isinstance(body.prompt, list)
+        messages = tokenize_messages(body)
+        _check_count("prompt", len(messages), section.max_prompts)
+        lists = await frontend.tokenize(messages, request.state.caller)
+        counts = [len(each) for each in lists]
+        strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
+        answer = {
+            "count": counts if is_list else counts[0],
+            "max_model_len": frontend.model.max_model_len,
+            "tokens": lists if is_list else lists[0],
+            "token_strs": strings if is_list or strings is None else strings[0],
+        }
+        return Response(await tokenizer.off_loop(sum(counts), to_json, answer), media_type="application/json")
 
     @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        """The text of token ids."""
+        """The text of token ids, or the texts of several lists of them."""
         body.log_unknown_fields(request.state.request_id)
         check_model(frontend, body.model)
-        text = frontend.detokenize(body.tokens, bool(body.skip_special_tokens), request.state.caller, "tokens")
-        return JSONResponse({"prompt": text})
+        is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
+        lists = body.tokens if is_list else [body.tokens]
+        _check_count("tokens", len(lists), section.max_prompts)
+        texts = await frontend.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
+        return JSONResponse({"prompt": texts if is_list else texts[0]})
+
+    @router.get("/tokenizer_info", response_class=Response, responses={200: {"model": TokenizerInfo}})
+    async def tokenizer_info() -> Response:
+        """Class, special tokens, chat template and settings of the tokenizer, if `gateway.tokenizer_info` is set."""
+        if not section.tokenizer_info:
+            raise HTTPException(404, "this server does not tell: gateway.tokenizer_info is not set")
+        return JSONResponse(tokenizer.info())
 
     return router
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise InvalidRequest(f"{field} has {count} elements, must have 1 to {most}", field)
 
 
 def check_model(frontend: Frontend, name: str | None) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import pydantic
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from services.common.config import MAX_PROMPTS
 from services.gateway.http.schemas.base import Int64, RequestModel, at_most
 from services.gateway.http.schemas.chat import (
     MAX_MESSAGES,
@@ -20,15 +21,33 @@ from services.gateway.http.schemas.chat import (
 )
 
 
+def _kind_of_token_ids(value: Any) -> str:
+    return "<token_id_lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token_ids>"
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
+Texts = Annotated[
+    Annotated[_Text, Tag("<text>")]
+    | Annotated[list[_Text], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
+TokenLists = Annotated[
+    Annotated[_TokenIds, Tag("<token_ids>")]
+    | Annotated[list[_TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
+    Discriminator(_kind_of_token_ids),
+]
+
+
 class TokenizeBody(RequestModel):
-    """A text, or a chat; exactly one."""
+    """A text, several, or a chat; exactly one."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "chat_template": (),
         "tools": ([],),
     }
     model: str | None = None
-    prompt: Annotated[str, Field(min_length=1)] | None = None
+    prompt: Texts | None = Field(None, description="A text, or a list of them")
     messages: Annotated[list[ChatMessageObject] | None, at_most(MAX_MESSAGES)] = Field(
         None, min_length=1, fail_fast=True
     )
@@ -49,23 +68,42 @@ class TokenizeBody(RequestModel):
 
 
 class DetokenizeBody(RequestModel):
-    """Token ids."""
+    """Token ids of one text or of several."""
 
     model: str | None = None
-    tokens: Annotated[list[Int64], Field(fail_fast=True)]
+    tokens: TokenLists = Field(description="Token ids, or a list of lists of them")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text")
 
 
 class TokenizeAnswer(TypedDict):
-    """The token ids the model would see."""
+    """The token ids the model would see; of a list of texts, a list for each."""
 
-    count: int
+    count: int | list[int]
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
+    tokens: list[int] | list[list[int]]
+    token_strs: list[str] | list[list[str]] | None
 
 
 class DetokenizeAnswer(TypedDict):
-    """The text."""
+    """The text; of several lists, a list of texts."""
 
-    prompt: str
+    prompt: str | list[str]
+
+
+class AddedTokenObject(TypedDict):
+    """A token that the tokenizer finds before it splits a text."""
+
+    content: str
+    lstrip: bool
+    normalized: bool
+    rstrip: bool
+    single_word: bool
+    special: bool
+
+
+class TokenizerInfo(TypedDict):
+    """As tokenizer_config.json: beside these, the special tokens by their names, and settings of the tokenizer."""
+
+    tokenizer_class: str
+    chat_template: str | dict[str, str] | None
+    added_tokens_decoder: dict[str, AddedTokenObject]

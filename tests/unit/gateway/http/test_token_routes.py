@@ -1,0 +1,118 @@
+"""/tokenize, /detokenize and /tokenizer_info, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2
+from tests.fake_dense import FakeDense
+from tests.gateway_calls import with_gateway
+from tests.http_clients import async_client
+from tests.running_gateway import RunningGateway
+
+REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+TEXTS = ["San Francisco", "</s> is special here", "日本 " * 600]  # the last one is encoded on a thread
+CHAT = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]}]
+PLAIN_CHAT = [{"role": "user", "content": "Hi there"}]
+
+
+def with_client(tmp_path: Path, test: Any, **options: Any) -> None:
+    async def body(gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+            await test(client, gateway)
+
+    with_gateway(tmp_path, FakeDense(lambda submit: [5]), body, **options)
+
+
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_one_text_and_several(tmp_path: Path, adds: bool | None) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        options = {"add_special_tokens": adds, "return_token_strs": True}
+        expected = [REFERENCE.encode(text, add_special_tokens=adds is not False) for text in TEXTS]
+        several = (await client.post("/tokenize", json={"prompt": TEXTS, **options})).json()
+        assert several["tokens"] == expected and several["count"] == [len(each) for each in expected]
+        assert several["token_strs"] == [REFERENCE.convert_ids_to_tokens(each) for each in expected]
+        assert several["max_model_len"] == 2048
+        for text, token_ids in zip(TEXTS, expected, strict=True):
+            one = (await client.post("/tokenize", json={"prompt": text, **options})).json()
+            assert one["tokens"] == token_ids and one["count"] == len(token_ids)
+            assert one["token_strs"] == REFERENCE.convert_ids_to_tokens(token_ids)
+            reply = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=text, add_special_tokens=adds))
+            assert list(reply.token_ids) == token_ids and list(reply.tokens) == one["token_strs"]
+        back = (await client.post("/detokenize", json={"tokens": expected, "skip_special_tokens": False})).json()
+        assert back["prompt"] == [REFERENCE.decode(each) for each in expected]
+        back = (await client.post("/detokenize", json={"tokens": expected[2]})).json()
+        assert back["prompt"] == REFERENCE.decode(expected[2])
+
+    with_client(tmp_path, test)
+
+
+@pytest.mark.parametrize("begins", [None, True, False])
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_a_chat_whose_content_is_a_list(tmp_path: Path, begins: bool | None, adds: bool | None) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"messages": CHAT, "add_generation_prompt": begins, "add_special_tokens": adds}
+        text = REFERENCE.apply_chat_template(PLAIN_CHAT, add_generation_prompt=begins is not False, tokenize=False)
+        expected = REFERENCE.encode(text, add_special_tokens=bool(adds))
+        assert (await client.post("/tokenize", json=body)).json()["tokens"] == expected
+
+    with_client(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/tokenize", {"prompt": []}, "prompt", "0 elements, must have 1 to 3"),
+        ("/tokenize", {"prompt": ["a"] * 4}, "prompt", "4 elements, must have 1 to 3"),
+        ("/tokenize", {"prompt": ["a"] * 1025}, "prompt", "1025 elements, at most 1024"),
+        ("/tokenize", {"prompt": ["a", 5]}, "prompt[1]", "5"),
+        ("/tokenize", {"prompt": ["a", ""]}, "prompt[1]", "at least 1 character"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": "no"}, "add_special_tokens", "'no'"),
+        ("/detokenize", {"tokens": [[5]] * 4}, "tokens", "4 elements, must have 1 to 3"),
+        ("/detokenize", {"tokens": [[5], [10**6]]}, "tokens", "1000000"),
+        ("/detokenize", {"tokens": [[5], 5]}, "tokens[1]", "5"),
+    ],
+)
+def test_wrong_lists_are_a_400(tmp_path: Path, path: str, body: dict[str, Any], param: str, words: str) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(path, json=body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == param and words in error["message"]
+
+    with_client(tmp_path, test, max_prompts=3)
+
+
+def test_tokenizer_info_suffices_to_do_the_same_elsewhere(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        info = (await client.get("/tokenizer_info")).json()
+        assert str(EMBEDDED_MODEL.parent) not in json.dumps(info), "no places of this machine"
+        assert info["tokenizer_class"] == type(REFERENCE).__name__
+        assert {name: info[name] for name in REFERENCE.special_tokens_map} == REFERENCE.special_tokens_map
+        assert info["model_max_length"] == REFERENCE.model_max_length
+        elsewhere = PreTrainedTokenizerFast(tokenizer_object=REFERENCE.backend_tokenizer)
+        elsewhere.chat_template, elsewhere.eos_token = info["chat_template"], info["eos_token"]
+        elsewhere.bos_token = info["bos_token"]
+        body = {"messages": PLAIN_CHAT}
+        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        assert elsewhere.apply_chat_template(PLAIN_CHAT, add_generation_prompt=True, return_dict=False) == tokens
+        for token_id, token in REFERENCE.added_tokens_decoder.items():
+            shown = info["added_tokens_decoder"][str(token_id)]
+            assert (shown["content"], shown["special"]) == (token.content, token.special)
+
+    with_client(tmp_path, test, tokenizer_info=True)
+
+
+def test_tokenizer_info_is_told_only_where_it_shall_be(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.get("/tokenizer_info")
+        assert response.status_code == 404 and "gateway.tokenizer_info" in response.json()["error"]["message"]
+
+    with_client(tmp_path, test)
