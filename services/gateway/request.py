@@ -220,7 +220,7 @@ def _check_prompt(token_ids: Sequence[int], limits: ModelLimits) -> None:
     if not token_ids:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
     check_prompt_length(len(token_ids), limits.max_model_len)
-    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size)
+    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, "prompt")  # as both APIs call it
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
@@ -233,12 +233,14 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`."""
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, what: str = "") -> None:
+    """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`; `what` they are, if not what `field` says."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-    raise InvalidRequest(f"{name}[{i}] is {token_ids[i]}, must be in [0, {vocab_size}), the vocab_size", name)
+    raise InvalidRequest(
+        f"{what or field}[{i}] is {token_ids[i]}, out of vocabulary: must be in [0, {vocab_size})", field
+    )
 
 
 def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> None:

@@ -98,7 +98,12 @@ class ChatFormat:
             assert completion.finish is not None
             self._usage.add(0, completion.finish)
             choices.append(self._choice(completion))
-        whole: ChatObject = {**self._head, "choices": choices, "usage": self._usage.usage()}
+        whole: ChatObject = {
+            **self._head,
+            "choices": choices,
+            "usage": self._usage.usage(),
+            "prompt_logprobs": None,
+        }
         if prompt is not None and prompt.logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
         if self._body.return_token_ids:

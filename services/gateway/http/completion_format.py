@@ -88,6 +88,7 @@ class CompletionFormat:
             "logprobs": None,
             "finish_reason": completion.finish.reason.value,
             "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
+            "prompt_logprobs": None,
         }
         if self._body.logprobs is not None:
             choice["logprobs"] = self._legacy_logprobs(index, completion.token_ids, completion.logprobs, prompt)

@@ -67,6 +67,8 @@ class ChatTemplate:
                 "message, the second begins another one",
                 "continue_final_message",
             )
+        if chat.continue_final_message and not chat.messages[-1].content:
+            raise InvalidRequest("continue_final_message is true, but the last message is empty", "messages")
         if taken := sorted(self._taken_names & chat.template_kwargs.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs has {taken[0]!r}, which the server sets itself", "chat_template_kwargs"

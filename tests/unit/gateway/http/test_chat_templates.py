@@ -135,6 +135,7 @@ def test_options_of_the_template_reach_it_over_both_protocols(tmp_path: Path) ->
     ("fields", "param", "words"),
     [
         (CONTINUE | {"add_generation_prompt": True}, "continue_final_message", "both true"),
+        (CONTINUE | {"messages": [*OPEN, {"role": "assistant", "content": None}]}, "messages", "last message is empty"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages', which the server sets"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools', which the server sets"),
         ({"chat_template_kwargs": {"a": "x" * 16384}}, "chat_template_kwargs", "16392 bytes, at most 16384"),

@@ -71,6 +71,7 @@ def test_a_completion_is_openais_object(tmp_path: Path) -> None:
                     "logprobs": None,
                     "finish_reason": "length",
                     "stop_reason": None,
+                    "prompt_logprobs": None,
                 }
             ],
             "usage": {
@@ -143,6 +144,7 @@ def test_content_parts_are_one_message(tmp_path: Path) -> None:
         for content in ("Tell me more", parts):
             messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": content}]
             response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            assert response.json()["prompt_logprobs"] is None
             message = response.json()["choices"][0]["message"]
             assert message == {"role": "assistant", "content": " one", "refusal": None}
         first, second = dense.submits

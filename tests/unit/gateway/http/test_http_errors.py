@@ -65,8 +65,8 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, {"prompt": ["b", 1]}, "prompt[1]", ("1",)),
     (COMPLETIONS, {"prompt": [True]}, "prompt[0]", ("True",)),
     (COMPLETIONS, {"prompt": [[1], 2]}, "prompt[1]", ("2",)),
-    (COMPLETIONS, {"prompt": [10**9]}, "prompt", ("1000000000", "32000")),
-    (COMPLETIONS, {"prompt": [-1]}, "prompt", ("-1",)),
+    (COMPLETIONS, {"prompt": [10**9]}, "prompt", ("prompt[0] is 1000000000, out of vocabulary", "32000")),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt", ("prompt[0] is -1, out of vocabulary",)),
     (COMPLETIONS, {"prompt": [2**63]}, "prompt[0]", (str(2**63),)),
     (COMPLETIONS, {"prompt": [5] * 2048}, "prompt", ("2048",)),
     (COMPLETIONS, {"prompt": "word " * 300_000}, "prompt", ("1500000", "2048")),
@@ -141,7 +141,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     ("/tokenize", {"prompt": ""}, "prompt", ("''",)),
     ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
     ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
-    ("/detokenize", {"tokens": [32_000]}, "tokens", ("32000",)),
+    ("/detokenize", {"tokens": [32_000]}, "tokens", ("tokens[0] is 32000, out of vocabulary",)),
     ("/detokenize", {"tokens": [True]}, "tokens[0]", ("True",)),
 ]  # fmt: skip
 
