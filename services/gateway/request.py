@@ -53,7 +53,7 @@ class GenerationRequest:
     best_of: int  # answers to generate; each is a sequence of its own
     num_logprobs: int | None  # likeliest tokens to report beside each output token; None: no log-probabilities
     num_prompt_logprobs: int | None  # the same for prompt tokens
-    prompt_text: str | None  # as it was given, if it was given as text
+    prompt_text: str | None  # as it was given, if it was given as text and is kept whole
     echo: bool
     priority: int | None  # None: none was named
     user: str
@@ -87,9 +87,13 @@ async def read_request(
     else:
         check_size(message, tokenizer, limits)
         prompt_token_ids = await read_text_or_chat(message, tokenizer)
+    num_given = len(prompt_token_ids)
+    if message.HasField("truncate_prompt_tokens"):
+        prompt_token_ids = prompt_token_ids[-_num_kept_tokens(message, limits.max_model_len) :]
     _check_prompt(prompt_token_ids, limits)
     max_tokens = _read_max_tokens(message, len(prompt_token_ids), sampling.min_tokens, limits)
     _check_min_tokens(sampling.min_tokens, max_tokens)
+    is_text = message.WhichOneof("input") == "prompt"
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
     stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
     sampling.check_choice(stop_token_ids)
@@ -107,7 +111,7 @@ async def read_request(
         best_of=best_of,
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        prompt_text=message.prompt if message.WhichOneof("input") == "prompt" else None,
+        prompt_text=message.prompt if is_text and len(prompt_token_ids) == num_given else None,
         echo=message.echo,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
@@ -214,6 +218,20 @@ def _check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
             f"stop_token_ids has {len(token_ids)} ids, at most {MAX_STOP_TOKENS} allowed", "stop_token_ids"
         )
     check_token_ids("stop_token_ids", token_ids, vocab_size)
+
+
+def _num_kept_tokens(message: gateway_pb2.GenerateRequest, max_model_len: int) -> int:
+    """How many of a prompt's tokens `truncate_prompt_tokens` keeps at the most."""
+    if message.truncate_prompt_tokens:
+        return message.truncate_prompt_tokens
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else message.default_max_tokens
+    if max_tokens >= max_model_len:
+        raise InvalidRequest(
+            f"max_tokens is {max_tokens}, max_model_len is {max_model_len}: no prompt can leave so much room, "
+            "so truncate_prompt_tokens must say how many tokens to keep",
+            "truncate_prompt_tokens",
+        )
+    return max_model_len - max(1, max_tokens)
 
 
 def _check_prompt(token_ids: Sequence[int], limits: ModelLimits) -> None:

@@ -11,10 +11,11 @@ from services.gateway.http.schemas.chat import ChatRequest
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.http.schemas.tokens import TokenizeBody
+from services.gateway.request import ModelLimits
 from services.pb import gateway_pb2, sampling_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a request for completions says nothing; a chat takes what there is
-ALL = -1  # vLLM's number for a whole vocabulary
+ALL = -1  # vLLM's number for a whole vocabulary, and for as much of a prompt as fits
 SAME_FIELDS = (
     "best_of",
     "cache_salt",
@@ -39,7 +40,7 @@ SAME_SAMPLING_FIELDS = (
 
 
 def completion_messages(
-    body: CompletionRequest, request_id: str, vocab_size: int
+    body: CompletionRequest, request_id: str, limits: ModelLimits
 ) -> list[gateway_pb2.GenerateRequest]:
     """One a prompt; if there are several, their ids are numbered."""
     common = _common_message(body)
@@ -49,7 +50,7 @@ def completion_messages(
         common.max_tokens = body.max_tokens
     common.echo = bool(body.echo)
     if body.logprobs is not None:
-        common.logprobs = vocab_size if body.logprobs == ALL else body.logprobs
+        common.logprobs = limits.vocab_size if body.logprobs == ALL else body.logprobs
         if body.echo and body.prompt_logprobs is None:
             common.prompt_logprobs = common.logprobs
     messages = []
@@ -61,12 +62,13 @@ def completion_messages(
         if isinstance(prompt, str):
             message.prompt = prompt
         else:
-            message.prompt_token_ids.ids.extend(prompt)
+            is_cut = body.truncate_prompt_tokens is not None  # what is never kept is not copied
+            message.prompt_token_ids.ids.extend(prompt[-limits.max_model_len :] if is_cut else prompt)
         messages.append(message)
     return messages
 
 
-def chat_message(body: ChatRequest, request_id: str, vocab_size: int) -> gateway_pb2.GenerateRequest:
+def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
     """Of a chat."""
     message = _common_message(body)
     message.request_id = request_id
@@ -75,7 +77,7 @@ def chat_message(body: ChatRequest, request_id: str, vocab_size: int) -> gateway
     if max_tokens is not None:
         message.max_tokens = max_tokens
     if body.logprobs:
-        message.logprobs = vocab_size if body.top_logprobs == ALL else body.top_logprobs or 0
+        message.logprobs = limits.vocab_size if body.top_logprobs == ALL else body.top_logprobs or 0
     return message
 
 
@@ -117,6 +119,7 @@ def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
         stop=stop,
         stop_token_ids=body.stop_token_ids,
         bad_words=body.bad_words,
+        truncate_prompt_tokens=0 if body.truncate_prompt_tokens == ALL else body.truncate_prompt_tokens,
         **_given(body, SAME_FIELDS),
     )
 

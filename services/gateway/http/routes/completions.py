@@ -35,10 +35,11 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         """Continues one or several prompts."""
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        _check_prompts(body, section.max_prompts, frontend.limits.max_model_len)
+        limits = frontend.limits
+        _check_prompts(body, section.max_prompts, limits.max_model_len)
         return Answer(
             frontend,
-            _traced(completion_messages(body, request_id, frontend.model.vocab_size), request),
+            _traced(completion_messages(body, request_id, limits), request),
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_news_timeout_s=section.first_news_timeout_s,
@@ -55,7 +56,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request_id)
         return Answer(
             frontend,
-            _traced([chat_message(body, request_id, frontend.model.vocab_size)], request),
+            _traced([chat_message(body, request_id, frontend.limits)], request),
             ChatFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_news_timeout_s=section.first_news_timeout_s,
@@ -69,7 +70,7 @@ def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest(f"there are {len(prompts)} prompts, must be 1 to {max_prompts}", "prompt")
     longest = max(prompts, key=len)
-    if isinstance(longest, list):  # before it costs time to copy them
+    if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before it costs time to copy them
         check_prompt_length(len(longest), max_model_len)
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")

@@ -55,6 +55,5 @@ VLLM: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

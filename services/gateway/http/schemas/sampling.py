@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
-from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32, at_most
+from services.gateway.http.schemas.base import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.other_servers import LLAMA_CPP, SGLANG, TGI, VLLM
 from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
@@ -66,7 +66,7 @@ class GenerationFields(RequestModel):
         None, description="Words that must not appear"
     )
     allowed_token_ids: Annotated[list[UInt32] | None, at_most(MAX_ALLOWED_TOKENS)] = Field(
-        None, min_length=1, description="Only these tokens are chosen; the answer ends early if EOS is among them"
+        None, min_length=1, description="Only these tokens are chosen, EOS only if it is one of them"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None,
@@ -81,6 +81,9 @@ class GenerationFields(RequestModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: UInt32 | None = Field(None, description="Log-probabilities of prompt tokens, and so many beside")
+    truncate_prompt_tokens: CountOrAll | None = Field(
+        None, description="Keep only so many of the prompt's last tokens; -1: as many as leave room for max_tokens"
+    )
     return_token_ids: bool | None = Field(
         None, description="Give the token ids of the answer beside its text, and those of the prompt once"
     )
@@ -97,6 +100,13 @@ class GenerationFields(RequestModel):
     service_tier: _Label | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
     verbosity: _Label | None = Field(None, description=IGNORED)
+
+    @pydantic.field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _check_kept_tokens(cls, count: int | None) -> int | None:
+        if count == 0:
+            raise PydanticCustomError("no_tokens", "must be -1 or at least 1: a prompt has a token")
+        return count
 
     @pydantic.field_validator("logit_bias")
     @classmethod
