@@ -23,10 +23,10 @@ from services.common.watchdog import Progress
 from services.dense_worker.attention_client import Attachment, AttachmentEnd
 from services.dense_worker.block_ledger import BlockLedger
 from services.dense_worker.model_runner import ModelRunner, RunningStep
-from services.dense_worker.observer import EngineObserver, StepStats
+from services.dense_worker.observer import EngineCounts, EngineObserver, StepStats
 from services.dense_worker.scheduler import Scheduler, SchedulerLimits
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.step_plan import StepPlan
+from services.dense_worker.step_plan import StepPlan, spans_of
 from services.dense_worker.step_report import StepReport, note_times, take_prompt_logprobs
 from services.pb import attn_pb2
 
@@ -56,18 +56,6 @@ class InFlight:
     step: RunningStep
     launch_start_s: float  # on the monotonic clock
     launch_s: float  # host time to publish and launch it
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """Of sequences now, and of steps and preemptions in all."""
-
-    num_waiting: int
-    num_opening: int
-    num_running: int
-    num_steps: int
-    num_preemptions: int
-    is_attached: bool  # to an attention worker
 
 
 class Engine:
@@ -101,6 +89,7 @@ class Engine:
         self._is_leaving = False
         self._current: StepPlan | None = None  # being launched or completed
         self._num_completed = 0  # steps
+        self._under_way: tuple[StepPlan, ...] = ()  # published and not completed, when the last attachment ended
         self._attachment: Attachment | None = None
         self._claim_deadline: float | None = None
         self._published: dict[int, StepPlan] = {}  # by step_id, of which a result may come
@@ -139,6 +128,13 @@ class Engine:
         if counts.num_running or counts.num_opening or (counts.num_waiting and self._claim_deadline is None):
             return Progress(counter, waits_for="attn_worker")
         return None
+
+    def spans_under_way(self) -> dict[int, range]:
+        """What tokens of which sequences, by seq_id, are being computed, or were when the last attachment ended.
+
+        May be called from any thread.
+        """
+        return spans_of(self._under_way)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -204,6 +200,7 @@ class Engine:
             start = time.monotonic()
             self._current = plan
             self._published[plan.step_id] = plan
+            self._under_way += (plan,)
             self._attention.publish(attachment, plan)
             step = self._runner.launch(plan)
             published = InFlight(attachment, plan, step, start, time.monotonic() - start)
@@ -212,6 +209,7 @@ class Engine:
             try:
                 self._complete(in_flight)
                 self._num_completed += 1
+                self._under_way = self._under_way[1:]
             except PeerError as error:
                 self._current = None
                 attachment.channel.abort()
@@ -351,6 +349,7 @@ class Engine:
     def _attach(self, attachment: Attachment) -> None:
         self._is_leaving = False
         self._published.clear()
+        self._under_way = ()
         self._asked_s.clear()
         self._num_errors = 0
         self._runner.attach(attachment.channel)

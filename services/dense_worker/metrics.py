@@ -14,8 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from services.common.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S
-from services.dense_worker.engine import EngineCounts
-from services.dense_worker.observer import StepStats
+from services.dense_worker.observer import EngineCounts, StepStats
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
 
 

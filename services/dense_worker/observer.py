@@ -1,4 +1,4 @@
-"""What the engine thread tells of its work: to the metrics, and to the step log if there is one."""
+"""What the engine tells of its work: to the metrics, and to the step log if there is one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ class StepStats:
     launch_s: float  # host time to publish the plan and launch the step
     duration_s: float  # from the end of the step before, or the launch if that was later, until its tokens were here
     wait_s: float | None  # of it, for the attention worker; None on CUDA, where no host sees it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Of sequences now, and of steps and preemptions in all."""
+
+    num_waiting: int
+    num_opening: int
+    num_running: int
+    num_steps: int
+    num_preemptions: int
+    is_attached: bool  # to an attention worker
 
 
 class EngineObserver(Protocol):

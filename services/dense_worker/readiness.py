@@ -43,5 +43,6 @@ class Readiness:
         servicer, state = self._servicer, dense_pb2.DenseStatus
         servicer.set_info(None)
         servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
-        servicer.end_streams(dense_pb2.Farewell(is_crash=end.is_crash, reason=end.reason))
+        running = servicer.spans_under_way() if end.is_crash else []
+        servicer.end_streams(dense_pb2.Farewell(is_crash=end.is_crash, reason=end.reason, running=running))
         await self._server.set_serving(False)

@@ -50,7 +50,7 @@ class Sequence:
     arrival_s: float = 0.0  # when it came to this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest wait from then to its first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
-    num_crashes: int = 0  # of a worker, in a row, that found it admitted; 0 again with its first token here
+    num_crashes: int = 0  # of a worker, in a row, that it may have caused; 0 again with its first token here
 
     status: SequenceStatus = SequenceStatus.WAITING
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first, kept through preemption

@@ -62,6 +62,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         """From now on gateways are served, or with None refused as UNAVAILABLE."""
         self._info = info
 
+    def spans_under_way(self) -> list[dense_pb2.SequenceSpan]:
+        """See `Engine`."""
+        spans = {} if self._engine is None else self._engine.spans_under_way()
+        return [dense_pb2.SequenceSpan(seq_id=key, start=span.start, end=span.stop) for key, span in spans.items()]
+
     def end_streams(self, farewell: dense_pb2.Farewell) -> None:
         """Ends every gateway's stream with this message; what has been delivered before goes first."""
         for outbox in self._streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.dense_worker.sequence import Sequence
@@ -29,3 +30,12 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
+
+
+def spans_of(plans: Iterable[StepPlan]) -> dict[int, range]:
+    """Indexes of the tokens that these steps compute, by seq_id."""
+    spans: dict[int, range] = {}
+    for entry in (entry for plan in plans for entry in plan.entries):
+        span = range(entry.num_computed_tokens, entry.num_computed_tokens + entry.num_tokens)
+        spans[entry.sequence.seq_id] = range(spans.get(entry.sequence.seq_id, span).start, span.stop)
+    return spans

@@ -292,7 +292,7 @@ class DenseClient:
                 self.num_messages += 1
                 self._dispatch(output)
                 if output.HasField("farewell"):
-                    self._crashes.farewell(output.farewell.is_crash)
+                    self._crashes.farewell(output.farewell)
                     raise PeerError(output.farewell.reason)
         except grpc.aio.AioRpcError as error:
             raise _peer_error(error) from error

@@ -62,6 +62,7 @@ class JournalEntry:
         "_journal",
         "_num_taken",
         "arrival",
+        "crash_start",
         "error",
         "finish_reason",
         "first_token_at",
@@ -99,7 +100,8 @@ class JournalEntry:
         self.finish_reason: FinishReason | None = None
         self.error: TwostrokeError | None = None
         self.is_admitted = False  # a step of the dense worker may have it
-        self.num_crashes = 0  # of a worker, in a row, that found it admitted: no token came in between
+        self.num_crashes = 0  # of a worker, in a row, that it may have caused: no token came in between
+        self.crash_start = 0  # index of the first token that a step was computing in the last of them, as far as known
         self.share: Share | None = None  # of which stream
         self._journal = journal
         self._num_taken = 0  # output tokens that the handler has

@@ -26,7 +26,7 @@ from services.pb import sampling_pb2 as sampling__pb2
 from services.pb import stall_pb2 as stall__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xa7\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"\x8c\x03\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\tB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xdc\x02\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\",\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\xbe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x10\n\x0eGetInfoRequest\"\xaf\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\"\x12\n\x10GetStatusRequest\"\xc1\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xa7\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"\x8c\x03\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\tB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xdc\x02\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\xbe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x10\n\x0eGetInfoRequest\"\xaf\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\"\x12\n\x10GetStatusRequest\"\xc1\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,35 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPOUTPUT']._serialized_start=688
   _globals['_STEPOUTPUT']._serialized_end=1036
   _globals['_FAREWELL']._serialized_start=1038
-  _globals['_FAREWELL']._serialized_end=1082
-  _globals['_SEQUENCESTART']._serialized_start=1084
-  _globals['_SEQUENCESTART']._serialized_end=1160
-  _globals['_SEQUENCELOGPROBS']._serialized_start=1162
-  _globals['_SEQUENCELOGPROBS']._serialized_end=1240
-  _globals['_PROMPTLOGPROBS']._serialized_start=1242
-  _globals['_PROMPTLOGPROBS']._serialized_end=1334
-  _globals['_SEQUENCEEND']._serialized_start=1337
-  _globals['_SEQUENCEEND']._serialized_end=1527
-  _globals['_SEQUENCEEND_REASON']._serialized_start=1462
-  _globals['_SEQUENCEEND_REASON']._serialized_end=1527
-  _globals['_GETINFOREQUEST']._serialized_start=1529
-  _globals['_GETINFOREQUEST']._serialized_end=1545
-  _globals['_DENSEINFO']._serialized_start=1548
-  _globals['_DENSEINFO']._serialized_end=1723
-  _globals['_GETSTATUSREQUEST']._serialized_start=1725
-  _globals['_GETSTATUSREQUEST']._serialized_end=1743
-  _globals['_DENSESTATUS']._serialized_start=1746
-  _globals['_DENSESTATUS']._serialized_end=2067
-  _globals['_DENSESTATUS_STATE']._serialized_start=1983
-  _globals['_DENSESTATUS_STATE']._serialized_end=2067
-  _globals['_LEAVEREQUEST']._serialized_start=2069
-  _globals['_LEAVEREQUEST']._serialized_end=2083
-  _globals['_LEAVEREPLY']._serialized_start=2085
-  _globals['_LEAVEREPLY']._serialized_end=2097
-  _globals['_TAKEOVERREQUEST']._serialized_start=2099
-  _globals['_TAKEOVERREQUEST']._serialized_end=2116
-  _globals['_TAKEOVERREPLY']._serialized_start=2118
-  _globals['_TAKEOVERREPLY']._serialized_end=2133
-  _globals['_DENSEWORKER']._serialized_start=2136
-  _globals['_DENSEWORKER']._serialized_end=2553
+  _globals['_FAREWELL']._serialized_end=1133
+  _globals['_SEQUENCESPAN']._serialized_start=1135
+  _globals['_SEQUENCESPAN']._serialized_end=1193
+  _globals['_SEQUENCESTART']._serialized_start=1195
+  _globals['_SEQUENCESTART']._serialized_end=1271
+  _globals['_SEQUENCELOGPROBS']._serialized_start=1273
+  _globals['_SEQUENCELOGPROBS']._serialized_end=1351
+  _globals['_PROMPTLOGPROBS']._serialized_start=1353
+  _globals['_PROMPTLOGPROBS']._serialized_end=1445
+  _globals['_SEQUENCEEND']._serialized_start=1448
+  _globals['_SEQUENCEEND']._serialized_end=1638
+  _globals['_SEQUENCEEND_REASON']._serialized_start=1573
+  _globals['_SEQUENCEEND_REASON']._serialized_end=1638
+  _globals['_GETINFOREQUEST']._serialized_start=1640
+  _globals['_GETINFOREQUEST']._serialized_end=1656
+  _globals['_DENSEINFO']._serialized_start=1659
+  _globals['_DENSEINFO']._serialized_end=1834
+  _globals['_GETSTATUSREQUEST']._serialized_start=1836
+  _globals['_GETSTATUSREQUEST']._serialized_end=1854
+  _globals['_DENSESTATUS']._serialized_start=1857
+  _globals['_DENSESTATUS']._serialized_end=2178
+  _globals['_DENSESTATUS_STATE']._serialized_start=2094
+  _globals['_DENSESTATUS_STATE']._serialized_end=2178
+  _globals['_LEAVEREQUEST']._serialized_start=2180
+  _globals['_LEAVEREQUEST']._serialized_end=2194
+  _globals['_LEAVEREPLY']._serialized_start=2196
+  _globals['_LEAVEREPLY']._serialized_end=2208
+  _globals['_TAKEOVERREQUEST']._serialized_start=2210
+  _globals['_TAKEOVERREQUEST']._serialized_end=2227
+  _globals['_TAKEOVERREPLY']._serialized_start=2229
+  _globals['_TAKEOVERREPLY']._serialized_end=2244
+  _globals['_DENSEWORKER']._serialized_start=2247
+  _globals['_DENSEWORKER']._serialized_end=2664
 # @@protoc_insertion_point(module_scope)

@@ -86,12 +86,24 @@ class StepOutput(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ...) -> None: ...
 
 class Farewell(_message.Message):
-    __slots__ = ("is_crash", "reason")
+    __slots__ = ("is_crash", "reason", "running")
     IS_CRASH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
     is_crash: bool
     reason: str
-    def __init__(self, is_crash: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    running: _containers.RepeatedCompositeFieldContainer[SequenceSpan]
+    def __init__(self, is_crash: _Optional[bool] = ..., reason: _Optional[str] = ..., running: _Optional[_Iterable[_Union[SequenceSpan, _Mapping]]] = ...) -> None: ...
+
+class SequenceSpan(_message.Message):
+    __slots__ = ("seq_id", "start", "end")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    start: int
+    end: int
+    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("seq_id", "num_cached_tokens", "queue_us")

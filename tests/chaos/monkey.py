@@ -24,6 +24,7 @@ MAX_REPLACEMENT_S = 8.0
 RECOVERY_S = 120.0
 # Two crashes of a sequence without a token in between make it a suspect: so every one must get its token.
 MIN_STEPS_BETWEEN_CRASHES = 60
+MIN_RUNNING_FOR_TWO_CRASHES = 3
 
 
 class Monkey:
@@ -57,6 +58,7 @@ class Monkey:
             self._kill_dense_again,
             self._kill_attention,
             self._kill_attention,
+            self._kill_attention_again,
             self._kill_both,
             self._stop_some,
             self._stop_some,
@@ -86,6 +88,18 @@ class Monkey:
     def _kill_attention(self) -> bool:
         return self._signal(signal.SIGKILL, ATTENTION)
 
+    def _kill_attention_again(self) -> bool:
+        """The second time while it starts, or computes again what it has lost. One that is alone with that might have
+        to be failed.
+        """
+        pid, status = self._pid_of(ATTENTION), self._cluster.dense_status()
+        self._signal(signal.SIGKILL, ATTENTION)
+        if status.num_running < MIN_RUNNING_FOR_TWO_CRASHES:
+            return True
+        self._await_end(ATTENTION, pid)
+        time.sleep(self._random.uniform(0.0, 3.0))
+        return self._signal(signal.SIGKILL, ATTENTION)
+
     def _kill_both(self) -> bool:
         roles = [DENSE, ATTENTION]
         self._random.shuffle(roles)
@@ -95,9 +109,7 @@ class Monkey:
         """The second time while it starts, or attaches: nothing runs in it yet."""
         pid = self._pid_of(DENSE)
         self._signal(signal.SIGKILL, DENSE)
-        deadline = time.monotonic() + RECOVERY_S
-        while pid in self._pids_of(DENSE):
-            assert time.monotonic() < deadline
+        self._await_end(DENSE, pid)
         time.sleep(self._random.uniform(0.0, 3.0))
         return self._signal(signal.SIGKILL, self._random.choice([DENSE, ATTENTION]))
 
@@ -168,6 +180,12 @@ class Monkey:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         return True
+
+    def _await_end(self, role: str, pid: int) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while pid in self._pids_of(role):
+            assert time.monotonic() < deadline, f"{role} {pid} does not end"
+            time.sleep(0.01)
 
     def _pid_of(self, role: str) -> int:
         """Of one of them, while there are two."""

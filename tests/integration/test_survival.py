@@ -15,6 +15,7 @@ from services.pb import gateway_pb2
 from tests.cluster import request
 from tests.faulty_attn_worker import FAULT_FILE
 from tests.plain_services import PlainServices, plain_services
+from tests.poisoned_attn_worker import NUM_TOKENS
 from tests.poisoned_dense_worker import POISON
 from tests.streams import Collected, collect, collect_all, messages_of_every_kind
 
@@ -117,6 +118,41 @@ def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -
             collect(services.gateway, request([5, *POISON, 6], 10))
         assert caught.value.code() is grpc.StatusCode.ABORTED and "2 crashes" in caught.value.details()
         assert time.monotonic() - start < 100
+
+
+def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> None:
+    with plain_services(tmp_path, modules={"attn_worker": "tests.poisoned_attn_worker"}) as services:
+        with pytest.raises(grpc.RpcError) as caught:
+            collect(services.gateway, request([5] * NUM_TOKENS, 10))
+        assert caught.value.code() is grpc.StatusCode.ABORTED and "2 crashes" in caught.value.details()
+        assert len(collect(services.gateway, request([5] * (NUM_TOKENS + 1), 10, ignore_eos=True)).token_ids[0]) == 10
+
+
+def test_a_lone_long_request_outlives_two_close_kills_of_the_attention_worker(tmp_path: Path) -> None:
+    """The second one while its text is computed again, which takes many steps."""
+    with plain_services(tmp_path, "scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=8") as services:
+        message = request([5, 6, 7, 8] * 200, 100, temperature=0.9, seed=1, ignore_eos=True)
+        [expected] = collect_all(services.gateway, [message])
+        num_restarts = services.num_starts["attn_worker"]
+
+        def kill_twice() -> None:
+            for num_steps in (0, 1):
+                while num_attention_steps(services) < num_steps:
+                    time.sleep(0.002)
+                os.kill(pid := services.pid_of("attn_worker"), signal.SIGKILL)
+                while services.pid_of("attn_worker") == pid:
+                    time.sleep(0.01)
+
+        [collected] = collect_all(services.gateway, [message], kill_twice)
+        collected.assert_equals(expected)
+        assert services.num_starts["attn_worker"] == num_restarts + 2
+
+
+def num_attention_steps(services: PlainServices) -> int:
+    try:
+        return services.attention_status().num_steps
+    except grpc.RpcError:
+        return 0  # it has just been started
 
 
 def test_an_attention_worker_whose_gpu_has_failed_makes_way_for_another(

@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine import EngineCounts
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.observer import StepStats
+from services.dense_worker.observer import EngineCounts, StepStats
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.step_report import note_times
 

@@ -303,8 +303,10 @@ def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_anoth
     for _ in range(2):
         runner.launched.get(timeout=TIMEOUT_S)
     assert attention.attachment is not None
+    assert engine.spans_under_way() == {1: range(4)}, "the prompt's three tokens, and the one sampled from it"
     engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
     assert [deeds.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
+    assert engine.spans_under_way() == {1: range(4)}, "gateways are told afterwards"
     engine.stop(TIMEOUT_S)
     assert "close" not in deeds.queue, "once is enough"
 

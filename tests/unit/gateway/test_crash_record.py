@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.errors import RequestAborted
 from services.gateway.crash_record import CrashRecord
 from services.gateway.journal import Journal, JournalEntry
+from services.pb import dense_pb2
 from tests.generation_requests import make_request, open_entry
 
 
@@ -25,6 +30,15 @@ class Story:
 
     def crash(self) -> None:
         self.epoch += 1
+        self.record.connected(self.epoch)
+
+    def attention_crash(self, running: Mapping[JournalEntry, range]) -> None:
+        """The attention worker dies; the dense worker lives, and tells what it was computing."""
+        spans = [
+            dense_pb2.SequenceSpan(seq_id=entry.seq_id, start=span.start, end=span.stop)
+            for entry, span in running.items()
+        ]
+        self.record.farewell(dense_pb2.Farewell(is_crash=True, running=spans))
         self.record.connected(self.epoch)
 
     @property
@@ -100,7 +114,7 @@ def test_an_announced_end_does_not_count_even_if_another_worker_comes() -> None:
     story = Story(1)
     for _ in range(5):
         story.admit(*story.entries)
-        story.record.farewell(is_crash=False)
+        story.record.farewell(dense_pb2.Farewell(is_crash=False))
         story.crash()
     assert story.failed == []
 
@@ -109,6 +123,55 @@ def test_a_crash_of_the_attention_worker_counts_though_the_dense_worker_lives() 
     story = Story(1)
     for _ in range(2):
         story.admit(*story.entries)
-        story.record.farewell(is_crash=True)
-        story.record.connected(story.epoch)
+        story.attention_crash({story.entries[0]: range(100)})
     assert story.failed == [0]
+
+
+def test_a_crash_does_not_count_for_who_has_no_part_in_a_step() -> None:
+    story = Story(2)
+    for _ in range(5):
+        story.admit(*story.entries)
+        story.attention_crash({})
+    assert [entry.num_crashes for entry in story.entries] == [0, 0]
+    for _ in range(3):
+        story.admit(*story.entries)
+        story.attention_crash({story.entries[0]: range(100)})
+    assert story.failed == [0] and story.entries[1].num_crashes == 0
+
+
+def test_a_crash_does_not_count_before_the_place_of_the_one_before() -> None:
+    """A lone long request: after the first crash its text is computed again, and that is what the next ones meet."""
+    story = Story(1)
+    [entry] = story.entries
+    story.admit(entry)
+    story.attention_crash({entry: range(900, 902)})
+    for start in (0, 128, 772):
+        story.admit(entry)
+        story.attention_crash({entry: range(start, start + 128)})
+    assert story.failed == [] and entry.num_crashes == 1
+    story.admit(entry)
+    story.attention_crash({entry: range(800, 901)})
+    assert story.failed == [0]
+
+
+@given(
+    poison=st.integers(0, 999),
+    starts=st.lists(st.integers(0, 999), min_size=2, max_size=2),
+    ends=st.lists(st.integers(1, 1000), min_size=2, max_size=2),
+)
+def test_a_token_that_kills_is_found_however_steps_are_cut(poison: int, starts: list[int], ends: list[int]) -> None:
+    story = Story(1)
+    [entry] = story.entries
+    for start, end in zip(starts, ends, strict=True):
+        story.admit(entry)
+        story.attention_crash({entry: range(min(start, poison), max(end, poison + 1))})
+    assert story.failed == [0]
+
+
+def test_several_in_a_step_are_not_failed_though_but_one_of_them_has_come_far_enough() -> None:
+    story = Story(3)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.attention_crash({story.entries[0]: range(100)})
+    assert story.failed == [], "the others may have been about to run"
+    assert [entry.num_crashes for entry in story.entries] == [2, 0, 0]
