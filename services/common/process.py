@@ -15,10 +15,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Lets the kernel send SIGINT (end at once) to this process when its parent ends, however that happens."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-    if os.getppid() != parent_pid:  # it has ended already
-        os.kill(os.getpid(), signal.SIGINT)
+    """This process gets SIGINT (end at once) when its parent ends, however that happens.
+
+    The kernel sends SIGCONT, the one signal that both wakes a stopped process and lets it clean up.
+    """
+
+    def end_if_orphaned(*_: object) -> None:
+        if os.getppid() != parent_pid:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGCONT, end_if_orphaned)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    end_if_orphaned()  # it may have ended already
 
 
 @contextlib.contextmanager

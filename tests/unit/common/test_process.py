@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 CHILD = """
 import os, sys, time
@@ -21,3 +26,37 @@ def test_a_process_whose_parent_ended_before_it_could_ask_ends_too() -> None:
     result = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     assert result.stdout == "" and "KeyboardInterrupt" in result.stderr
+
+
+SERVICE = """
+import asyncio, os, sys
+from services.common.cli import parse_service_args
+from services.common.server import run_service
+async def serve():
+    print(os.getpid(), flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+parse_service_args("child", ["--die-with-parent", sys.argv[1]])
+run_service(serve())
+"""
+LAUNCHER = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {SERVICE!r}, str(os.getpid())])"
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_service_whose_parent_is_killed_ends_in_order(is_stopped: bool) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    for number in (signal.SIGSTOP, signal.SIGCONT):  # which alone ends nothing
+        os.kill(pid, number)
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
+    parent.kill()
+    try:
+        output, _ = parent.communicate(timeout=60)  # until nobody has its end of the pipe any more
+    finally:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    assert output.startswith("cleaned up\n")
