@@ -30,8 +30,8 @@ from services.pb import attn_pb2, attn_pb2_grpc
 log = structlog.get_logger()
 
 _RETRY_S = 0.2
-# What a later try may cure; any other answer is the attention worker's refusal.
-_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# What a later try may cure; any other answer is the attention worker's refusal. One that stops cancels its calls.
+_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)

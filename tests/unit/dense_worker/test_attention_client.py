@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -156,6 +157,26 @@ def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
+def test_an_attachment_that_was_broken_off_is_tried_again(code: str) -> None:
+    class StoppingAttention(Attention):
+        num_tries = 0
+
+        async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+            self.num_tries += 1
+            if self.num_tries < 3:
+                raise grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata())
+            return await super().Attach(request, timeout)
+
+    async def test() -> None:
+        attention = StoppingAttention()
+        with pytest.raises(ConfigError, match="cuda_ipc_queued"):  # the third answer, which cannot be used here
+            await make_client(attention)._attach()
+        assert attention.num_tries == 3
 
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 
