@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 from services.common.config import LogSection
+from services.common.line_writer import LineWriter
 
 
 def configure_logs(section: LogSection, service: str) -> None:
@@ -50,16 +50,12 @@ def tell_people(text: str) -> None:
 
 
 class LogLines:
-    """A logger for structlog that writes each rendered event as a line; from any thread.
-
-    It writes without a buffer: what a buffer could not write would come later, in pieces.
-    """
+    """A logger for structlog that writes each rendered event as a line; from any thread."""
 
     def __init__(self, file: int) -> None:
         """`file` is a descriptor."""
-        self._file = file
+        self._writer = LineWriter(file)
         self._lock = threading.Lock()
-        self._is_torn = False  # the last line was written in part
         self._is_told = True  # of all that were dropped
         self.num_dropped = 0  # in the life of the process
 
@@ -70,17 +66,12 @@ class LogLines:
     def msg(self, line: str) -> None:
         """Writes a line, or drops it."""
         with self._lock:
-            unwritten = ("\n" * self._is_torn + line + "\n").encode(errors="backslashreplace")
-            length = len(unwritten)
             try:
-                while unwritten:
-                    unwritten = unwritten[os.write(self._file, unwritten) :]
+                self._writer.write(line)
+                self._is_told = True
             except OSError:
                 self.num_dropped += 1
                 self._is_told = False
-                self._is_torn = self._is_torn or len(unwritten) < length
-            else:
-                self._is_told, self._is_torn = True, False
 
     debug = info = warning = error = critical = log = msg  # the names by which structlog calls it
 

@@ -1,23 +1,25 @@
 """`StepLog`: one JSON line for every step, for those who want to see each of them.
 
 The engine thread only puts a step's figures into a bounded queue; a thread of its own writes them. When the disk
-cannot keep up, lines are dropped and the next one says how many.
+cannot keep up, or is full, lines are dropped and the next one says how many.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import structlog
 
 from services.common.errors import ConfigError
+from services.common.line_writer import LineWriter
 from services.dense_worker.observer import StepStats
 from services.dense_worker.sequence import Sequence, SequenceOutput
 
@@ -30,21 +32,24 @@ STOP_TIMEOUT_S = 2.0
 class StepLog:
     """An `EngineObserver`; see `writing_step_log`."""
 
-    def __init__(self, file: IO[str], max_num_pending: int = MAX_NUM_PENDING) -> None:
-        self._file = file
+    def __init__(self, write: Callable[[str], None], max_num_pending: int = MAX_NUM_PENDING) -> None:
+        """`write` takes a line; see `LineWriter`."""
+        self._write_line = write
         self._pending: queue.Queue[tuple[float, StepStats, int] | None] = queue.Queue(max_num_pending)
-        self._num_dropped = 0  # since the last line that found room
+        self._num_dropped = 0  # since the last line that found room in the queue
+        self._has_failed = False  # to write a line; that is told once
         self._thread = threading.Thread(target=self._write, name="step-log", daemon=True)
 
     def start(self) -> None:
         """Starts the thread that writes."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Writes what is left, for `STOP_TIMEOUT_S` at most."""
+    def stop(self) -> bool:
+        """Writes what is left, for `STOP_TIMEOUT_S` at most. Returns whether nothing is being written any more."""
         with contextlib.suppress(queue.Full):
             self._pending.put(None, timeout=STOP_TIMEOUT_S)
         self._thread.join(STOP_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
         """See `EngineObserver`."""
@@ -58,14 +63,18 @@ class StepLog:
         """See `EngineObserver`. The gap in the step numbers tells it."""
 
     def _write(self) -> None:
-        try:
-            while (item := self._pending.get()) is not None:
-                self._file.write(json.dumps(line_of(*item)) + "\n")
-                if self._pending.empty():
-                    self._file.flush()
-            self._file.flush()
-        except OSError as error:  # a full disk must not stop the engine
-            log.error("the step log ends here", path=self._file.name, error=error.strerror)
+        num_lost = 0  # since the last line that was written
+        while (item := self._pending.get()) is not None:
+            timestamp, stats, num_dropped = item
+            num_lost += num_dropped
+            try:
+                self._write_line(json.dumps(line_of(timestamp, stats, num_lost)))
+                num_lost = 0
+            except OSError as error:  # a full disk must not stop the engine
+                if not self._has_failed:
+                    log.error("lines of the step log are dropped", error=error.strerror)
+                self._has_failed = True
+                num_lost += 1
 
 
 @contextlib.contextmanager
@@ -78,16 +87,17 @@ def writing_step_log(path: Path | None) -> Iterator[list[StepLog]]:
         yield []
         return
     try:
-        file = path.open("a")
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     except OSError as error:
         raise ConfigError(f"dense.step_log {str(path)!r} cannot be written: {error.strerror}") from error
-    with file:
-        step_log = StepLog(file)
-        step_log.start()
-        try:
-            yield [step_log]
-        finally:
-            step_log.stop()
+    step_log = StepLog(LineWriter(file).write)
+    step_log.start()
+    try:
+        yield [step_log]
+    finally:
+        if step_log.stop():
+            with contextlib.suppress(OSError):  # where a disk tells only now that it is full
+                os.close(file)
 
 
 def line_of(timestamp: float, stats: StepStats, num_dropped: int) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.errors import ConfigError
 from services.dense_worker.observer import StepStats
@@ -69,21 +69,21 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pass
 
 
-class SlowFile(io.StringIO):
+class SlowFile:
     """Does not write before it may."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.lines: list[str] = []
         self.may_write = threading.Event()
 
-    def write(self, text: str) -> int:
+    def write(self, line: str) -> None:
         assert self.may_write.wait(20.0)
-        return super().write(text)
+        self.lines.append(line)
 
 
 def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
     file = SlowFile()
-    step_log = StepLog(file, max_num_pending=4)
+    step_log = StepLog(file.write, max_num_pending=4)
     step_log.start()
     start = time.monotonic()
     for _ in range(50):
@@ -91,26 +91,41 @@ def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
     assert time.monotonic() - start < 10.0, "the engine thread waited for the disk"
     file.may_write.set()
     deadline = time.monotonic() + 20.0
-    while len(file.getvalue().splitlines()) < 4:
+    while len(file.lines) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     step_log.on_step(STATS, [], [])
     step_log.stop()
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    lines = [json.loads(line) for line in file.lines]
     assert sum(line.get("num_dropped_lines", 0) for line in lines) + len(lines) == 51
     assert lines[-1]["num_dropped_lines"] > 40
 
 
-class FullDisk(io.StringIO):
-    name = "steps.jsonl"
+def test_a_full_disk_costs_lines_alone_and_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.symlink_to("/dev/full")
+    with capture_logs() as events, writing_step_log(path) as [step_log]:
+        for _ in range(10):
+            step_log.on_step(STATS, [], [])
+    assert [(event["event"], event["error"]) for event in events] == [
+        ("lines of the step log are dropped", "No space left on device")
+    ]
 
-    def write(self, text: str) -> int:
-        raise OSError(28, "No space left on device")
 
+def test_a_disk_that_has_room_again_is_written_to_and_the_gap_told() -> None:
+    written: list[str] = []
+    num_tries = 0
 
-def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
-    step_log = StepLog(FullDisk(), max_num_pending=2)
+    def write(line: str) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries <= 3:
+            raise OSError(28, "No space left on device")
+        written.append(line)
+
+    step_log = StepLog(write)
     step_log.start()
-    for _ in range(10):
+    for _ in range(5):
         step_log.on_step(STATS, [], [])
-    step_log.stop()
+    assert step_log.stop()
+    assert [json.loads(line).get("num_dropped_lines") for line in written] == [3, None]
