@@ -100,10 +100,10 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if self._results is not None:  # told before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._attachment_id} is replaced by another one"))
         self.abort()
-        if self._engine is not None:  # its region makes room for the new one
-            await asyncio.shield(asyncio.wrap_future(self._engine.submit(self._engine.detach)))
         self._attachment_id += 1
         attachment_id = self._attachment_id
+        if self._engine is not None:  # its region makes room for the new one
+            await asyncio.shield(asyncio.wrap_future(self._engine.submit(self._engine.detach)))
         channel = self._channel = await self._create_channel(request, attachment_id)
         try:
             engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
