@@ -135,6 +135,39 @@ def test_openais_fields_without_a_meaning_here_are_taken(api: openai.OpenAI) -> 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == expected
 
 
+def test_every_chunk_has_the_counts_so_far_and_the_last_token_the_end(cluster: Cluster, api: openai.OpenAI) -> None:
+    extra = {"return_token_ids": True}
+    options: Any = {"model": MODEL, "max_tokens": 20, "temperature": 0, "stream": True, "extra_body": extra}
+    options["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}  # as guidellm always sends
+    prompt_ids = list(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
+    chat = gateway_pb2.Chat(messages=[gateway_pb2.ChatMessage(**message) for message in USER])
+    chat_ids = list(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(chat=chat)).token_ids)
+    *chunks, last = api.completions.create(prompt=PROMPT, **options)
+    assert chunks[0].choices[0].model_extra["prompt_token_ids"] == prompt_ids
+    _check_counts(chunks, last, len(prompt_ids))
+    *chunks, last = api.chat.completions.create(messages=USER, **options)
+    assert chunks[0].model_extra["prompt_token_ids"] == chat_ids
+    _check_counts(chunks, last, len(chat_ids))
+
+
+def _check_counts(chunks: list[Any], last: Any, num_prompt_tokens: int) -> None:
+    num_tokens = 0
+    for chunk in chunks:
+        num_tokens += len(chunk.choices[0].model_extra.get("token_ids", ()))
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (num_prompt_tokens, num_tokens)
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    assert chunks[-1].choices[0].model_extra["token_ids"], "it is on the last token's chunk"
+    assert (last.choices, last.usage.completion_tokens) == ([], num_tokens)
+
+
+def test_a_truncated_prompt_is_answered_as_its_last_tokens_are(api: openai.OpenAI) -> None:
+    prompt = list(range(300, 400))
+    options: Any = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    whole = api.completions.create(prompt=prompt, extra_body={"truncate_prompt_tokens": 30}, **options)
+    assert whole.choices[0].text == api.completions.create(prompt=prompt[-30:], **options).choices[0].text
+    assert whole.usage.prompt_tokens == 30
+
+
 def test_n_answers_are_those_of_n_seeds(cluster: Cluster, api: openai.OpenAI) -> None:
     expected = [cluster.generate(PROMPT, 12, temperature=1.0, seed=50 + i).text for i in range(3)]
     options: Any = {"model": MODEL, "prompt": [PROMPT, PROMPT], "max_tokens": 12, "temperature": 1, "seed": 50, "n": 3}
