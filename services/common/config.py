@@ -21,6 +21,7 @@ from services.common.errors import ConfigError
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # of the gateway
 API_KEY_VARIABLE = "TWOSTROKE_API_KEY"  # of clients
 MAX_PORT = 65535
+MAX_MODEL_NAME_CHARACTERS = 256  # of what clients call a model
 MAX_SECONDS = 1e9  # 31 years; a deadline that is too far away gRPC takes for one that has passed
 MAX_MESSAGE_BYTES = 2**31 - 1  # of gRPC
 MAX_PROMPTS = 1024  # that the schema of HTTP requests admits
@@ -71,6 +72,7 @@ HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
+ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARACTERS)]
 MessageBytes = Annotated[int, Field(ge=1, le=MAX_MESSAGE_BYTES)]
 
 
@@ -82,7 +84,7 @@ class ModelSection(Section):
     """What is served."""
 
     path: Path = EMBEDDED_MODEL  # a Hugging Face model directory
-    name: str | None = None  # what clients call it; None: as its directory
+    name: ModelName | None = None  # what clients call it; None: as its directory. See gateway.served_model_names
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
     load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: random weights, config.json suffices
     num_layers: Count | None = None  # run only the first layers
@@ -99,6 +101,8 @@ class GatewaySection(Section):
     # Names by which it may be called over HTTP, beside this machine's local ones; "*": all. None named: all, unless
     # http_address is loopback, where a foreign name is an attack by DNS rebinding.
     allowed_hosts: tuple[HostName, ...] = ()
+    served_model_names: tuple[ModelName, ...] = ()  # what clients may call the model; the first goes before model.name
+    accept_any_model_name: bool = False  # whether a request may name any other model, and is answered by this one
     max_n: Count = 16  # answers to one prompt
     # likeliest tokens to tell of beside each output token; an answer keeps about 120 bytes of each until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20

@@ -17,6 +17,7 @@ from services.gateway.dense_pool import DensePool
 from services.gateway.generation import Generation
 from services.gateway.journal import FinishReason, Journal
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
+from services.gateway.model_names import ModelNames
 from services.gateway.request import ModelLimits, check_size, check_token_ids, read_request, read_text_or_chat
 from services.gateway.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -27,7 +28,7 @@ class Frontend:
 
     def __init__(
         self,
-        model_name: str,
+        names: ModelNames,
         eos_token_ids: tuple[int, ...],
         max_n: int,
         max_logprobs: int,
@@ -41,7 +42,7 @@ class Frontend:
         queue_timeout_s: float,
         tracer: Tracer,
     ) -> None:
-        self.model_name = model_name
+        self.names = names
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.journal = journal
@@ -69,7 +70,7 @@ class Frontend:
             model.vocab_size,
             model.max_model_len,
             self.eos_token_ids,
-            self.model_name,
+            self.names,
             self._max_n,
             self._max_logprobs,
             self._strict_max_tokens,

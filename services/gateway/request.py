@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.common.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
+from services.gateway.model_names import ModelNames
 from services.gateway.text.read_chat import read_chat
 from services.gateway.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -30,7 +31,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
     eos_token_ids: tuple[int, ...]
-    model_name: str
+    names: ModelNames
     max_n: int  # answers to one prompt
     max_logprobs: int  # likeliest tokens to tell of beside each output token
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
@@ -69,8 +70,7 @@ async def read_request(
 
     Raises `UnknownModel` for another model than the served one.
     """
-    if message.model and message.model != limits.model_name:
-        raise UnknownModel(f"model {message.model!r} is not served here, {limits.model_name!r} is", "model")
+    limits.names.check(message.model)
     _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     _check_name("user", message.user, MAX_USER_CHARACTERS)
     n, best_of = _read_counts(message, limits.max_n)

@@ -25,6 +25,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.journal import Journal
 from services.gateway.loop_delay import measure_loop_delay
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_names import ModelNames
 from services.gateway.open_files import fit_connections
 from services.gateway.reception import Reception
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
@@ -86,8 +87,13 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         await server.set_serving(is_connected and not admission.is_draining)
 
     dense = DensePool(config.dense.address, config.peers, journal, set_serving, section.num_dense_streams)
+    names = ModelNames(
+        tuple(dict.fromkeys(section.served_model_names)) or (config.model.name or path.resolve().name,),
+        section.accept_any_model_name,
+        str(path),
+    )
     frontend = Frontend(
-        config.model.name or path.resolve().name,
+        names,
         eos_token_ids,
         section.max_n,
         section.max_logprobs,

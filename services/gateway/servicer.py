@@ -98,7 +98,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """As the dense worker last said."""
         model = self._frontend.model
         return gateway_pb2.ModelInfoResponse(
-            model=self._frontend.model_name,
+            model=self._frontend.names.first,
+            names=self._frontend.names.names,
             family=model.family,
             dtype=model.dtype,
             vocab_size=model.vocab_size,

@@ -238,7 +238,7 @@ class ModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfoResponse(_message.Message):
-    __slots__ = ("model", "family", "dtype", "vocab_size", "max_model_len", "num_layers", "eos_token_ids", "weights_hash", "version")
+    __slots__ = ("model", "family", "dtype", "vocab_size", "max_model_len", "num_layers", "eos_token_ids", "weights_hash", "version", "names")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,7 @@ class ModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     model: str
     family: str
     dtype: str
@@ -257,4 +258,5 @@ class ModelInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     weights_hash: str
     version: str
-    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_hash: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights_hash: _Optional[str] = ..., version: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...

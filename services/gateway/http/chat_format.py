@@ -35,7 +35,7 @@ class ChatFormat:
 
     def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = head(frontend, kind, f"chatcmpl-{request_id}")
+        self._head = head(frontend, kind, f"chatcmpl-{request_id}", body.model)
         self._tokenizer = frontend.tokenizer
         self._eos_token_ids = frontend.eos_token_ids
         self._body = body

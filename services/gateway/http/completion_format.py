@@ -25,7 +25,7 @@ class CompletionFormat:
     param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER}
 
     def __init__(self, frontend: Frontend, body: CompletionRequest, request_id: str) -> None:
-        self._head = head(frontend, "text_completion", f"cmpl-{request_id}")
+        self._head = head(frontend, "text_completion", f"cmpl-{request_id}", body.model)
         self._tokenizer = frontend.tokenizer
         self._eos_token_ids = frontend.eos_token_ids
         self._body = body

@@ -11,13 +11,16 @@ from services.gateway.generation import Finish
 from services.gateway.http.schemas.answers import UsageObject
 
 
-def head(frontend: Frontend, kind: str, answer_id: str) -> dict[str, Any]:
-    """`kind` as in OpenAI's reference: `text_completion`, `chat.completion` or `chat.completion.chunk`."""
+def head(frontend: Frontend, kind: str, answer_id: str, model: str | None) -> dict[str, Any]:
+    """`kind` as in OpenAI's reference: `text_completion`, `chat.completion` or `chat.completion.chunk`.
+
+    `model`: what the request calls it, whose answers do the same.
+    """
     return {
         "id": answer_id,
         "object": kind,
         "created": int(time.time()),
-        "model": frontend.model_name,
+        "model": model or frontend.names.first,
         "system_fingerprint": f"fp_{frontend.model.weights_hash[:12]}",
     }
 

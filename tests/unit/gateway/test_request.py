@@ -12,12 +12,18 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.sampling_params import SamplingParams
+from services.gateway.model_names import ModelNames
 from services.gateway.request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
 from services.gateway.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 
 LIMITS = ModelLimits(
-    vocab_size=1000, max_model_len=64, eos_token_ids=(2, 7), model_name="tiny", max_n=4, max_logprobs=20
+    vocab_size=1000,
+    max_model_len=64,
+    eos_token_ids=(2, 7),
+    names=ModelNames(("tiny", "small"), accepts_any=False, root="/models/tiny"),
+    max_n=4,
+    max_logprobs=20,
 )
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 IDS = {"prompt_token_ids": {"ids": [5, 6, 7]}}

@@ -25,7 +25,7 @@ def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
         """How busy the server is; what a worker that is away would have said is null."""
         load = await worker_load.read()
         return {
-            "model": frontend.model_name,
+            "model": frontend.names.first,
             "unready_reason": frontend.unready_reason(),
             "requests": load.requests,
             "kv_cache": load.kv_cache,

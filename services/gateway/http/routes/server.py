@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse, Response
 from services.gateway import __version__
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.routes.tokens import check_model
 from services.gateway.http.schemas.server import Health, Live, ModelList, ModelObject, Version
 
 
@@ -20,28 +19,29 @@ def server_routes(frontend: Frontend) -> APIRouter:
     router = APIRouter(tags=["Server"])
     start = int(time.time())
     health_answers: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
-    model_errors = {status: ERROR_RESPONSES[status] for status in (404, 503)}
+    model_errors = {status: ERROR_RESPONSES[status] for status in (400, 404, 503)}
 
-    def model_object() -> ModelObject:
+    def model_object(name: str) -> ModelObject:
         return {
-            "id": frontend.model_name,
+            "id": name,
             "object": "model",
             "created": start,
             "owned_by": "twostroke",
+            "root": frontend.names.root,
             "max_model_len": frontend.model.max_model_len,
             "vocab_size": frontend.model.vocab_size,
         }
 
     @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})
     async def list_models() -> ModelList:
-        """The served model."""
-        return {"object": "list", "data": [model_object()]}
+        """The served model, once under each of its names."""
+        return {"object": "list", "data": [model_object(name) for name in frontend.names.names]}
 
     @router.get("/v1/models/{name:path}", responses=model_errors)
     async def retrieve_model(name: str) -> ModelObject:
         """The served model, if that is its name."""
-        check_model(frontend, name)
-        return model_object()
+        frontend.names.check(name)
+        return model_object(name)
 
     @router.get("/live")
     async def live() -> Live:

@@ -8,7 +8,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
-from services.common.errors import InvalidRequest, UnknownModel
+from services.common.errors import InvalidRequest
 from services.gateway.frontend import Frontend
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import StrictJsonRoute
@@ -31,7 +31,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text, of several, or of a chat with the generation prompt."""
         body.log_unknown_fields(request.state.request_id)
-        check_model(frontend, body.model)
+        frontend.names.check(body.model or "")
         is_list = isinstance(body.prompt, list)
         messages = tokenize_messages(body)
         _check_count("prompt", len(messages), section.max_prompts)
@@ -50,7 +50,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids, or the texts of several lists of them."""
         body.log_unknown_fields(request.state.request_id)
-        check_model(frontend, body.model)
+        frontend.names.check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if is_list else [body.tokens]
         _check_count("tokens", len(lists), section.max_prompts)
@@ -70,9 +70,3 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
 def _check_count(field: str, count: int, most: int) -> None:
     if not 1 <= count <= most:
         raise InvalidRequest(f"{field} has {count} elements, must have 1 to {most}", field)
-
-
-def check_model(frontend: Frontend, name: str | None) -> None:
-    """Raises `UnknownModel` for another model than the served one."""
-    if name and name != frontend.model_name:
-        raise UnknownModel(f"model {name!r} is not served here, {frontend.model_name!r} is", "model")

@@ -41,7 +41,7 @@ class GenerationFields(RequestModel):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
 
-    model: str | None = Field(None, description="Name of the served model, or none")
+    model: str | None = Field(None, description="A name of the served model, or none; the answer says it, too")
     n: UInt32 | None = Field(None, description="Answers to each prompt")
     best_of: UInt32 | None = Field(None, description="Answers to generate, of which the n likeliest are returned")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")

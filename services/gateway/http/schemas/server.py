@@ -8,18 +8,19 @@ from typing_extensions import TypedDict
 
 
 class ModelObject(TypedDict):
-    """The served model; `vocab_size` is the number of its token ids."""
+    """A name of the served model; `root` is the directory it comes from, `vocab_size` the number of its token ids."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     vocab_size: int
 
 
 class ModelList(TypedDict):
-    """All of them: one."""
+    """All names of the served model, the first one first."""
 
     object: Literal["list"]
     data: list[ModelObject]
