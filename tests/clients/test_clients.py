@@ -30,8 +30,8 @@ TOO_LONG = "San Francisco is a " * 1000  # of 2048 tokens at most
 PROGRAMS = Path(__file__).with_name("programs")
 PROGRAM_TIMEOUT_S = 100.0
 CODE = "context_length_exceeded"
-# Clients shall ask nobody but the cluster, for prices of models say.
-OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+# Clients shall ask nobody but the cluster, for prices of models say; two streams need one process.
+SETTINGS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def run_program(program: Program, cluster: Cluster) -> dict[str, Any]:
 def run(command: Sequence[str], directory: Path | None = None) -> str:
     """Standard output of a client that ends well."""
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, cwd=directory, env=os.environ | OFFLINE
+        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, cwd=directory, env=os.environ | SETTINGS
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
