@@ -19,6 +19,8 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
 
 log = structlog.get_logger()
 
+MIN_SECOND_LOOK_S = 0.1  # for a client out of time: the loop reads once more what has come meanwhile
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -80,14 +82,14 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_in_headers, self._num_frame_bytes = False, 0
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
         if self._is_refused:
             return
-        self._limit_reading(self.limits.body_timeout_s)
         super().on_headers_complete()
+        self._is_in_headers, self._num_frame_bytes = False, 0
+        self._limit_reading(self.limits.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
         self._num_frame_bytes = 0
@@ -118,8 +120,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle for too long. A peer that does not take the end of its answer is not waited for."""
-        self._close()
+        """Idle for too long after an answer, which ends a connection without a word (RFC 9112, section 9.5).
+
+        A peer that does not take the end of its answer is not waited for.
+        """
+        self.timeout_keep_alive_task = self.loop.call_later(MIN_SECOND_LOOK_S, self._close)
 
     def send_400_response(self, msg: str) -> None:
         """Not HTTP."""
@@ -134,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._is_refused = True
+        self._clear_read_deadline()
         if self._may_answer():
             body = error_body(message, status=status, code=code)
             headers = {
@@ -148,14 +154,32 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def _may_answer(self) -> bool:
-        """Whether what we write now would be taken for the answer to the last request."""
-        if self.cycle is None or self.cycle.response_complete:
-            return True
+        """Whether what we write now would be taken for the answer to the request that comes in."""
+        if self._is_in_headers:
+            return self.cycle is None or self.cycle.response_complete
         return not self.cycle.response_started and not self.pipeline
 
     def _limit_reading(self, timeout_s: float) -> None:
         self._clear_read_deadline()
-        self._read_deadline = self.loop.call_later(timeout_s, self._cut, "sends nothing or too slowly", timeout_s)
+        due_at = self.loop.time() + timeout_s
+        self._read_deadline = self.loop.call_later(timeout_s, self._look_again, timeout_s, due_at)
+
+    def _look_again(self, timeout_s: float, due_at: float) -> None:
+        """Time is up, but a loop that was busy may not have read what the client sent: it gets as long as it was late.
+
+        Timers come before reading in a turn of the loop, so at least one reading lies between.
+        """
+        late_s = self.loop.time() - due_at
+        self._read_deadline = self.loop.call_later(max(late_s, MIN_SECOND_LOOK_S), self._time_out, timeout_s)
+
+    def _time_out(self, timeout_s: float) -> None:
+        log.info("connection cut", client=self.client, reason="sends nothing or too slowly", timeout_s=timeout_s)
+        part, key = ("headers", "header_timeout_s") if self._is_in_headers else ("body", "body_timeout_s")
+        self._refuse(
+            408,
+            f"the {part} of the request did not come within {timeout_s:g} s, the limit (gateway.{key})",
+            "request_timeout",
+        )
 
     def _clear_read_deadline(self) -> None:
         if self._read_deadline is not None:

@@ -1,0 +1,136 @@
+"""Clients that take too long hear a 408; who was in time is served, however late the gateway itself was to read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_dense import FakeDense
+from tests.http_clients import connect, connect_socket, request_bytes
+from tests.running_gateway import run, running_gateway, until
+
+TIMEOUT_S = 0.3
+BLOCKED_S = 2.0  # far beyond it
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = request_bytes("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+END_OF_HEADERS = POST.index(b"\r\n\r\n") + 4
+
+
+def with_connection(tmp_path: Path, test: Any, **options: float) -> None:
+    async def body() -> None:
+        dense = FakeDense(lambda submit: [5])  # then it hangs
+        async with running_gateway(tmp_path, dense, **options) as gateway:
+            reader, writer = await connect(gateway.http_address)
+            await test(dense, reader, writer)
+            writer.close()
+
+    run(body())
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, bytes], bytes]:
+    """Status line, headers and body of one answer."""
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
+    headers = {name.decode(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    return status, headers, await reader.readexactly(int(headers["content-length"]))
+
+
+@pytest.mark.parametrize(
+    ("sent", "part"),
+    [
+        (b"", "headers"),
+        (b"GE", "headers"),
+        (HEALTH[:-2], "headers"),
+        (POST[:END_OF_HEADERS], "body"),
+        (POST[:-1], "body"),
+    ],
+    ids=["nothing", "part of the first line", "headers without end", "no body", "part of the body"],
+)
+def test_a_client_that_is_too_slow_is_told_so(tmp_path: Path, sent: bytes, part: str) -> None:
+    async def test(dense: FakeDense, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        status, headers, body = await read_answer(reader)
+        assert status == b"HTTP/1.1 408 Request Timeout"
+        assert headers["connection"] == b"close" and headers["x-request-id"]
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
+        key = {"headers": "header_timeout_s", "body": "body_timeout_s"}[part]
+        assert part in error["message"] and "0.3 s" in error["message"] and f"gateway.{key}" in error["message"]
+        assert await reader.read() == b"", "the connection is closed"
+
+    with_connection(tmp_path, test, header_timeout_s=TIMEOUT_S, body_timeout_s=TIMEOUT_S)
+
+
+async def send_and_block(bare: socket.socket, data: bytes) -> None:
+    """Sends within a callback that then blocks the gateway's loop: its timers are due before it reads again."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    waker, woken = socket.socketpair()
+
+    def block() -> None:
+        loop.remove_reader(woken)
+        bare.sendall(data)
+        time.sleep(BLOCKED_S)
+        done.set()
+
+    with waker, woken:
+        loop.add_reader(woken, block)
+        waker.send(b"x")
+        await done.wait()
+
+
+async def read_status(bare: socket.socket) -> bytes:
+    return (await asyncio.to_thread(bare.recv, 65536)).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("num_before", [0, 2, END_OF_HEADERS, len(POST) - 1])
+def test_what_came_in_time_is_served_however_busy_the_gateway_was(tmp_path: Path, num_before: int) -> None:
+    async def body() -> None:
+        limits = {"header_timeout_s": TIMEOUT_S, "body_timeout_s": TIMEOUT_S}
+        async with running_gateway(tmp_path, FakeDense(lambda submit: [5]), **limits) as gateway:
+            with connect_socket(gateway.http_address) as bare:
+                bare.sendall(POST[:num_before])
+                await asyncio.sleep(TIMEOUT_S / 3)  # it has read that, and the time for the rest runs
+                await send_and_block(bare, POST[num_before:])
+                assert await read_status(bare) == b"HTTP/1.1 200 OK"
+
+    run(body())
+
+
+def test_a_further_request_in_time_is_served_however_busy_the_gateway_was(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running_gateway(
+            tmp_path, FakeDense(lambda submit: [5]), keep_alive_timeout_s=TIMEOUT_S
+        ) as gateway:
+            with connect_socket(gateway.http_address) as bare:
+                bare.sendall(HEALTH)
+                assert await read_status(bare) == b"HTTP/1.1 200 OK"
+                await send_and_block(bare, HEALTH)
+                assert await read_status(bare) == b"HTTP/1.1 200 OK"
+
+    run(body())
+
+
+def test_a_kept_connection_that_asks_nothing_more_is_closed_in_silence(tmp_path: Path) -> None:
+    async def test(dense: FakeDense, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEALTH)
+        status, _, _ = await read_answer(reader)
+        assert status == b"HTTP/1.1 200 OK"
+        assert await reader.read() == b""
+
+    with_connection(tmp_path, test, keep_alive_timeout_s=TIMEOUT_S)
+
+
+def test_half_a_further_request_is_no_reason_to_answer_the_one_before_with_a_408(tmp_path: Path) -> None:
+    async def test(dense: FakeDense, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        endless = request_bytes("/v1/completions", {"prompt": "Hello", "max_tokens": 50})
+        writer.write(endless)
+        await until(lambda: len(dense.running) == 1)
+        writer.write(HEALTH[:10])
+        assert await reader.read() == b""
+
+    with_connection(tmp_path, test, header_timeout_s=TIMEOUT_S)
