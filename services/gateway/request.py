@@ -76,7 +76,7 @@ async def read_request(
     n, best_of = _read_counts(message, limits.max_n)
     _check_logprobs(message, limits)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    sampling = _read_sampling(message, tokenizer, limits)
+    sampling = await _read_sampling(message, tokenizer, limits)
     if message.HasField("max_tokens"):
         _check_max_tokens(message, best_of)
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
@@ -184,7 +184,7 @@ def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int,
     return n, best_of
 
 
-def _read_sampling(
+async def _read_sampling(
     message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> SamplingParams:
     num_allowed = len(message.sampling.allowed_token_ids)
@@ -195,7 +195,7 @@ def _read_sampling(
     sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
     if message.bad_words:
         _check_strings("bad_words", message.bad_words, MAX_BAD_WORDS)
-        words = [ids for word in message.bad_words for ids in tokenizer.word_token_ids(word)]
+        words = await tokenizer.word_token_ids(message.bad_words)
         sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
     sampling.validate()
     sampling.validate_token_ids(limits.vocab_size)

@@ -65,11 +65,11 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
 
-    def word_token_ids(self, word: str) -> list[tuple[int, ...]]:
-        """The ways to write a word in the middle of a text: as it stands, and after a space."""
-        variants = (word, f" {word.lstrip()}")
-        encoded = dict.fromkeys(tuple(self._encode(text, add_special_tokens=False)) for text in variants)
-        return [token_ids for token_ids in encoded if token_ids]
+    async def word_token_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ways to write words in the middle of a text: each as it stands, and after a space."""
+        variants = [variant for word in words for variant in (word, f" {word.lstrip()}")]
+        lists = await self.off_loop(sum(map(len, variants)), self._encode_all, variants)
+        return list(dict.fromkeys(tuple(token_ids) for token_ids in lists if token_ids))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of `token_ids`, each in [0, vocab_size)."""
@@ -130,6 +130,9 @@ class Tokenizer:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._encode(text, add_special_tokens=False) for text in texts]
 
 
 def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:

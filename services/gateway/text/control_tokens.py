@@ -29,7 +29,9 @@ class ControlTokens:
         backend = hf_tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
         also = set(hf_tokenizer.chat_control_tokens or ())  # not special, but the model's author wants them guarded
-        names = [token.content for token in added.values() if token.special or token.content in also]
+        # Those found as whole words only are words: whether they are there depends on what stands beside them.
+        found = [token for token in added.values() if not token.single_word]
+        names = [token.content for token in found if token.special or token.content in also]
         self._names = sorted(names, key=len, reverse=True)  # the longest first, as the tokenizer finds them
         self._first_characters = {name[0] for name in names}
         self._nonce = new_nonce()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,16 +58,39 @@ def test_a_chat_gets_the_ids_of_transformers(
     assert asyncio.run(tokenizer.encode_chat(Chat(chat))) == expected
 
 
-def test_a_long_prompt_leaves_the_event_loop_free(tokenizer: Tokenizer) -> None:
-    async def count_turns_meanwhile() -> int:
-        encoding = asyncio.create_task(tokenizer.encode(LONG_TEXT))
-        num_turns = 0
-        while not encoding.done():
-            await asyncio.sleep(0)
-            num_turns += 1
-        return num_turns
+async def count_turns(work: Awaitable[object]) -> int:
+    """Of the event loop, meanwhile."""
+    task = asyncio.ensure_future(work)
+    num_turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    await task
+    return num_turns
 
-    assert asyncio.run(count_turns_meanwhile()) > 10
+
+def test_long_texts_leave_the_event_loop_free(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
+) -> None:
+    token_ids = reference(LONG_TEXT)["input_ids"]
+    words = [f"{i}{'x' * 250}" for i in range(64)]
+
+    async def test() -> None:
+        assert await count_turns(tokenizer.encode(LONG_TEXT)) > 1
+        assert await count_turns(tokenizer.encode_chat(Chat([Message("user", LONG_TEXT)]))) > 1
+        assert await count_turns(tokenizer.word_token_ids(words)) > 1
+        assert await count_turns(tokenizer.write_text(token_ids, skip_special_tokens=True)) > 1
+        assert await count_turns(tokenizer.write_tokens(token_ids)) > 1
+
+    asyncio.run(test())
+
+
+def test_a_word_is_written_with_a_space_before_it_and_without(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
+) -> None:
+    expected = [reference.encode(text, add_special_tokens=False) for text in ("one", " one", " two", "日本", " 日本")]
+    found = asyncio.run(tokenizer.word_token_ids(["one", " two", "日本", "one"]))
+    assert [list(each) for each in found] == expected
 
 
 def test_tokens_are_written_as_the_tokenizer_does(

@@ -186,3 +186,11 @@ def test_tokens_that_the_tokenizer_names_as_control_tokens_count_as_such() -> No
     assert think in encode(hf_tokenizer, PLAIN_TEMPLATE, [NOT_SPECIAL])
     hf_tokenizer.chat_control_tokens = [NOT_SPECIAL]
     assert think not in encode(hf_tokenizer, PLAIN_TEMPLATE, [NOT_SPECIAL])
+
+
+def test_a_special_token_that_is_a_whole_word_stays_what_it_is() -> None:
+    hf_tokenizer = byte_level()
+    hf_tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken("WORD", single_word=True, special=True)]})
+    template = "aWORDb WORD\n{{ messages[0].content }}</s>"
+    expected = hf_tokenizer.encode("aWORDb WORD", add_special_tokens=False)
+    assert encode(hf_tokenizer, template, ["</s>"])[: len(expected)] == expected
