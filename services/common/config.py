@@ -107,6 +107,7 @@ class GatewaySection(Section):
     # likeliest tokens to tell of beside each output token; an answer keeps about 120 bytes of each until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error, or is lowered
+    max_answers: Count = 256  # to all prompts of one HTTP request
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
     queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step

@@ -18,7 +18,14 @@ from services.gateway.generation import Generation
 from services.gateway.journal import FinishReason, Journal
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
-from services.gateway.request import ModelLimits, check_size, check_token_ids, read_request, read_text_or_chat
+from services.gateway.request import (
+    ModelLimits,
+    check_counts,
+    check_size,
+    check_token_ids,
+    read_request,
+    read_text_or_chat,
+)
 from services.gateway.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 
@@ -41,6 +48,7 @@ class Frontend:
         admission: Admission,
         queue_timeout_s: float,
         tracer: Tracer,
+        max_answers: int,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids
@@ -55,6 +63,7 @@ class Frontend:
         self._admission = admission
         self._queue_timeout_s = queue_timeout_s
         self._tracer = tracer
+        self.max_answers = max_answers  # to all prompts of one HTTP request
         metrics.watch(self._counts)
 
     @property
@@ -117,6 +126,7 @@ class Frontend:
         self._count_requests(len(messages), caller)
         lists = []
         for message in messages:
+            check_counts(message)
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
             lists.append(await read_text_or_chat(message, self.tokenizer))

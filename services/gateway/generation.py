@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from services.gateway.stop_strings import StopStrings
 from services.gateway.tokenizer import Tokenizer
 
 log = structlog.get_logger()
+
+MAX_INLINE_VALUES = 1000  # tokens and log-probabilities that the event loop encodes itself
 
 
 class Submitter(Protocol):
@@ -75,7 +78,7 @@ class Chunk:
     logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if asked for
     num_output_tokens: int  # of the answer so far, these included
     finish: Finish | None  # on the last chunk, which has the last tokens, too, unless more became known only later
-    prompt: Prompt | None  # on the first chunk, if asked for
+    prompt: Prompt | None  # on the first chunk of answer 0, if asked for
 
 
 @dataclass(slots=True)
@@ -87,6 +90,15 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
+
+
+def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
+    """Whether these take more than a millisecond to encode: then a thread does it, and the event loop goes on."""
+    num_values = sum(len(each.token_ids) for each in pieces)
+    for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
+        if logprobs:
+            num_values += len(logprobs) * (1 + len(logprobs[-1].top))
+    return num_values > MAX_INLINE_VALUES
 
 
 class Generation:
@@ -232,7 +244,7 @@ class _Answer:
             )
             self.close()
         prompt = None
-        if is_first and (request.echo or request.num_prompt_logprobs is not None):
+        if is_first and not entry.index and (request.echo or request.num_prompt_logprobs is not None):
             # An answer may have been aborted before they were there.
             has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
             prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)

@@ -115,7 +115,12 @@ class JournalEntry:
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """How many likeliest prompt tokens to report still; None: nothing, or all of it is here."""
+        """How many likeliest prompt tokens to report still; None: nothing, or all of it is here.
+
+        All answers have the same: the first one asks for them.
+        """
+        if self.index:
+            return None
         is_complete = len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
         return None if is_complete else self.request.num_prompt_logprobs
 

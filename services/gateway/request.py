@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.sampling_messages import decode_sampling
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, SamplingParams
+from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
+from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
 from services.gateway.text.read_chat import read_chat
 from services.gateway.tokenizer import Tokenizer
@@ -20,8 +22,10 @@ MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
 MAX_STOP_TOKENS = 64
 MAX_PROMPT_LOGPROBS = 20
 MAX_BAD_WORDS = 64
+MAX_MESSAGES = 4096  # of a chat
 MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,11 @@ async def read_request(
 
     Raises `UnknownModel` for another model than the served one.
     """
+    check_counts(message)
     limits.names.check(message.model)
     _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     _check_name("user", message.user, MAX_USER_CHARACTERS)
+    _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)
     n, best_of = _read_counts(message, limits.max_n)
     _check_logprobs(message, limits)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -80,9 +86,11 @@ async def read_request(
     if message.HasField("max_tokens"):
         _check_max_tokens(message, best_of)
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
-    _check_strings("stop", message.stop, MAX_STOP_STRINGS)
-    _check_stop_token_ids(message.stop_token_ids, limits.vocab_size)
+    _check_strings("stop", message.stop)
+    check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
     if message.WhichOneof("input") == "prompt_token_ids":
+        if not message.HasField("truncate_prompt_tokens"):
+            check_prompt_length(len(message.prompt_token_ids.ids), limits.max_model_len)
         prompt_token_ids = list(message.prompt_token_ids.ids)
     else:
         check_size(message, tokenizer, limits)
@@ -138,6 +146,24 @@ async def read_text_or_chat(
     return await tokenizer.encode_chat(read_chat(message.chat), adds_special_tokens)
 
 
+def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
+    """Refuses a message with too many of anything before its elements are looked at: two megabytes hold a million."""
+    counted: list[tuple[str, str, Sized, int]] = [("messages", "elements", message.chat.messages, MAX_MESSAGES)]
+    if isinstance(message, gateway_pb2.GenerateRequest):
+        sampling = message.sampling
+        counted += [
+            ("stop", "strings", message.stop, MAX_STOP_STRINGS),
+            ("stop_token_ids", "ids", message.stop_token_ids, MAX_STOP_TOKENS),
+            ("bad_words", "strings", message.bad_words, MAX_BAD_WORDS),
+            ("bad_words", "words", sampling.bad_words, MAX_BAD_TOKEN_SEQUENCES),
+            ("logit_bias", "tokens", sampling.logit_bias, MAX_LOGIT_BIASES),
+            ("allowed_token_ids", "tokens", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS),
+        ]
+    for field, what, elements, most in counted:
+        if len(elements) > most:
+            raise InvalidRequest(f"{field} has {len(elements)} {what}, at most {most} allowed", field)
+
+
 def check_size(
     message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> None:
@@ -153,11 +179,15 @@ def check_size(
         )
 
 
+def _check_length(field: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise InvalidRequest(f"{field} has {len(text)} characters, at most {most} allowed", field)
+
+
 def _check_name(field: str, name: str, most: int) -> None:
-    if len(name) > most:
-        raise InvalidRequest(f"{field} has {len(name)} characters, at most {most} allowed", field)
+    _check_length(field, name, most)
     if not name.isprintable():  # it goes into logs of three services
-        raise InvalidRequest(f"{field} is {name!r}, must be printable characters", field)
+        raise InvalidRequest(f"{field} is {quote(name)}, must be printable characters", field)
 
 
 def _check_range(field: str, value: int, least: int, most: int) -> None:
@@ -187,14 +217,9 @@ def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int,
 async def _read_sampling(
     message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> SamplingParams:
-    num_allowed = len(message.sampling.allowed_token_ids)
-    if num_allowed > MAX_ALLOWED_TOKENS:  # before each of them is looked at
-        raise InvalidRequest(
-            f"allowed_token_ids has {num_allowed} tokens, at most {MAX_ALLOWED_TOKENS} allowed", "allowed_token_ids"
-        )
     sampling = decode_sampling(message.sampling, seed=secrets.randbits(64))
     if message.bad_words:
-        _check_strings("bad_words", message.bad_words, MAX_BAD_WORDS)
+        _check_strings("bad_words", message.bad_words)
         words = await tokenizer.word_token_ids(message.bad_words)
         sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
     sampling.validate()
@@ -202,22 +227,12 @@ async def _read_sampling(
     return sampling
 
 
-def _check_strings(field: str, strings: Sequence[str], most: int) -> None:
-    if len(strings) > most:
-        raise InvalidRequest(f"{field} has {len(strings)} strings, at most {most} allowed", field)
+def _check_strings(field: str, strings: Sequence[str]) -> None:
     for i, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STRING_CHARACTERS:
             raise InvalidRequest(
                 f"{field}[{i}] has {len(string)} characters, must have 1 to {MAX_STRING_CHARACTERS}", field
             )
-
-
-def _check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    if len(token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(
-            f"stop_token_ids has {len(token_ids)} ids, at most {MAX_STOP_TOKENS} allowed", "stop_token_ids"
-        )
-    check_token_ids("stop_token_ids", token_ids, vocab_size)
 
 
 def _num_kept_tokens(message: gateway_pb2.GenerateRequest, max_model_len: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import grpc
 
@@ -11,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway import __version__
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt
+from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt, is_large
 from services.gateway.journal import FinishReason
 from services.gateway.reception import current_caller
 from services.gateway.siblings import Siblings
@@ -51,7 +52,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         generation = await self._start(request, context)
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
-                chunk = _encode_chunk(generation.request_id, await generation.next_chunk())
+                news = await generation.next_chunk()
+                if (news.logprobs or news.prompt) and is_large([news], [news.prompt]):
+                    chunk = await asyncio.to_thread(_encode_chunk, generation.request_id, news)
+                else:
+                    chunk = _encode_chunk(generation.request_id, news)
                 call.sending_since = time.monotonic()
                 yield chunk
                 call.sending_since = None
@@ -62,11 +67,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """All answers at once."""
         generation = await self._start(request, context)
         completions, prompt = await generation.completions()
-        return gateway_pb2.GenerateResponse(
-            request_id=generation.request_id,
-            completions=map(_encode_completion, completions),
-            prompt=_encode_prompt(prompt),
-        )
+        if is_large(completions, [prompt]):
+            return await asyncio.to_thread(_encode_response, generation.request_id, completions, prompt)
+        return _encode_response(generation.request_id, completions, prompt)
 
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -119,6 +122,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         # Not left to the handler: one that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation
+
+
+def _encode_response(
+    request_id: str, completions: Sequence[Completion], prompt: Prompt | None
+) -> gateway_pb2.GenerateResponse:
+    return gateway_pb2.GenerateResponse(
+        request_id=request_id, completions=map(_encode_completion, completions), prompt=_encode_prompt(prompt)
+    )
 
 
 def _encode_chunk(request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:

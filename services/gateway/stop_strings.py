@@ -1,16 +1,19 @@
 """Stop strings in a stream: finds them across any chunk borders and holds back what could still become one.
 
-One `StopStrings` per output, used by the gateway's event loop. The automaton is that of Aho and Corasick,
-"Efficient string matching: an aid to bibliographic search", CACM 1975: constant time per character.
+One `StopStrings` per output, used by the gateway's event loop; those of a request share its automaton, which is that
+of Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 1975: constant time a character.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
+
+MAX_AUTOMATA = 16  # that are kept for further answers with the same stop strings
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +36,7 @@ class StopStrings:
 
     def __init__(self, stop: Sequence[str], include_in_output: bool = False) -> None:
         """Raises `InvalidRequest` for an empty stop string."""
-        self._root = _build_automaton(stop)
+        self._root = _build_automaton(tuple(stop))
         self._node = self._root
         self._held = ""
         self._matched: str | None = None
@@ -71,7 +74,9 @@ class StopStrings:
         return text if self._include_in_output else text[: len(text) - len(stop)]
 
 
-def _build_automaton(stop: Sequence[str]) -> _Node:
+@functools.lru_cache(MAX_AUTOMATA)
+def _build_automaton(stop: tuple[str, ...]) -> _Node:
+    """One for all answers of a request: it never changes, and takes milliseconds and a megabyte at the most."""
     root = _Node(depth=0)
     for string in stop:
         if not string:

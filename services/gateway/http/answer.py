@@ -17,10 +17,11 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Chunk, Completion, Prompt
+from services.gateway.generation import Chunk, Completion, Prompt, is_large
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.errors import describe
 from services.gateway.http.generations import Generations
+from services.gateway.http.json_pieces import json_pieces
 from services.pb import gateway_pb2
 
 log = structlog.get_logger()
@@ -89,7 +90,14 @@ class Answer(Response):
             answers = await generations.completions()
         finally:
             await generations.close()
-        await Response(to_json(self._format.whole(answers)), media_type="application/json")(scope, receive, send)
+        if is_large([each for completions, _ in answers for each in completions], [prompt for _, prompt in answers]):
+            body = await asyncio.to_thread(self._encode_whole, answers)
+        else:
+            body = to_json(self._format.whole(answers))
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _encode_whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> bytes:
+        return b"".join(json_pieces(self._format.whole(answers)))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         generations = Generations()
@@ -106,6 +114,10 @@ class Answer(Response):
                 first.cancel()
         finally:
             await generations.close()
+
+    def _encode_chunk(self, place: int, chunk: Chunk) -> bytes:
+        objects = self._format.chunk(place, chunk)
+        return b"".join([piece for each in objects for piece in (b"data: ", *json_pieces(each), b"\n\n")])
 
     async def _start(self, generations: Generations, caller: Caller) -> None:
         if self._is_stream:
@@ -131,7 +143,11 @@ class Answer(Response):
                 body = b""
             news = await first
             while news is not None:
-                body += events(form.chunk(*news))
+                place, chunk = news
+                if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
+                    body += await asyncio.to_thread(self._encode_chunk, place, chunk)
+                else:
+                    body += events(form.chunk(place, chunk))
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""

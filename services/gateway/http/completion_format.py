@@ -95,8 +95,8 @@ class CompletionFormat:
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = self._prompts[place]
-        if self._body.prompt_logprobs is not None and prompt is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs(prompt)
+        if self._body.prompt_logprobs is not None:  # the same for all answers to a prompt: the first has them
+            choice["prompt_logprobs"] = None if completion.index or prompt is None else self._prompt_logprobs(prompt)
         return choice
 
     def _legacy_logprobs(

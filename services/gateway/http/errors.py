@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
 from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger()
@@ -60,7 +61,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 def error_object(message: str, *, status: int, code: str | None, param: str | None = None) -> ErrorBody:
     """See OpenAI's reference, "Error codes"."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else shorten(param, MAX_QUOTED_CHARACTERS)
+    return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
 
 
 def error_body(message: str, *, status: int, code: str | None, param: str | None = None) -> bytes:
@@ -135,12 +137,14 @@ def _param(loc: Sequence[str | int], body: Any) -> str | None:
             path += f"[{step}]"
             body = body[step] if 0 <= step < len(body) else None
         elif isinstance(step, str) and not step.startswith("<") and isinstance(body, Mapping):
-            path += f".{step}" if path else step
+            name = shorten(step, MAX_QUOTED_CHARACTERS)
+            path += f".{name}" if path else name
             body = body.get(step)
     return path or None
 
 
 def _short(value: Any) -> str:
     shortener = reprlib.Repr()
+    shortener.maxlevel = 2  # each may show six elements
     shortener.maxstring = shortener.maxother = shortener.maxlong = 60
     return shortener.repr(value)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from services.common.errors import TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Generation, Prompt
@@ -29,12 +29,19 @@ class Generations:
         """Raises a `TwostrokeError` for the first that is refused."""
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
         try:
+            if num_answers > frontend.max_answers:
+                raise InvalidRequest(
+                    f"{len(messages)} prompts with n or best_of make {num_answers} answers, gateway.max_answers is "
+                    f"{frontend.max_answers}",
+                    "n",
+                )
             caller.usage.check_prompts(len(messages), num_answers)
         except TwostrokeError as error:
             frontend.metrics.on_rejected(error)
             raise
         for message in messages:
             self.running.append(await frontend.start(message, caller))
+            await asyncio.sleep(0)  # others' turn: to start one prompt's answers may take milliseconds
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:
         """Place of a prompt and what is new of its answers; None: all have ended. Raises what a generation raises."""

@@ -178,11 +178,11 @@ def test_an_echo_leads_every_answer() -> None:
     generation, dense, _ = begin_many(**options)
     first, second = dense.submitted
     values = [TokenLogprobs(-float(i), ()) for i in range(1, len(prompt_token_ids))]
-    for entry in (first, second):
-        assert entry.wanted_prompt_logprobs == 0
-        entry.set_prompt_logprobs(1, values[:1])
-        entry.set_prompt_logprobs(1, values)  # again, after a worker died
-        assert entry.wanted_prompt_logprobs is None
+    assert first.wanted_prompt_logprobs == 0
+    assert second.wanted_prompt_logprobs is None, "they are the same for all answers: one asks"
+    first.set_prompt_logprobs(1, values[:1])
+    first.set_prompt_logprobs(1, values)  # again, after a worker died
+    assert first.wanted_prompt_logprobs is None
     for entry, text in ((first, " of France"), (second, " of Peru")):
         feed(entry, ids(text), FinishReason.LENGTH)
     completions, prompt = asyncio.run(generation.completions())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.sampling_params import SamplingParams
 from services.gateway.model_names import ModelNames
 from services.gateway.request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
@@ -251,3 +251,35 @@ def test_tokenizing_nothing_is_refused() -> None:
     ]:
         with pytest.raises(InvalidRequest, match=expected):
             asyncio.run(read_text_or_chat(message, TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": [""] * 17}, "stop has 17 strings, at most 16 allowed"),
+        ({"stop_token_ids": [-1] * 65}, "stop_token_ids has 65 ids, at most 64 allowed"),
+        ({"bad_words": [""] * 65}, "bad_words has 65 strings, at most 64 allowed"),
+        ({"sampling": {"bad_words": [{}] * 129}}, "bad_words has 129 words, at most 128 allowed"),
+        ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 200.0)}}, "logit_bias has 1025 tokens, at most 1024"),
+        ({"sampling": {"allowed_token_ids": [-1 % 2**32] * 1025}}, "allowed_token_ids has 1025 tokens, at most 1024"),
+        ({"chat": {"messages": [{}] * 4097}}, "messages has 4097 elements, at most 4096 allowed"),
+        ({"prompt_token_ids": {"ids": [-1] * 100}}, "64 tokens"),
+    ],
+)
+def test_counts_are_checked_before_what_is_counted(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        read({**IDS, **fields})
+
+
+def test_a_salt_is_bounded_and_not_shown() -> None:
+    assert read({**IDS, "cache_salt": "x" * 256}).cache_salt == "x" * 256
+    with pytest.raises(InvalidRequest, match=r"^cache_salt has 257 characters, at most 256 allowed$") as refused:
+        read({**IDS, "cache_salt": "x" * 257})
+    assert refused.value.param == "cache_salt"
+
+
+@pytest.mark.parametrize("field", ["model", "request_id", "user", "cache_salt"])
+def test_a_text_of_megabytes_does_not_come_back(field: str) -> None:
+    with pytest.raises(TwostrokeError) as refused:
+        read({**IDS, field: "\n" * 2_000_000})
+    assert len(str(refused.value)) < 400

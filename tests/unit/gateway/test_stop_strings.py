@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,3 +98,15 @@ def test_longest_of_the_stop_strings_that_end_together_counts() -> None:
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at least 1 character"):
         StopStrings(["a", ""])
+
+
+def test_all_answers_with_the_same_stop_strings_share_one_automaton() -> None:
+    stop = [f"{i:02}" + chr(ord("a") + i) * 254 for i in range(16)]
+    tracemalloc.start()
+    try:
+        answers = [StopStrings(stop) for _ in range(200)]
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 20 * 2**20, f"{size >> 20} MiB"
+    assert [each.feed(f"x{stop[3]}y") for each in answers] == [("x", stop[3])] * 200

@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.http.schemas.base import CountOrAll, Int64, RequestModel, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
+from services.gateway.request import MAX_MESSAGES
 
-MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 MAX_TEMPLATE_KWARGS = 64
 

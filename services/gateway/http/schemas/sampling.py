@@ -91,7 +91,9 @@ class GenerationFields(RequestModel):
         None, description="Name tokens of log-probabilities token_id:ID instead of by their text"
     )
     priority: Int32 | None = Field(None, description="Lower is served earlier")
-    cache_salt: str | None = Field(None, description="Prompt prefixes are shared with requests of the same salt only")
+    cache_salt: str | None = Field(
+        None, description="Prompt prefixes are shared with requests of the same salt only; at most 256 characters"
+    )
     user: str | None = Field(None, description="Who asks, for logs only")
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
     prompt_cache_key: _Label | None = Field(None, description=IGNORED)

@@ -441,3 +441,37 @@ def test_the_document_names_every_field(tmp_path: Path) -> None:
         assert len(stream) == 1
 
     with_client(tmp_path, FakeDense(lambda submit: [50]), test)
+
+
+LONG_TEXT = "é" * 500_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": LONG_TEXT},
+        {"user": LONG_TEXT},
+        {"cache_salt": LONG_TEXT},
+        {"logit_bias": {LONG_TEXT: 1}},
+        {"logit_bias": {LONG_TEXT: "x"}},
+        {"stream_options": {LONG_TEXT: LONG_TEXT}},
+        {"temperature": LONG_TEXT},
+        {"temperature": [[[[["x" * 60] * 6] * 6] * 6] * 6] * 6},
+    ],
+)
+def test_little_of_what_a_client_sent_comes_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
+        response = await client.post(COMPLETIONS, json={**PROMPT, **fields})
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 2000
+        assert len(json.dumps(dict(response.headers))) < 1000
+
+    with_client(tmp_path, FakeDense(lambda _: []), test)
+
+
+def test_answers_to_all_prompts_together_are_bounded(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
+        response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 5, "n": 4})
+        check_error(response, 400, "n", "5 prompts", "20 answers", "gateway.max_answers is 19")
+
+    with_client(tmp_path, FakeDense(lambda _: []), test, max_answers=19)
