@@ -126,9 +126,9 @@ class GatewaySection(Section):
     max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # of one HTTP request for completions
     max_connections: Count = 4096  # of HTTP; fewer where the process may not open so many files
     max_grpc_connections: Count = 1024  # the same, of gRPC; more are closed at once
-    header_timeout_s: Seconds = 10.0  # of HTTP from connecting to the end of headers; of gRPC, of handshakes
+    header_timeout_s: Seconds = 10.0  # of HTTP from connecting to the last header, else a 408; of gRPC, of handshakes
     body_timeout_s: Seconds = 60.0  # from there until its body, or the message of a gRPC call, is complete
-    keep_alive_timeout_s: Seconds = 30.0  # of an idle HTTP connection
+    keep_alive_timeout_s: Seconds = 30.0  # of an HTTP connection that idles after an answer; closed in silence
     grpc_idle_timeout_s: Seconds = 300.0  # of a gRPC connection without a call; a client connects again by itself
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread
     first_news_timeout_s: Seconds = 1.0  # a streamed answer's status waits so long for a token or an error
