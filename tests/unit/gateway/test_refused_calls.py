@@ -1,0 +1,31 @@
+"""A refused call is forgotten at once, not when the garbage collector comes: its message may be large."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common.errors import InvalidRequest
+from tests.fake_dense import FakeDense
+from tests.gateway_calls import request, with_gateway
+from tests.running_gateway import RunningGateway
+
+
+def test_no_cycle_keeps_what_was_refused(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                with pytest.raises(grpc.aio.AioRpcError, match="user has 500 characters"):
+                    await gateway.stub.Generate(request(user="x" * 500))
+            # Each of them would hold the frames that it came through, and so the message.
+            kept = [each for each in gc.get_objects() if type(each) is InvalidRequest]
+        finally:
+            gc.enable()
+        assert not kept
+
+    with_gateway(tmp_path, FakeDense(lambda _: []), test)
