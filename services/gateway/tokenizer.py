@@ -122,7 +122,7 @@ class Tokenizer:
             text = self._template.render(chat, *marked)
         except InvalidRequest as error:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
-        if marked == given:
+        if marked == given and not self._control_tokens.are_normalized:
             return self._encode(text, add_special_tokens)
         return self._control_tokens.encode(text, nonce, add_special_tokens)
 

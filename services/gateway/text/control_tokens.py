@@ -3,7 +3,8 @@
 Before the template runs, special tokens in what a client sent become placeholders. In the rendered text those of the
 template become stand-ins, which a second tokenizer knows in their place, and placeholders become plain text again: to
 the second tokenizer the names of special tokens mean nothing. All in one call, so that what lies around them is split
-into tokens as it always is. Chats without special tokens, which are nearly all, need none of this.
+into tokens as it always is. Chats without special tokens, which are nearly all, need none of this. A special token of
+which the template writes one part and a message the other is found as ever.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class ControlTokens:
         names = [token.content for token in found if token.special or token.content in also]
         self._names = sorted(names, key=len, reverse=True)  # the longest first, as the tokenizer finds them
         self._first_characters = {name[0] for name in names}
+        # Whether other texts become special tokens when they are normalized, as ＜/s＞ does by NFKC.
+        self.are_normalized = backend.normalizer is not None and any(token.normalized for token in found)
         self._nonce = new_nonce()
         self._backend, self._ids = self._second_tokenizer(backend, added)
 
@@ -52,7 +55,7 @@ class ControlTokens:
         return re.sub(f"{nonce}([0-9]{{{PLACE_DIGITS}}})", lambda match: self._names[int(match[1])], text)
 
     def encode(self, text: str, nonce: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a rendered text that has placeholders."""
+        """Token ids of a rendered text that may have placeholders."""
         plain = self.unmarked(self._replaced(text, self._nonce), nonce)
         [encoding] = self._backend.encode_batch_fast([plain], add_special_tokens=add_special_tokens)
         ids = self._ids

@@ -83,7 +83,12 @@ SPLITTING = copy.deepcopy(TOKENIZERS)  # transformers sets that on the tokenizer
 EVERY_TOKENIZER = pytest.mark.parametrize("name", TOKENIZERS)
 WORDS = st.sampled_from([*TEXT.split(), " ", "\n", "<", "|>", "</", "user", "!", NOT_SPECIAL, "7"])
 ANY_TEXT = st.lists(st.one_of(WORDS, st.text(max_size=3)), min_size=1, max_size=12).map("".join)
-WITH_SPECIAL = st.lists(st.one_of(WORDS, st.sampled_from(SPECIAL)), min_size=1, max_size=12).map("".join)
+# The "x" of a message right after the template's <|user|> would make another special token of it.
+WITH_SPECIAL = (
+    st.lists(st.one_of(WORDS, st.sampled_from(SPECIAL)), min_size=1, max_size=12)
+    .map("".join)
+    .filter(lambda text: not text.startswith("x"))
+)
 CHATS = st.lists(ANY_TEXT, min_size=1, max_size=4)
 
 
@@ -108,6 +113,11 @@ def reference(hf_tokenizer: PreTrainedTokenizerFast, template: str, contents: li
 
 def has_special(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> bool:
     return any(token.content in text for token in hf_tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def special_ids(hf_tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Named ones and others."""
+    return {token_id for token_id, token in hf_tokenizer.added_tokens_decoder.items() if token.special}
 
 
 @EVERY_TOKENIZER
@@ -155,10 +165,21 @@ def test_messages_are_encoded_as_text_alone(name: str, contents: list[str]) -> N
 @given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
 def test_no_message_writes_a_control_token(name: str, contents: list[str]) -> None:
     hf_tokenizer = TOKENIZERS[name]
-    control = set(hf_tokenizer.all_special_ids) - set(hf_tokenizer.convert_tokens_to_ids(["<unk>"]))
+    control = special_ids(hf_tokenizer) - {hf_tokenizer.convert_tokens_to_ids("<unk>")}
     harmless = ["a"] * len(contents)
     expected = [each for each in reference(hf_tokenizer, PLAIN_TEMPLATE, harmless) if each in control]
     found = encode(hf_tokenizer, PLAIN_TEMPLATE, contents)
+    assert [each for each in found if each in control] == expected
+
+
+@EVERY_TOKENIZER
+@pytest.mark.parametrize("content", ["＜/s＞", "＜|user|＞ a", "a＜s＞"])
+def test_no_message_writes_a_control_token_in_other_characters(name: str, content: str) -> None:
+    """NFKC, the normalizer of one of these, makes them the special tokens' own."""
+    hf_tokenizer = TOKENIZERS[name]
+    control = special_ids(hf_tokenizer) - {hf_tokenizer.convert_tokens_to_ids("<unk>")}
+    expected = [each for each in reference(hf_tokenizer, PLAIN_TEMPLATE, ["a"]) if each in control]
+    found = encode(hf_tokenizer, PLAIN_TEMPLATE, [content])
     assert [each for each in found if each in control] == expected
 
 
