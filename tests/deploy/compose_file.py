@@ -33,12 +33,19 @@ def load_compose(file: str, variables: Mapping[str, str] | None = None, beside: 
 
 
 def interpolate(text: str, variables: Mapping[str, str]) -> str:
-    """Puts in `${NAME:-default}`; a variable without a default fails the test, for nobody needs to set any."""
+    """Puts in `${NAME:-default}` and `${NAME:+instead}`, which may lie in each other.
+
+    A variable without either fails the test, for nobody needs to set any.
+    """
 
     def value(match: re.Match[str]) -> str:
-        return variables.get(match["name"]) or match["default"]
+        given = variables.get(match["name"], "")
+        return given or match["word"] if match["operator"] == "-" else given and match["word"]
 
-    return re.sub(r"\$\{(?P<name>\w+):-(?P<default>[^}]*)\}", value, text)
+    innermost = re.compile(r"\$\{(?P<name>\w+):(?P<operator>[-+])(?P<word>[^${}]*)\}")
+    while innermost.search(text):
+        text = innermost.sub(value, text)
+    return text
 
 
 def mount(service: Mapping[str, Any], target: str) -> str | None:

@@ -18,6 +18,7 @@ from yamllint import linter
 from yamllint.config import YamlLintConfig
 
 from services.common.config import Config, load_config
+from services.gateway.http.host_check import HostCheck
 from tests.deploy.compose_file import (
     COMPOSE_FILES,
     DEPLOY,
@@ -119,6 +120,29 @@ def test_what_others_are_shown_is_the_gateway_alone(file: str) -> None:
     assert {moved[name]["ports"][0].split(":")[0] for name in ("prometheus", "grafana")} == {"10.0.0.1"}
 
 
+@pytest.mark.parametrize("beside", [None, *LOCKS])
+@pytest.mark.parametrize("file", COMPOSE_FILES)
+def test_a_gateway_of_this_machine_alone_serves_local_names_alone(
+    file: str, beside: str | None, tmp_path: Path
+) -> None:
+    """In its container it cannot know that its port is published at a loopback address."""
+
+    def served(host: str, **variables: str) -> bool:
+        model = load_compose(file, variables, beside)
+        section = read_config(model, model["services"]["gateway"], tmp_path).gateway
+        return HostCheck(section).refuse([(b"host", host.encode())]) is None
+
+    for host in ("127.0.0.1:8080", "localhost:8080", "[::1]:8080", "gateway:8080"):
+        assert served(host), "also the name that other containers know"
+    assert not served("evil.example:8080")
+    for address in ("0.0.0.0", "192.168.1.5"):
+        assert served("llm.example", TWOSTROKE_BIND=address) and served(address, TWOSTROKE_BIND=address)
+    named = {"TWOSTROKE_HOSTS": '["llm.example"]'}
+    assert served("llm.example", **named) and served("localhost", **named)
+    for address in ({}, {"TWOSTROKE_BIND": "0.0.0.0"}):
+        assert not served("evil.example", **named, **address)
+
+
 def test_only_who_talks_to_clients_is_on_a_network_that_leads_outside(model: dict[str, Any]) -> None:
     assert model["networks"] == {"inside": {"internal": True}}
     outside = {name for name, each in model["services"].items() if "default" in each.get("networks", ["default"])}
@@ -151,7 +175,7 @@ def test_a_gateway_with_secrets_reads_each_of_them_and_is_else_the_same(file: st
     assert {str(path) for path in named if path is not None} == set(mounted)
     unlocked = {"api_keys_file": None, "tls_certificate": None, "tls_key": None}
     assert after.gateway.model_copy(update=unlocked) == before.gateway and after.model == before.model
-    variables = {name: f"/keys/{name}" for name in variables_of(lock) if name != "TWOSTROKE_MODEL_NAME"}
+    variables = {name: f"/keys/{name}" for name in variables_of(lock) - variables_of(file)}
     files = {secret["file"] for secret in load_compose(file, variables, lock)["secrets"].values()}
     assert files == set(variables.values()), "each can lie elsewhere"
 
