@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_a_full_disk_costs_lines_alone_and_is_told_once(tmp_path: Path) -> None:
     assert [(event["event"], event["error"]) for event in events] == [
         ("lines of the step log are dropped", "No space left on device")
     ]
+
+
+def test_a_disk_that_tells_only_at_the_close_that_it_is_full_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, close, is_told = tmp_path / "steps.jsonl", os.close, threading.Event()
+
+    def close_full(file: int) -> None:
+        is_of_log = os.path.samestat(os.fstat(file), path.stat())
+        close(file)
+        if is_of_log:
+            is_told.set()
+            raise OSError(28, "No space left on device")
+
+    with writing_step_log(path) as [step_log]:
+        step_log.on_step(STATS, [], [])
+        monkeypatch.setattr(os, "close", close_full)
+    assert is_told.is_set() and len(path.read_text().splitlines()) == 1
 
 
 def test_a_disk_that_has_room_again_is_written_to_and_the_gap_told() -> None:

@@ -93,3 +93,21 @@ def test_limits_of_a_key_cover_tokenize_and_detokenize(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: [5])
     with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path, "requests_per_minute = 4"))
+
+
+def test_each_text_of_a_list_counts(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+
+            async def status(name: str, path: str, body: dict[str, object]) -> int:
+                return (await client.post(path, json=body, headers={"authorization": bearer(name)})).status_code
+
+            assert await status("ann", "/tokenize", {"prompt": ["a", "b", "c"]}) == 200
+            assert await status("ann", "/tokenize", {"prompt": ["a", "b"]}) == 429
+            assert await status("ann", "/tokenize", {"prompt": "a"}) == 200
+            assert await status("bob", "/detokenize", {"tokens": [[5], [6], [7]]}) == 200
+            assert await status("bob", "/detokenize", {"tokens": [[5], [6]]}) == 429
+            assert await status("bob", "/detokenize", {"tokens": [5]}) == 200
+
+    dense = FakeDense(lambda submit: [5])
+    with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path, "requests_per_minute = 4"))
