@@ -44,7 +44,6 @@ class ChatFormat:
         self._usage = UsageCounter()
         self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
-        self._has_sent_prompt_logprobs = False
 
     def begin(self, prompts: Sequence[list[int]]) -> None:
         [self._prompt] = prompts
@@ -79,12 +78,11 @@ class ChatFormat:
             choice["finish_reason"] = chunk.finish.reason.value
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
         prompt = chunk.prompt
-        has_prompt_logprobs = prompt is not None and prompt.logprobs is not None and not self._has_sent_prompt_logprobs
+        has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
         if not chunk.text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
             return ()  # half a character
         whole = self._object(choice, chunk.num_output_tokens)
         if has_prompt_logprobs:
-            self._has_sent_prompt_logprobs = True  # all answers have the same
             whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
         return (whole,)
 

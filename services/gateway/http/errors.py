@@ -48,6 +48,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         401: "No valid API key",
         403: "Not allowed",
         404: "Unknown model",
+        408: "The request did not come in time",
         413: "The body is too large",
         415: "The body is not JSON",
         429: "Too many requests: see Retry-After",
