@@ -94,7 +94,7 @@ class ModelSection(Section):
 
 class GatewaySection(Section):
     address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
-    max_message_bytes: MessageBytes = 2 * 2**20  # of one gRPC message of a client; to parse 2 MiB takes 20 ms
+    max_message_bytes: MessageBytes = 3 * 2**19  # of one gRPC message of a client; to parse 1.5 MiB may take 15 ms
     max_receiving: Count = 64  # gRPC messages that are arriving; one more, and the oldest is given up
     http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
     cors_origins: tuple[Origin, ...] = ()  # whose pages may ask over HTTP and read answers; "*": all
@@ -108,6 +108,8 @@ class GatewaySection(Section):
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
     strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error, or is lowered
     max_answers: Count = 256  # to all prompts of one HTTP request
+    # of all answers to one request: tokens times 1 + likeliest ones; 128 k tokens with 20 of these make 2.8 million
+    max_request_logprobs: Count = 4_000_000
     max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
     queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step
@@ -121,7 +123,8 @@ class GatewaySection(Section):
     drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
     api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
-    max_body_bytes: Count = 2 * 2**20  # of one HTTP request; to parse 2 MiB of JSON may take 0.3 s
+    max_body_bytes: Count = 2 * 2**20  # of one HTTP request
+    max_body_values: Count = 400_000  # the same, of JSON, such as token ids; to parse and check so many takes 20 ms
     max_header_bytes: Count = 32 * 2**10  # of one HTTP request
     max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # of one HTTP request for completions
     max_connections: Count = 4096  # of HTTP; fewer where the process may not open so many files

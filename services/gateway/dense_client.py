@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ from services.common.sampling_messages import encode_sampling
 from services.common.token_logprobs import decode_logprobs
 from services.gateway.crash_record import CrashRecord
 from services.gateway.journal import FinishReason, Journal, JournalEntry
-from services.gateway.request import GenerationRequest
 from services.pb import dense_pb2, dense_pb2_grpc
 
 if TYPE_CHECKING:
@@ -51,7 +50,9 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
     for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
 }
 
-_Outbox = asyncio.Queue[dense_pb2.GatewayMessage | None]  # None ends the stream
+MAX_DECODED_TOKENS = 512  # of prompts, with their log-probabilities, in one turn of the event loop: about 3 ms
+
+_Outbox = asyncio.Queue[JournalEntry | dense_pb2.GatewayMessage | None]  # entries to submit; None ends the stream
 
 
 class StreamReopened(PeerError):
@@ -138,7 +139,7 @@ class DenseClient:
     def submit(self, entry: JournalEntry) -> None:
         """Starts a sequence of the journal, now or as soon as there is a stream."""
         if self._outbox is not None:
-            self._outbox.put_nowait(_submit_message(entry))
+            self._outbox.put_nowait(entry)
         else:
             self._limit_wait(entry)
 
@@ -253,7 +254,7 @@ class DenseClient:
         if self._adopt is not None:
             self._adopt()
         for entry in self._journal.unfinished():
-            outbox.put_nowait(_submit_message(entry))
+            outbox.put_nowait(entry)
             self.num_resubmitted += entry.queue_s is not None
         num_resubmitted = outbox.qsize()
         resumed = dense_pb2.Resumed(gateway=self._journal.instance)
@@ -275,10 +276,15 @@ class DenseClient:
         await self._on_connection(False)
 
     async def _write(self, call: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
+        """One message a turn of the event loop: those of long prompts take a millisecond each to make."""
         while True:
             message = await outbox.get()
             if message is None:
                 raise StreamReopened(f"another worker is looked for at {self._address}")
+            if isinstance(message, JournalEntry):
+                if message.is_ended or self._journal.get(message.seq_id) is None:
+                    continue  # nobody waits for it any more
+                message = _submit_message(message)
             try:
                 await call.write(message)
             except grpc.aio.AioRpcError as error:
@@ -290,6 +296,8 @@ class DenseClient:
         try:
             async for output in call:
                 self.num_messages += 1
+                if output.prompt_logprobs:  # before the tokens: the first one's chunk tells them
+                    await self._keep_prompt_logprobs(output.prompt_logprobs)
                 self._dispatch(output)
                 if output.HasField("farewell"):
                     self._crashes.farewell(output.farewell)
@@ -297,6 +305,17 @@ class DenseClient:
         except grpc.aio.AioRpcError as error:
             raise _peer_error(error) from error
         raise PeerError("the dense worker ended the stream")
+
+    async def _keep_prompt_logprobs(self, stretches: Sequence[dense_pb2.PromptLogprobs]) -> None:
+        """A little at a time: a step's take longer to decode than others' streams may wait."""
+        for stretch in stretches:
+            for first in range(0, len(stretch.tokens), MAX_DECODED_TOKENS):
+                entry = self._journal.get(stretch.seq_id)
+                if entry is None:
+                    break
+                tokens = stretch.tokens[first : first + MAX_DECODED_TOKENS]
+                entry.set_prompt_logprobs(stretch.start + first, [decode_logprobs(token) for token in tokens])
+                await asyncio.sleep(0)
 
     def _dispatch(self, output: dense_pb2.StepOutput) -> None:
         """Hands a step's tokens to their sequences; closed ones are no longer in the journal."""
@@ -306,10 +325,6 @@ class DenseClient:
             entry = find(start.seq_id)
             if entry is not None:
                 entry.start(start.queue_us / 1e6, start.num_cached_tokens)
-        for stretch in output.prompt_logprobs:
-            entry = find(stretch.seq_id)
-            if entry is not None:
-                entry.set_prompt_logprobs(stretch.start, [decode_logprobs(token) for token in stretch.tokens])
         for each in output.logprobs:
             entry = find(each.seq_id)
             if entry is not None:
@@ -369,27 +384,14 @@ def _submit_message(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             max_tokens=max(1, request.max_tokens),  # 0: see `JournalEntry.finish`
             stop_token_ids=request.stop_token_ids,
             cache_salt=request.cache_salt,
-            num_logprobs=_num_logprobs(request),
+            num_logprobs=request.num_computed_logprobs,
             num_prompt_logprobs=entry.wanted_prompt_logprobs,
             priority=request.priority,
-            queue_timeout_ms=_queue_timeout_ms(entry),
+            queue_timeout_ms=entry.queue_timeout_ms,
             traceparent=request.traceparent,
             num_crashes=entry.num_crashes,
         )
     )
-
-
-def _queue_timeout_ms(entry: JournalEntry) -> int:
-    """What is left of the time it may wait; 0, for ever, once it has run."""
-    limit_s = entry.request.queue_timeout_s
-    if limit_s is None or entry.queue_s is not None:
-        return 0
-    return max(1, round(1e3 * (entry.arrival + limit_s - time.monotonic())))
-
-
-def _num_logprobs(request: GenerationRequest) -> int | None:
-    """As asked for; to choose the best of several answers takes the tokens' own."""
-    return 0 if request.num_logprobs is None and request.best_of > request.n else request.num_logprobs
 
 
 def _peer_error(error: grpc.aio.AioRpcError) -> PeerError:

@@ -5,6 +5,7 @@ Requests of all of them are `GenerateRequest` messages, checked in one place, an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from services.gateway.model_names import ModelNames
 from services.gateway.request import (
     ModelLimits,
     check_counts,
+    check_num_logprobs,
     check_size,
     check_token_ids,
     read_request,
@@ -49,6 +51,7 @@ class Frontend:
         queue_timeout_s: float,
         tracer: Tracer,
         max_answers: int,
+        max_request_logprobs: int,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids
@@ -64,6 +67,7 @@ class Frontend:
         self._queue_timeout_s = queue_timeout_s
         self._tracer = tracer
         self.max_answers = max_answers  # to all prompts of one HTTP request
+        self._max_request_logprobs = max_request_logprobs
         metrics.watch(self._counts)
 
     @property
@@ -91,14 +95,20 @@ class Frontend:
             return "the gateway is about to stop"
         return self._dense.unready_reason()
 
-    async def start(self, message: gateway_pb2.GenerateRequest, caller: Caller) -> Generation:
-        """Checks and submits a request. Whoever calls closes the generation. Raises a `TwostrokeError`."""
+    async def start(
+        self, message: gateway_pb2.GenerateRequest, caller: Caller, num_other_logprobs: int = 0
+    ) -> Generation:
+        """Checks and submits a request. Whoever calls closes the generation. Raises a `TwostrokeError`.
+
+        `num_other_logprobs` the same client's request may have for its other prompts, see `max_num_logprobs`.
+        """
         ticket = None
         span = self._tracer.start("request", message.traceparent)
         message.traceparent = span.traceparent  # for the workers
         try:
             ticket = self._admission.open(caller)
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits))
+            check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -130,6 +140,7 @@ class Frontend:
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
             lists.append(await read_text_or_chat(message, self.tokenizer))
+            await asyncio.sleep(0)  # others' turn: short texts take half a millisecond each
         return lists
 
     async def detokenize(
@@ -146,6 +157,7 @@ class Frontend:
                 )
             check_token_ids(field, token_ids, limits.vocab_size)
             texts.append(await self.tokenizer.write_text(token_ids, skip_special_tokens))
+            await asyncio.sleep(0)
         return texts
 
     def _count_requests(self, count: int, caller: Caller) -> None:

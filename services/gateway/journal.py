@@ -124,6 +124,14 @@ class JournalEntry:
         is_complete = len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
         return None if is_complete else self.request.num_prompt_logprobs
 
+    @property
+    def queue_timeout_ms(self) -> int:
+        """What is left of the time it may wait; 0, for ever, once it has run."""
+        limit_s = self.request.queue_timeout_s
+        if limit_s is None or self.queue_s is not None:
+            return 0
+        return max(1, round(1e3 * (self.arrival + limit_s - time.monotonic())))
+
     def start(self, queue_s: float, num_cached_tokens: int) -> None:
         """The sequence took part in a step; it may do so again after a worker died, which changes nothing."""
         if self.queue_s is None:

@@ -66,6 +66,17 @@ class GenerationRequest:
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
 
+    @property
+    def num_computed_logprobs(self) -> int | None:
+        """As asked for; to choose the best of several answers takes the tokens' own."""
+        return 0 if self.num_logprobs is None and self.best_of > self.n else self.num_logprobs
+
+    @property
+    def max_num_logprobs(self) -> int:
+        """Log-probabilities that its answers may have, each of which may show those of the prompt, too."""
+        of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs)
+        return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs))
+
 
 async def read_request(
     message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
@@ -88,17 +99,20 @@ async def read_request(
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
     _check_strings("stop", message.stop)
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
+    given: Sequence[int]
     if message.WhichOneof("input") == "prompt_token_ids":
-        if not message.HasField("truncate_prompt_tokens"):
-            check_prompt_length(len(message.prompt_token_ids.ids), limits.max_model_len)
-        prompt_token_ids = list(message.prompt_token_ids.ids)
+        given = message.prompt_token_ids.ids
     else:
         check_size(message, tokenizer, limits)
-        prompt_token_ids = await read_text_or_chat(message, tokenizer)
-    num_given = len(prompt_token_ids)
+        given = await read_text_or_chat(message, tokenizer)
+    num_kept = len(given)
     if message.HasField("truncate_prompt_tokens"):
-        prompt_token_ids = prompt_token_ids[-_num_kept_tokens(message, limits.max_model_len) :]
-    _check_prompt(prompt_token_ids, limits)
+        num_kept = min(num_kept, _num_kept_tokens(message, limits.max_model_len))
+    if not num_kept:
+        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
+    check_prompt_length(num_kept, limits.max_model_len)
+    prompt_token_ids = list(given[-num_kept:])
+    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, "prompt")  # as both APIs call it
     max_tokens = _read_max_tokens(message, len(prompt_token_ids), sampling.min_tokens, limits)
     _check_min_tokens(sampling.min_tokens, max_tokens)
     is_text = message.WhichOneof("input") == "prompt"
@@ -119,7 +133,7 @@ async def read_request(
         best_of=best_of,
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        prompt_text=message.prompt if is_text and len(prompt_token_ids) == num_given else None,
+        prompt_text=message.prompt if is_text and num_kept == len(given) else None,
         echo=message.echo,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
@@ -205,6 +219,20 @@ def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -
     _check_range("prompt_logprobs", message.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
 
 
+def check_num_logprobs(num_logprobs: int, most: int) -> None:
+    """Raises `InvalidRequest` if the answers of one client's request may have more log-probabilities than `most`."""
+    if num_logprobs > most:
+        raise InvalidRequest(
+            f"all answers together may have {num_logprobs} log-probabilities, gateway.max_request_logprobs is {most}: "
+            "ask for fewer by max_tokens, logprobs, prompt_logprobs, n or best_of",
+            "logprobs",
+        )
+
+
+def _num_logprobs(num_tokens: int, num_likeliest: int | None) -> int:
+    return 0 if num_likeliest is None else num_tokens * (1 + num_likeliest)
+
+
 def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:
     """`n` and `best_of`."""
     n = message.n if message.HasField("n") else 1
@@ -247,13 +275,6 @@ def _num_kept_tokens(message: gateway_pb2.GenerateRequest, max_model_len: int) -
             "truncate_prompt_tokens",
         )
     return max_model_len - max(1, max_tokens)
-
-
-def _check_prompt(token_ids: Sequence[int], limits: ModelLimits) -> None:
-    if not token_ids:
-        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(len(token_ids), limits.max_model_len)
-    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, "prompt")  # as both APIs call it
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:

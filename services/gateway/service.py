@@ -107,6 +107,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         section.queue_timeout_s,
         tracer,
         section.max_answers,
+        section.max_request_logprobs,
     )
     siblings = Siblings(section.sibling_addresses, section.max_message_bytes)
     servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)

@@ -39,8 +39,11 @@ class Generations:
         except TwostrokeError as error:
             frontend.metrics.on_rejected(error)
             raise
+        num_logprobs = 0
         for message in messages:
-            self.running.append(await frontend.start(message, caller))
+            generation = await frontend.start(message, caller, num_logprobs)
+            self.running.append(generation)
+            num_logprobs += generation.request.max_num_logprobs
             await asyncio.sleep(0)  # others' turn: to start one prompt's answers may take milliseconds
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:

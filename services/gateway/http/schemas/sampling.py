@@ -80,7 +80,11 @@ class GenerationFields(RequestModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: UInt32 | None = Field(None, description="Log-probabilities of prompt tokens, and so many beside")
+    prompt_logprobs: UInt32 | None = Field(
+        None,
+        description="Log-probabilities of prompt tokens, and so many beside; gateway.max_request_logprobs counts them "
+        "for each answer",
+    )
     truncate_prompt_tokens: CountOrAll | None = Field(
         None, description="Keep only so many of the prompt's last tokens; -1: as many as leave room for max_tokens"
     )
