@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from services.common.config import GatewaySection
 from services.pb import gateway_pb2
 from tests.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.http_clients import client
@@ -16,7 +18,7 @@ from tests.undisturbed import assert_undisturbed
 from tests.wire_format import field, repeated
 
 PATH = "/v1/completions"
-MESSAGE_BYTES = 2 * 2**20 - 64  # what fits the limit, whatever is around it
+MESSAGE_BYTES = GatewaySection().max_message_bytes - 64  # what fits the limit, whatever is around it
 STOP = [f"{i:02}" + chr(ord("a") + i) * 254 for i in range(16)]
 MAX_GROWTH_BYTES = 160 * 2**20  # of large answers, some of it stays with the allocator
 
@@ -35,8 +37,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         ({"prompt": ["a"] * 64, "n": 4, "stop": STOP, "max_tokens": 2}, 256),
         ({"prompt": ["word " * 450] * 4, "n": 16, "prompt_logprobs": 20, "max_tokens": 1}, 64),
         ({"prompt": ["word " * 100] * 4, "n": 16, "logprobs": 20, "echo": True, "max_tokens": 1}, 64),
+        ({"prompt": [[7] * 2000] * 64, "max_tokens": 1}, 64),
     ],
-    ids=["stop strings", "prompt_logprobs", "echo"],
+    ids=["stop strings", "prompt_logprobs", "echo", "token ids"],
 )
 def test_many_answers(cluster: Cluster, body: dict[str, Any], num_choices: int) -> None:
     def attack() -> None:
@@ -76,5 +79,42 @@ def test_a_million_empty_elements(cluster: Cluster, message: bytes) -> None:
         with grpc.insecure_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as refused:
             channel.unary_unary("/twostroke.v1.Gateway/Generate")(message, timeout=REQUEST_TIMEOUT_S)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    assert_undisturbed(cluster, attack)
+
+
+BODY_BYTES = GatewaySection().max_body_bytes - 64
+BODIES = {
+    "empty lists": ("/v1/completions", '{"prompt":[%s[]]}' % ("[]," * (BODY_BYTES // 3 - 8)), 413),
+    "keys": ("/v1/completions", "{" + ",".join(f'"{i:x}":1' for i in range(175_000)) + "}", 413),
+    "one-digit ids": ("/v1/completions", '{"prompt":[%s1]}' % ("1," * (BODY_BYTES // 2 - 8)), 413),
+    "as many ids as may be": ("/v1/completions", '{"prompt":[%s1]}' % ("1," * 399_999), 400),
+    "an id at the end that is none": ("/detokenize", '{"tokens":[%s""]}' % ("1," * 399_990), 400),
+    "parts": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1000}] * 12}),
+        400,
+    ),
+    "a text of quotes": ("/v1/completions", '{"prompt":"%s"}' % ('\\"' * (BODY_BYTES // 2 - 8)), 400),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BODIES.values(), ids=BODIES)
+def test_bodies_of_many_elements(cluster: Cluster, path: str, body: str, status: int) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            for _ in range(3):
+                response = http.post(path, content=body, headers={"content-type": "application/json"})
+                assert response.status_code == status, response.text[:500]
+
+    assert len(body) <= GatewaySection().max_body_bytes
+    assert_undisturbed(cluster, attack)
+
+
+def test_more_log_probabilities_than_there_may_be(cluster: Cluster) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            response = http.post(PATH, json={"prompt": ["a"] * 16, "n": 16, "max_tokens": 1000, "logprobs": 20})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
 
     assert_undisturbed(cluster, attack)

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from services.common.config import GatewaySection
 from services.pb import gateway_pb2
 from tests.cluster import Cluster, running_cluster
 from tests.stalling_proxy import stalling_proxy
@@ -23,7 +24,7 @@ Metadata = tuple[tuple[str, str], ...]
 METADATA: Metadata = (("authorization", f"Bearer {KEY}"),)
 GENERATE = "/twostroke.v1.Gateway/Generate"
 HEALTH = "/grpc.health.v1.Health/Check"
-MESSAGE_BYTES = 2 * 2**20  # the default limit
+MESSAGE_BYTES = GatewaySection().max_message_bytes
 LIMIT_S = 2.5  # of receiving
 HALF_BYTES = MESSAGE_BYTES - 100_000
 NUM_HALVES = 60

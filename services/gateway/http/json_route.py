@@ -1,7 +1,11 @@
-"""JSON bodies read strictly: no NaN, no lone surrogates, no unbounded depth, nothing after the end."""
+"""JSON bodies read strictly: no NaN, no lone surrogates, no unbounded depth, nothing after the end.
+
+One call parses all of a body and holds the interpreter's lock meanwhile, so what is in it is counted first.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from collections.abc import Callable, Coroutine
@@ -12,24 +16,59 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
+MAX_STRINGS = 2**16  # and lists and objects, of one body; a chat of 4096 messages, each of one part, has 50,000
 
-class StrictJsonRoute(APIRoute):
-    """A route whose body must be JSON; Python's own parser lets through what cannot be encoded again."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+def json_route(max_values: int) -> type[APIRoute]:
+    """Routes whose bodies must be JSON of at most `max_values` values; not by Python's own parser, which lets through
+    what cannot be encoded again.
+    """
 
-        async def handle_strictly(request: Request) -> Response:
-            if self.body_field is not None:
-                _require_json_type(request)
-            return await handle(_StrictRequest(request.scope, request.receive))
+    class StrictJsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
 
-        return handle_strictly
+            async def handle_strictly(request: Request) -> Response:
+                if self.body_field is not None:
+                    _require_json_type(request)
+                return await handle(_StrictRequest(request, max_values))
+
+            return handle_strictly
+
+    return StrictJsonRoute
 
 
 class _StrictRequest(Request):
+    def __init__(self, request: Request, max_values: int) -> None:
+        super().__init__(request.scope, request.receive)
+        self._max_values = max_values
+
     async def json(self) -> Any:
         body = await self.body()
+        if not self._is_within(body.count(b",") + 1, body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")):
+            await self._check_counts(body)
+        value = self._parse(body)
+        await asyncio.sleep(0)  # others' turn: to check a large body takes milliseconds, too
+        return value
+
+    def _is_within(self, num_values: int, num_strings: int) -> bool:
+        return num_values <= self._max_values and num_strings <= MAX_STRINGS
+
+    async def _check_counts(self, body: bytes) -> None:
+        """Raises a 413. Takes milliseconds, and is needed only where texts have many commas, brackets or quotes."""
+        await asyncio.sleep(0)
+        num_values, num_strings = count_values(body)
+        await asyncio.sleep(0)
+        if num_strings > MAX_STRINGS:
+            raise HTTPException(
+                413, f"the body has {num_strings} strings, lists and objects, at most {MAX_STRINGS} allowed"
+            )
+        if num_values > self._max_values:
+            raise HTTPException(
+                413, f"the body has {num_values} values, gateway.max_body_values is {self._max_values}"
+            )
+
+    def _parse(self, body: bytes) -> Any:
         gc.disable()  # JSON makes no cycles: the collector would go through a million lists for nothing
         try:
             return from_json(body, allow_inf_nan=False, cache_strings="keys")
@@ -37,6 +76,19 @@ class _StrictRequest(Request):
             raise json.JSONDecodeError(str(error), "", 0) from error
         finally:
             gc.enable()
+
+
+def count_values(body: bytes) -> tuple[int, int]:
+    """Values, as many as there are commas and one more; and strings, lists and objects, keys being strings, too.
+
+    What stands in strings is left out. Of more than `MAX_STRINGS` strings, they alone are counted.
+    """
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
+    num_strings = plain.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        return plain.count(b",") + 1, num_strings
+    outside = b"".join(plain.split(b'"')[::2])
+    return outside.count(b",") + 1, num_strings + outside.count(b"[") + outside.count(b"{")
 
 
 def _require_json_type(request: Request) -> None:

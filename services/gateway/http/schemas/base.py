@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 import structlog
 from pydantic import Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 log = structlog.get_logger()
 
@@ -19,7 +19,33 @@ MAX_FIELDS = 256  # of one object, unknown ones too
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 CountOrAll = Annotated[int, Field(ge=-1, le=2**32 - 1)]  # -1: all there are
-Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+NOT_64_BITS = PydanticCustomError("int64", "must be an integer of 64 bits")
+Int64 = Annotated[int, Field(ge=MIN_INT64, le=MAX_INT64)]
+
+
+def _check_token_ids(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """As `check` does, for a list at the speed of C; tells of one wrong element."""
+    if type(value) is not list:
+        return check(value)
+    kinds = list(map(type, value))
+    foreign_kinds = set(kinds) - {int}
+    if foreign_kinds:
+        place = min(map(kinds.index, foreign_kinds))
+        raise _error_at(place, value, "int_type")
+    if value and min(value) < MIN_INT64:
+        raise _error_at(value.index(min(value)), value, NOT_64_BITS)
+    if value and max(value) > MAX_INT64:
+        raise _error_at(value.index(max(value)), value, NOT_64_BITS)
+    return value
+
+
+def _error_at(place: int, value: list[Any], error: str | PydanticCustomError) -> pydantic.ValidationError:
+    details: InitErrorDetails = {"type": error, "loc": (place,), "input": value[place]}
+    return pydantic.ValidationError.from_exception_data("token ids", [details])
+
+
+TokenIdList = Annotated[list[Int64], pydantic.WrapValidator(_check_token_ids)]
 
 
 def at_most(most: int) -> pydantic.BeforeValidator:

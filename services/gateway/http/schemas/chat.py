@@ -16,6 +16,7 @@ from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.request import MAX_MESSAGES
 
 MAX_PARTS = 1024  # of one message
+MAX_CHAT_PARTS = 4096  # of all messages of a chat
 MAX_TEMPLATE_KWARGS = 64
 
 
@@ -77,6 +78,26 @@ class ChatMessageObject(RequestModel):
         return "".join([part.text for part in self.content])
 
 
+def _check_parts(messages: Any) -> Any:
+    """Counts those of all messages before any is looked at."""
+    if not isinstance(messages, list):
+        return messages
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    count = sum(len(content) for content in contents if isinstance(content, list))
+    if count > MAX_CHAT_PARTS:
+        context = {"count": count, "most": MAX_CHAT_PARTS}
+        raise PydanticCustomError("too_many", "the messages have {count} parts, at most {most} allowed", context)
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessageObject],
+    Field(min_length=1, fail_fast=True),
+    pydantic.BeforeValidator(_check_parts),
+    at_most(MAX_MESSAGES),
+]
+
+
 class ChatRequest(GenerationFields):
     """The conversation so far, and how to go on."""
 
@@ -105,7 +126,7 @@ class ChatRequest(GenerationFields):
         "mm_processor_kwargs": ({},),
     }
 
-    messages: Annotated[list[ChatMessageObject], at_most(MAX_MESSAGES)] = Field(min_length=1, fail_fast=True)
+    messages: Messages
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateKwargs = None
@@ -115,7 +136,9 @@ class ChatRequest(GenerationFields):
     )
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
     top_logprobs: CountOrAll | None = Field(
-        None, description="Likeliest tokens to give beside it, up to gateway.max_logprobs; -1: the whole vocabulary"
+        None,
+        description="Likeliest tokens to give beside it, up to gateway.max_logprobs; -1: the whole vocabulary. "
+        "Those of all answers together are at most gateway.max_request_logprobs",
     )
 
     @pydantic.model_validator(mode="after")

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.http.schemas.base import CountOrAll, Int64, at_most
+from services.gateway.http.schemas.base import CountOrAll, TokenIdList, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 
 
@@ -23,13 +23,11 @@ def _kind_of_prompt(value: Any) -> str:
     return {str: "<texts>", list: "<token_id_lists>"}.get(type(first), "<token_ids>")
 
 
-# One wrong element is enough: a list of a million errors helps nobody.
-_TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")]
-    | Annotated[_TokenIds, Tag("<token_ids>")]
-    | Annotated[list[_TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
+    | Annotated[TokenIdList, Tag("<token_ids>")]
+    | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
     Discriminator(_kind_of_prompt),
 ]
 
@@ -58,7 +56,7 @@ class CompletionRequest(GenerationFields):
     logprobs: CountOrAll | None = Field(
         None,
         description="Log-probabilities of all tokens, and of so many likely ones, up to gateway.max_logprobs; "
-        "-1: of the whole vocabulary",
+        "-1: of the whole vocabulary. Those of all answers together are at most gateway.max_request_logprobs",
     )
 
     @pydantic.field_validator("logprobs", mode="before")

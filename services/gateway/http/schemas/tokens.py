@@ -11,12 +11,11 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
-from services.gateway.http.schemas.base import Int64, RequestModel, at_most
+from services.gateway.http.schemas.base import RequestModel, TokenIdList, at_most
 from services.gateway.http.schemas.chat import (
-    MAX_MESSAGES,
     AddGenerationPrompt,
-    ChatMessageObject,
     ContinueFinalMessage,
+    Messages,
     TemplateKwargs,
 )
 
@@ -26,15 +25,14 @@ def _kind_of_token_ids(value: Any) -> str:
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
 Texts = Annotated[
     Annotated[_Text, Tag("<text>")]
     | Annotated[list[_Text], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 TokenLists = Annotated[
-    Annotated[_TokenIds, Tag("<token_ids>")]
-    | Annotated[list[_TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
+    Annotated[TokenIdList, Tag("<token_ids>")]
+    | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
     Discriminator(_kind_of_token_ids),
 ]
 
@@ -48,9 +46,7 @@ class TokenizeBody(RequestModel):
     }
     model: str | None = None
     prompt: Texts | None = Field(None, description="A text, or a list of them")
-    messages: Annotated[list[ChatMessageObject] | None, at_most(MAX_MESSAGES)] = Field(
-        None, min_length=1, fail_fast=True
-    )
+    messages: Messages | None = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateKwargs = None

@@ -181,8 +181,8 @@ BROKEN_BODIES = {
     "NaN": b'{"prompt": "a", "temperature": NaN}',
     "an endless number": b'{"prompt": "a", "temperature": ' + b"9" * 5000 + b"}",
     "infinity": b'{"prompt": "a", "temperature": 1e999}',
-    "depth": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "depth in an unknown field": b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+    "depth": b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+    "depth in an unknown field": b'{"prompt": "a", "x": ' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000 + b"}",
     "another encoding": '{"prompt": "a"}'.encode("utf-16"),
 }
 

@@ -1,0 +1,108 @@
+"""What is in a body is counted before it is parsed: in one call, which nobody can interrupt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.config import GatewaySection
+from services.gateway.http.json_route import MAX_STRINGS, count_values
+from tests.fake_dense import FakeDense
+from tests.http_clients import async_client
+from tests.running_gateway import run, running_gateway
+
+MAX_VALUES = GatewaySection().max_body_values
+TEXTS = st.text(alphabet='\\"[]{},:ab\n\u00e9')
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda children: st.lists(children) | st.dictionaries(TEXTS, children),
+)
+
+
+@given(JSON)
+def test_what_stands_in_strings_is_not_counted(value: Any) -> None:
+    num_commas = num_strings = 0
+    values = [value]
+    while values:
+        each = values.pop()
+        if isinstance(each, list | dict):
+            num_commas += max(0, len(each) - 1)
+            values += each if isinstance(each, list) else [*each.keys(), *each.values()]
+        num_strings += isinstance(each, str | list | dict)
+    assert count_values(json.dumps(value).encode()) == (num_commas + 1, num_strings)
+
+
+MANY = 2**18
+TOO_MANY = {  # of which the body itself has an object and a key
+    "values": (b"[" + b"1," * MAX_VALUES + b"1]", f"{MAX_VALUES + 1} values"),
+    "lists": (b"[" + b"[]," * MANY + b"[]]", f"{MANY + 4} strings, lists and objects"),
+    "objects": (b"[" + b"{}," * MANY + b"{}]", f"{MANY + 4} strings, lists and objects"),
+    "strings": (b"[" + b'"",' * MANY + b'""]', f"{MANY + 2} strings, lists and objects"),
+    "keys": (
+        b"{" + b",".join([b'"%x":0' % i for i in range(MAX_STRINGS)]) + b"}",
+        f"{MAX_STRINGS + 1} strings, lists and objects",
+    ),
+}
+
+
+@pytest.mark.parametrize(("prompt", "count"), TOO_MANY.values(), ids=TOO_MANY)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_body_with_too_much_in_it_is_not_parsed(
+    tmp_path: Path, path: str, prompt: bytes, count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.http.json_route.from_json", None)
+    response = post(tmp_path, path, b'{"prompt":%b}' % prompt)
+    assert response.status_code == 413
+    message = response.json()["error"]["message"]
+    assert count in message
+    assert str(MAX_VALUES if "values" in count else MAX_STRINGS) in message
+
+
+LEGAL = {
+    "a text of commas": {"prompt": "," * 500_000, "truncate_prompt_tokens": 5},
+    "a text of quotes and brackets": {"prompt": '"[{' * 100_000, "truncate_prompt_tokens": 5},
+    "as many token ids as fit": {"prompt": [12345] * (MAX_VALUES - 8), "truncate_prompt_tokens": 5},
+    "several long prompts": {"prompt": [[1234] * 2000] * 64},
+}
+
+
+@pytest.mark.parametrize("body", LEGAL.values(), ids=LEGAL)
+def test_whatever_a_request_may_have_is_within_the_limits(tmp_path: Path, body: dict[str, Any]) -> None:
+    content = json.dumps({**body, "max_tokens": 1}, separators=(",", ":")).encode()
+    response = post(tmp_path, "/v1/completions", content, max_body_bytes=4 * 2**20)
+    assert response.status_code == 200, response.text[:500]
+
+
+def test_a_chat_may_have_all_its_messages_each_of_one_part(tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}
+    content = json.dumps({"messages": [message] * 4096, "truncate_prompt_tokens": 5, "max_tokens": 1}).encode()
+    assert post(tmp_path, "/v1/chat/completions", content).status_code == 200
+
+
+def test_parts_of_all_messages_are_counted_together(tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = post(tmp_path, path, json.dumps({"messages": [message] * 5}).encode())
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "messages"
+        assert "5000 parts, at most 4096" in error["message"]
+
+
+def post(tmp_path: Path, path: str, content: bytes, **options: Any) -> httpx2.Response:
+    """What a gateway answers."""
+    responses = []
+
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [50] * submit.max_tokens, max_model_len=2**17)
+        async with running_gateway(tmp_path, dense, **options) as gateway, async_client(gateway.http_address) as client:
+            responses.append(await client.post(path, content=content, headers={"content-type": "application/json"}))
+
+    run(test())
+    return responses[0]
