@@ -53,14 +53,21 @@ class Reception(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:  # none of ours; reflection's messages are names
-            return handler
+        if handler is None:
+            return None
+        if handler.request_streaming:  # reflection
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream_while_asked(handler), response_serializer=handler.response_serializer
+            )
         is_guarded = handler_call_details.method.startswith(self._guarded)
 
         async def receive(context: grpc.aio.ServicerContext) -> Any:
             if is_guarded:
                 _caller.set(self._access.identify_call(context))
-            return await self._parse(await self._receive(context), handler.request_deserializer)
+            message = await self._receive(context)
+            if message is grpc.aio.EOF:
+                raise RequestAborted("the call has no message")
+            return await self._parse(message, handler.request_deserializer)
 
         if not handler.response_streaming:
             return grpc.stream_unary_rpc_method_handler(
@@ -72,7 +79,21 @@ class Reception(grpc.aio.ServerInterceptor):
             kind(receive, handler.unary_stream), response_serializer=handler.response_serializer
         )
 
-    async def _receive(self, context: grpc.aio.ServicerContext) -> bytes:
+    def _stream_while_asked(self, handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
+        """Of a stream of requests, which needs no key: the next one, too, is to arrive in time."""
+
+        async def requests(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            while (message := await self._receive(context)) is not grpc.aio.EOF:
+                yield await self._parse(message, handler.request_deserializer)
+
+        async def handle(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async for response in handler.stream_stream(requests(context), context):
+                yield response
+
+        return handle
+
+    async def _receive(self, context: grpc.aio.ServicerContext) -> Any:
+        """A message's bytes, or `EOF`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         limit = asyncio.timeout_at(deadline)
@@ -92,8 +113,6 @@ class Reception(grpc.aio.ServerInterceptor):
             raise DeadlineExceeded(f"the message was not complete within {self._timeout_s:g} s") from None
         finally:
             self._receiving.pop(limit, None)
-        if message is grpc.aio.EOF:
-            raise RequestAborted("the call has no message")
         return message
 
     async def _parse(self, data: bytes, deserialize: Callable[[bytes], Any]) -> Any:

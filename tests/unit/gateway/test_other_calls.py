@@ -56,15 +56,19 @@ def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
     with_gateway(tmp_path, FakeDense(say([])), test)
 
 
+def reflection_call(gateway: RunningGateway, version: str) -> grpc.aio.StreamStreamMultiCallable:
+    """The messages of both versions are the same on the wire."""
+    return gateway.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+
+
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 def test_reflection_describes_every_service_that_it_lists(tmp_path: Path, version: str) -> None:
     async def test(gateway: RunningGateway) -> None:
-        # The messages of both versions are the same on the wire.
-        ask = gateway.channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )
+        ask = reflection_call(gateway, version)
         question = reflection_pb2.ServerReflectionRequest
         [listed] = [response async for response in ask(iter([question(list_services="")]))]
         names = {service.name for service in listed.list_services_response.service}
@@ -79,6 +83,23 @@ def test_reflection_describes_every_service_that_it_lists(tmp_path: Path, versio
                 assert method.input_type.full_name.startswith(name.rpartition(".")[0])
 
     with_gateway(tmp_path, FakeDense(say([])), test)
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+@pytest.mark.parametrize("num_questions", [0, 1])
+def test_reflection_does_not_wait_for_ever_for_a_question(tmp_path: Path, version: str, num_questions: int) -> None:
+    """It needs no API key."""
+
+    async def test(gateway: RunningGateway) -> None:
+        call = reflection_call(gateway, version)(timeout=20.0)
+        for _ in range(num_questions):
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            assert (await call.read()).HasField("list_services_response")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not complete within 0.3 s") as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    with_gateway(tmp_path, FakeDense(say([])), test, body_timeout_s=0.3)
 
 
 def test_abort_ends_an_answer_with_what_it_has(tmp_path: Path) -> None:
