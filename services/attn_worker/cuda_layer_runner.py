@@ -6,6 +6,8 @@ thread, on a stream of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -48,6 +50,12 @@ class CudaLayerRunner:
         )
         if not self._captures_lazily:
             self._graphs.capture_all(reversed(self._buckets))
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `LayerRunner`. Enqueued where the steps are."""
+        with torch.cuda.stream(self._stream):
+            self._backend.copy_blocks(copies)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata) -> RunningStep:

@@ -21,25 +21,17 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.common.channel import Channel
 from services.common.errors import StaleEpoch
 from services.common.watchdog import Progress
+from services.step import NewSequence, StepPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One step as the dense worker wants it; columns as in `protos/attn.proto`."""
-
-    step_id: int
-    entries: list[tuple[int, int, int]]  # (seq_id, num_tokens, num_computed_tokens)
-    close_seq_ids: list[int]
-    confirmed: list[tuple[int, int]]  # (seq_id, token_id)
-
-
-@dataclass(frozen=True, slots=True)
 class Accepted:
     """What a plan did to the cache, known before its layers run."""
 
+    plan: StepPlan
     step: PlannedStep
     num_free_blocks: int
 
@@ -57,7 +49,7 @@ class AttentionEngine:
         self._running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
         self._channel: Channel | None = None
         self._attachment_id = 0
-        self._current: Plan | None = None  # whose layers are being run, or launched
+        self._current: StepPlan | None = None  # whose layers are being run, or launched
         self._request_ids: dict[int, str] = {}  # of open sequences, for messages
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
@@ -74,7 +66,7 @@ class AttentionEngine:
             counter=(self._attachment_id, self.num_steps, plan.step_id, channel.num_waits or 0),
             step_id=plan.step_id,
             layer=None if channel.num_waits is None else channel.num_waits % num_layers,
-            request_ids=tuple(self._request_ids.get(seq_id, f"{seq_id:x}") for seq_id, _, _ in plan.entries),
+            request_ids=tuple(self._request_ids.get(seq_id, f"{seq_id:x}") for seq_id, *_ in plan.entries),
             waits_for="dense_worker" if channel.is_waiting else "",
         )
 
@@ -103,26 +95,23 @@ class AttentionEngine:
         self._request_ids = {seq_id: name for seq_id, name in self._request_ids.items() if seq_id in held}
         self._runner.attach(channel)
 
-    def open_sequence(
-        self,
-        attachment_id: int,
-        seq_id: int,
-        token_ids: list[int],
-        num_prompt_tokens: int,
-        cache_salt: bytes,
-        ignores_prefix_cache: bool,
-        request_id: str,
-    ) -> OpenResult:
+    def open_sequence(self, attachment_id: int, new: NewSequence) -> OpenResult:
         """See `KVCache.open_sequence`. Raises `StaleEpoch` for an attachment that was replaced."""
         self._check_attachment(attachment_id)
         self._commit_done()
-        result = self.cache.open_sequence(seq_id, token_ids, num_prompt_tokens, cache_salt, ignores_prefix_cache)
+        result = self.cache.open_sequence(
+            new.seq_id,
+            new.token_ids,
+            new.num_prompt_tokens,
+            new.cache_salt.encode(),
+            ignores_prefix_cache=new.num_prompt_logprobs is not None,
+        )
         self.num_cached_tokens += result.num_cached_tokens
-        self._request_ids[seq_id] = request_id
+        self._request_ids[new.seq_id] = new.request_id
         return result
 
     def run_step(
-        self, attachment_id: int, plan: Plan, received_s: float, on_accepted: Callable[[Accepted], None]
+        self, attachment_id: int, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]
     ) -> None:
         """Launches one step, whose plan came at `received_s` by `time.perf_counter`.
 
@@ -132,14 +121,18 @@ class AttentionEngine:
         start_s = time.perf_counter()
         self._metrics.on_plan(start_s - received_s)
         self._commit_done()
-        step = self.cache.plan_step(plan.entries, plan.close_seq_ids, plan.confirmed)
+        step = self.cache.plan_step(plan)
         if step.errors and self._channel is not None:
             self._channel.add_errors(len(step.errors))
-        on_accepted(Accepted(step, self.cache.num_free_blocks))
+        on_accepted(Accepted(plan, step, self.cache.num_free_blocks))
         for seq_id in plan.close_seq_ids:
             self._request_ids.pop(seq_id, None)
+        for fork in plan.forks:
+            self._request_ids[fork.child_seq_id] = self._request_ids.get(fork.parent_seq_id, "")
         self._current = plan if plan.entries else None
         try:
+            if step.block_copies:
+                self._runner.copy_blocks(step.block_copies)
             running = self._launch(step, start_s) if plan.entries else FinishedStep()
             self._running.append((running, len(step.metadata.positions)))
             self._commit_done()

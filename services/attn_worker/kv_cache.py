@@ -10,50 +10,15 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from services.attn_worker.block_pool import BlockPool, block_digest, root_digest
 from services.attn_worker.block_tables import NO_SEQUENCE, BlockTables
+from services.attn_worker.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
 from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
-
-
-@dataclass(frozen=True, slots=True)
-class OpenResult:
-    """Where a sequence stands after it was opened."""
-
-    num_cached_tokens: int  # its keys and values are there; the scheduler continues from here
-    num_pinned_blocks: int  # blocks this call took out of the free pool
-    num_held_blocks: int  # blocks the sequence holds now, shared ones included
-    num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A step ready to run, and what did not fit into it."""
-
-    metadata: StepMetadata
-    num_freed_blocks: int  # by the sequences closed in this step
-    errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A planned step that may still be running; some of its sequences may have been closed since."""
-
-    sequences: list[_Sequence]
-    rows: np.ndarray  # int64 [num_seqs]
-    lengths: np.ndarray  # int64 [num_seqs], including the step's tokens
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    row: int  # of the block tables
-    root: bytes
-    token_ids: array[int]  # uint32; all that are known, may lag behind the computed length
-    digests: list[bytes]  # of its leading full blocks
+from services.step import Fork, PlanEntry, StepPlan
 
 
 class KVCache:
@@ -81,10 +46,10 @@ class KVCache:
         self._enable_prefix_cache = enable_prefix_cache
         self._length_dependent_beyond = length_dependent_beyond
         self._pool = BlockPool(num_blocks)
-        self._sequences: dict[int, _Sequence] = {}
-        self._in_flight: deque[_InFlight] = deque()  # planned steps, oldest first
+        self._sequences: dict[int, CachedSequence] = {}
+        self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
         self._tables = BlockTables(self._pool, block_size, -(-max_model_len // block_size))
-        self._sequence_of_row: dict[int, _Sequence] = {}
+        self._sequence_of_row: dict[int, CachedSequence] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -153,49 +118,48 @@ class KVCache:
         num_cached, num_held = int(self._tables.num_computed[row]), int(self._tables.num_held_blocks[row])
         return OpenResult(num_cached, num_pinned, num_held, num_freed)
 
-    def plan_step(
-        self,
-        entries: Sequence[tuple[int, int, int]],
-        close_seq_ids: Iterable[int] = (),
-        confirmed: Iterable[tuple[int, int]] = (),
-    ) -> PlannedStep:
-        """Confirm, close and place: the blocks for every entry's tokens, as one batch in entry order.
+    def plan_step(self, plan: StepPlan) -> PlannedStep:
+        """Confirm, close, fork, roll back and place: the blocks for every entry's tokens, as one batch in entry order.
 
-        entries: (seq_id, num_tokens, num_computed_tokens); the last must be the sequence's own count.
-        confirmed: (seq_id, token_id), sampled by earlier steps; unknown sequences are ignored.
-        A sequence that cannot run is reported in `errors` and left as it is. Raises InvalidRequest, with
-        nothing done, for a num_tokens outside 1..max_model_len.
+        A sequence that cannot run is reported in `errors` and left as it is. Confirmed tokens of unknown sequences
+        are ignored. Raises InvalidRequest, with nothing done, for an entry of no token or of more than max_model_len.
         """
-        for seq_id, count, _ in entries:
-            if not 1 <= count <= self.max_model_len:
+        for entry in plan.entries:
+            if not 1 <= entry.num_tokens <= self.max_model_len:
                 raise InvalidRequest(
-                    f"a step has {count} tokens of sequence {seq_id}, 1 to {self.max_model_len} are possible"
+                    f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
+                    " possible"
                 )
-        for seq_id, token_id in confirmed:
+        for seq_id, token_id in plan.confirmed:
             if (sequence := self._sequences.get(seq_id)) is not None:
                 sequence.token_ids.append(token_id)
-        num_freed = self.close_sequences(close_seq_ids)
+        num_freed = self.close_sequences(plan.close_seq_ids)
+        errors: dict[int, TwostrokeError] = {}
+        block_copies = [copy for fork in plan.forks if (copy := self._fork(fork, errors)) is not None]
 
-        seq_ids = [entry[0] for entry in entries]
-        num_tokens = np.array([entry[1] for entry in entries], np.int64)
-        num_computed = np.array([entry[2] for entry in entries], np.int64)
+        entries = plan.entries
+        seq_ids = [entry.seq_id for entry in entries]
+        num_tokens = np.array([entry.num_tokens for entry in entries], np.int64)
+        positions = np.array([entry.position for entry in entries], np.int64)
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
-        errors = self._find_errors(seq_ids, rows, num_tokens, num_computed)
-        self._allocate_blocks(seq_ids, rows, num_computed + num_tokens, errors)
+        self._find_errors(seq_ids, rows, num_tokens, positions, errors)
+        self._roll_back(seq_ids, rows, positions, errors)
+        self._allocate_blocks(seq_ids, rows, positions + num_tokens, errors)
 
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
         running = rows[~has_failed]
-        self._tables.num_computed[running] += num_tokens[~has_failed]
-        sequences = [self._sequence_of_row[row] for row in running.tolist()]
-        self._in_flight.append(_InFlight(sequences, running, self._tables.num_computed[running]))
-        return PlannedStep(self._metadata(rows, num_tokens, has_failed), num_freed, errors)
+        self._tables.num_computed[running] = (positions + num_tokens)[~has_failed]
+        self._in_flight.append(self._note_in_flight([entry for entry in entries if entry.seq_id not in errors]))
+        return PlannedStep(self._metadata(rows, num_tokens, has_failed), block_copies, num_freed, errors)
 
     def commit_step(self) -> None:
         """The oldest planned step ran through: keep its tokens, make full blocks of known tokens findable."""
         step = self._in_flight.popleft()
-        pairs = zip(step.rows.tolist(), step.sequences, strict=True)
-        is_open = np.array([self._sequence_of_row.get(row) is sequence for row, sequence in pairs], bool)
-        self._tables.num_committed[step.rows[is_open]] = step.lengths[is_open]
+        pairs = zip(step.sequences, step.lengths, strict=True)
+        open_pairs = [(each.row, length) for each, length in pairs if self._sequence_of_row.get(each.row) is each]
+        if open_pairs:
+            open_rows, lengths = np.array(open_pairs, np.int64).T
+            self._tables.num_committed[open_rows] = lengths
         rows = np.flatnonzero(self._tables.num_committed // self.block_size > self._tables.num_hashed_blocks)
         for row in rows.tolist():
             self._register_full_blocks(self._sequence_of_row[row])
@@ -234,12 +198,12 @@ class KVCache:
         is_length_dependent = beyond is not None and num_prompt_tokens > beyond
         return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
 
-    def _new_sequence(self, root: bytes, token_ids: array[int]) -> _Sequence:
-        sequence = _Sequence(self._tables.take_row(), root, token_ids, digests=[])
+    def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
+        sequence = CachedSequence(self._tables.take_row(), root, token_ids, digests=[])
         self._sequence_of_row[sequence.row] = sequence
         return sequence
 
-    def _pin_cached_prefix(self, sequence: _Sequence) -> int:
+    def _pin_cached_prefix(self, sequence: CachedSequence) -> int:
         """Returns how many of the pinned blocks were free."""
         if not self._enable_prefix_cache:
             return 0
@@ -267,31 +231,106 @@ class KVCache:
 
     # Planning a step
 
+    def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> tuple[int, int] | None:
+        """Makes a sequence of another's tokens; returns the copy to make of its last block, if that is not full."""
+        parent, child_id = self._sequences.get(fork.parent_seq_id), fork.child_seq_id
+        if parent is None:
+            errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
+            return None
+        if child_id in self._sequences:
+            errors[child_id] = RequestAborted(f"sequence {child_id} is open, nothing can be forked to it")
+            return None
+        tables, num_computed = self._tables, int(self._tables.num_computed[parent.row])
+        num_shared, num_left = divmod(num_computed, self.block_size)
+        child = self._new_sequence(parent.root, parent.token_ids[:])
+        if num_left:
+            try:
+                tables.add_blocks(child.row, 1)
+            except CapacityError as error:
+                del self._sequence_of_row[child.row]
+                tables.free_row(child.row)
+                errors[child_id] = error
+                return None
+        self._sequences[child_id] = child
+        copied = int(tables.block_ids[child.row, 0])
+        shared = tables.block_ids[parent.row, :num_shared]
+        for block_id in shared.tolist():
+            self._pool.pin(block_id)
+        tables.block_ids[child.row, :num_shared] = shared
+        if num_left:
+            tables.block_ids[child.row, num_shared] = copied
+        tables.num_held_blocks[child.row] = num_shared + bool(num_left)
+        tables.num_prompt_tokens[child.row] = tables.num_prompt_tokens[parent.row]
+        tables.num_computed[child.row] = num_computed
+        tables.num_committed[child.row] = min(num_computed, int(tables.num_committed[parent.row]))
+        child.digests = parent.digests[:num_shared]
+        tables.num_hashed_blocks[child.row] = len(child.digests)
+        for step in self._in_flight:  # what the parent still waits for, the child does, too
+            if parent in step.sequences:
+                step.sequences.append(child)
+                step.lengths.append(min(num_computed, step.lengths[step.sequences.index(parent)]))
+        return (int(tables.block_ids[parent.row, num_shared]), copied) if num_left else None
+
+    def _note_in_flight(self, entries: list[PlanEntry]) -> InFlight:
+        return InFlight(
+            [self._sequences[entry.seq_id] for entry in entries],
+            [entry.position + entry.num_tokens - len(entry.draft_token_ids) for entry in entries],
+        )
+
     def _row(self, seq_id: int) -> int:
         sequence = self._sequences.get(seq_id)
         return NO_SEQUENCE if sequence is None else sequence.row
 
     def _find_errors(
-        self, seq_ids: list[int], rows: np.ndarray, num_tokens: np.ndarray, num_computed: np.ndarray
-    ) -> dict[int, TwostrokeError]:
+        self,
+        seq_ids: list[int],
+        rows: np.ndarray,
+        num_tokens: np.ndarray,
+        positions: np.ndarray,
+        errors: dict[int, TwostrokeError],
+    ) -> None:
         """Entries that contradict what is known here; one vectorised check, words only where it fails."""
         held = self._tables.num_computed[rows]
-        is_wrong = (rows == NO_SEQUENCE) | (held != num_computed)
-        is_wrong |= num_computed + num_tokens > self.max_model_len
+        is_wrong = (rows == NO_SEQUENCE) | (held < positions)
+        is_wrong |= positions + num_tokens > self.max_model_len
         if len(set(seq_ids)) < len(seq_ids):
             is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
-        errors: dict[int, TwostrokeError] = {}
         for index in np.flatnonzero(is_wrong).tolist():
             seq_id = seq_ids[index]
             if rows[index] == NO_SEQUENCE:
-                errors[seq_id] = NotFound(f"sequence {seq_id} is not open")
+                errors.setdefault(seq_id, NotFound(f"sequence {seq_id} is not open"))
             else:
                 errors[seq_id] = RequestAborted(
                     f"{seq_ids.count(seq_id)} entries of a step plan {num_tokens[index]} tokens after"
-                    f" {num_computed[index]} for sequence {seq_id}; it has {held[index]} tokens,"
+                    f" {positions[index]} for sequence {seq_id}; it has {held[index]} tokens,"
                     f" max_model_len is {self.max_model_len}"
                 )
-        return errors
+
+    def _roll_back(
+        self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, errors: dict[int, TwostrokeError]
+    ) -> None:
+        """Forgets what sequences have beyond the plan's positions, as rejected drafts. Their blocks stay with them.
+
+        What others may still read cannot be written again: that is an error of the sequence.
+        """
+        for index in np.flatnonzero(self._tables.num_computed[rows] > positions).tolist():
+            if seq_ids[index] in errors:
+                continue
+            row, position = int(rows[index]), int(positions[index])
+            sequence = self._sequence_of_row[row]
+            first = position // self.block_size
+            held = self._tables.block_ids[row, first : self._tables.num_held_blocks[row]].tolist()
+            if any(self._pool.ref_count(block_id) > 1 for block_id in held):
+                errors[seq_ids[index]] = RequestAborted(
+                    f"sequence {seq_ids[index]} cannot go back to token {position}: it shares blocks from there on"
+                )
+                continue
+            for block_id in held[: max(0, len(sequence.digests) - first)]:
+                self._pool.unregister(block_id)
+            del sequence.digests[first:]
+            self._tables.num_hashed_blocks[row] = len(sequence.digests)
+            self._tables.num_computed[row] = position
+            self._tables.num_committed[row] = min(position, int(self._tables.num_committed[row]))
 
     def _allocate_blocks(
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
@@ -316,7 +355,7 @@ class KVCache:
 
     # After a step
 
-    def _register_full_blocks(self, sequence: _Sequence) -> None:
+    def _register_full_blocks(self, sequence: CachedSequence) -> None:
         """Make the full blocks findable whose tokens are all committed and known."""
         if not self._enable_prefix_cache:
             return
@@ -328,13 +367,13 @@ class KVCache:
             sequence.digests.append(digest)
         self._tables.num_hashed_blocks[row] = len(sequence.digests)
 
-    def _digest(self, sequence: _Sequence, index: int) -> bytes:
+    def _digest(self, sequence: CachedSequence, index: int) -> bytes:
         """Of block `index`, whose parent's digest must be there."""
         parent = sequence.digests[index - 1] if index else sequence.root
         token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
         return block_digest(parent, np.array(token_ids, "<u4").tobytes())
 
-    def _truncate(self, sequence: _Sequence, max_tokens: int) -> int:
+    def _truncate(self, sequence: CachedSequence, max_tokens: int) -> int:
         """Roll back to the committed tokens, `max_tokens` at most; returns how many blocks became free.
 
         The block that will be written next must be neither findable nor shared. If others share it, it is
@@ -355,7 +394,7 @@ class KVCache:
         return self._tables.release_blocks(row, first=-(-num_tokens // self.block_size))
 
 
-def _continues(sequence: _Sequence, root: bytes, token_ids: array[int]) -> bool:
+def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:
     """Whether `token_ids` agree with all that is known of `sequence`, which may be shorter or longer."""
     overlap = min(len(sequence.token_ids), len(token_ids))
     return sequence.root == root and sequence.token_ids[:overlap] == token_ids[:overlap]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -31,6 +32,9 @@ class LayerRunner(Protocol):
     def attach(self, channel: Channel) -> None:
         """Meets the dense worker in `channel` from now on; nothing is running."""
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks of the KV cache, (from, to) each, after all steps launched before and before the next."""
+
     def launch(self, step: StepMetadata) -> RunningStep:
         """Runs a step, or enqueues it. May raise what `Channel.wait` raises."""
 
@@ -46,6 +50,11 @@ class EagerLayerRunner:
     def attach(self, channel: Channel) -> None:
         """See `LayerRunner`."""
         self._channel = channel
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `LayerRunner`."""
+        self._backend.copy_blocks(copies)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata) -> RunningStep:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -13,11 +12,11 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
+from services.attn_worker.answers import describe_accepted, describe_opened
 from services.attn_worker.build import StepLimits, build_engine
-from services.attn_worker.engine import Accepted, AttentionEngine, Plan
+from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.kv_cache import OpenResult
 from services.attn_worker.metrics import AttentionMetrics
-from services.attn_worker.step_messages import decode_plan, encode_opened, encode_result
 from services.common.channel import Channel, ChannelSpec
 from services.common.channel.factory import create_channel
 from services.common.config import AttentionSection
@@ -35,7 +34,9 @@ from services.common.resolve import ResolvedModel
 from services.common.server import until_over
 from services.common.tracing import Tracer
 from services.common.watchdog import OnStall, Progress, Watchdog
-from services.pb import attn_pb2, attn_pb2_grpc
+from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
+from services.step import NewSequence, SequenceOpened, StepPlan
+from services.step.codec import decode_plan, encode_accepted, encode_opened
 
 log = structlog.get_logger()
 
@@ -43,7 +44,7 @@ _POLL_S = 0.005
 _ROOM_TIMEOUT_S = 10.0  # for a dense worker to let go of the data region before
 _ROOM_RETRY_S = 0.1
 
-_Results = asyncio.Queue[attn_pb2.StepResult | Exception]
+_Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
@@ -152,8 +153,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             await asyncio.sleep(_ROOM_RETRY_S)
 
     async def Execute(
-        self, requests: AsyncIterator[attn_pb2.StepPlan], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[attn_pb2.StepResult]:
+        self, requests: AsyncIterator[step_pb2.StepPlan], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[attn_pb2.PlanAnswer]:
         metadata = dict(context.invocation_metadata())
         epoch, attachment_id = int(metadata.get("epoch", 0)), int(metadata.get("attachment-id", 0))
         if epoch != self._epoch:
@@ -209,7 +210,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """Tells the dense worker that this is no crash, and waits until it lets go; `timeout_s` seconds at most."""
         self._is_leaving = True
         if self._results is not None:
-            self._results.put_nowait(attn_pb2.StepResult(is_leaving=True))
+            self._results.put_nowait(attn_pb2.PlanAnswer(is_leaving=True))
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._results is not None and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -247,7 +248,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     async def _read(
         self,
-        requests: AsyncIterator[attn_pb2.StepPlan],
+        requests: AsyncIterator[step_pb2.StepPlan],
         engine: AttentionEngine,
         attachment_id: int,
         max_num_tokens: int,
@@ -256,27 +257,26 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """Hands every plan to the engine; results worth telling, or what ends the stream, go to `results`."""
         loop = asyncio.get_running_loop()
 
-        def put(result: attn_pb2.StepResult | Exception) -> None:
+        def put(result: attn_pb2.PlanAnswer | Exception) -> None:
             loop.call_soon_threadsafe(self._tell, results, result)
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
-        def accept(plan: Plan, accepted: Accepted) -> None:
-            if plan.close_seq_ids or accepted.step.errors:
-                put(encode_result(plan.step_id, accepted))
+        def accept(accepted: Accepted) -> None:
+            if accepted.plan.close_seq_ids or accepted.step.errors:
+                put(encode_accepted(describe_accepted(accepted)))
 
         try:
             async for message in until_over(requests):
-                for opening in message.opens:
-                    self._open(engine, attachment_id, opening, put)
-                if not message.step_id:
-                    continue
                 plan = decode_plan(message)
+                for new_sequence in plan.new_sequences:
+                    self._open(engine, attachment_id, new_sequence, put)
+                if not plan.step_id:
+                    continue
                 self._check_size(plan, max_num_tokens)
-                on_accepted = functools.partial(accept, plan)
-                step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), on_accepted)
+                step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), accept)
                 step.add_done_callback(report)
         except Exception as error:  # nobody awaits the reader
             put(error)
@@ -287,11 +287,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self,
         engine: AttentionEngine,
         attachment_id: int,
-        message: attn_pb2.OpenSequence,
-        put: Callable[[attn_pb2.StepResult | Exception], None],
+        new: NewSequence,
+        put: Callable[[attn_pb2.PlanAnswer | Exception], None],
     ) -> None:
         """Hands a sequence to the engine; the answer, or what ends the stream, is `put`."""
-        span = self._tracer.start("open_sequence", message.traceparent, request_id=message.request_id)
+        span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
 
         def report(opening: Future[OpenResult]) -> None:
             if opening.cancelled():
@@ -301,28 +301,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if error is None:
                 result = opening.result()
                 span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
-                log.debug("opened", request_id=message.request_id, num_cached_tokens=result.num_cached_tokens)
-                put(attn_pb2.StepResult(opened=encode_opened(message.seq_id, result)))
+                log.debug("opened", request_id=new.request_id, num_cached_tokens=result.num_cached_tokens)
+                put(encode_opened(describe_opened(new.seq_id, result)))
                 return
             span.end(str(error))
             if isinstance(error, InvalidRequest | CapacityError):  # the sequence's own, unlike anything else
-                put(attn_pb2.StepResult(opened=attn_pb2.SequenceOpened(seq_id=message.seq_id, error=str(error))))
+                put(encode_opened(SequenceOpened(new.seq_id, error=str(error))))
             else:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
-        opening = engine.submit(
-            engine.open_sequence,
-            attachment_id,
-            message.seq_id,
-            list(message.token_ids),
-            message.num_prompt_tokens,
-            message.cache_salt.encode(),
-            message.ignores_prefix_cache,
-            message.request_id,
-        )
-        opening.add_done_callback(report)
+        engine.submit(engine.open_sequence, attachment_id, new).add_done_callback(report)
 
-    def _tell(self, results: _Results, result: attn_pb2.StepResult | Exception) -> None:
+    def _tell(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):
             self._note_failure(result)  # even if the dense worker, which may have failed too, reads no more
         results.put_nowait(result)
@@ -334,11 +324,10 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._failure.set_exception(error)
         return is_failure
 
-    def _check_size(self, plan: Plan, max_num_tokens: int) -> None:
+    def _check_size(self, plan: StepPlan, max_num_tokens: int) -> None:
         assert self._limits is not None, "plans need an attachment"
-        num_tokens = sum(count for _, count, _ in plan.entries)
-        sizes = ((num_tokens, max_num_tokens, "tokens"), (len(plan.entries), self._limits.max_num_seqs, "sequences"))
-        for count, limit, what in sizes:
+        num_seqs, max_num_seqs = len(plan.entries), self._limits.max_num_seqs
+        for count, limit, what in ((plan.num_tokens, max_num_tokens, "tokens"), (num_seqs, max_num_seqs, "sequences")):
             if count > limit:
                 raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
 

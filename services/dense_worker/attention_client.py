@@ -1,6 +1,6 @@
 """`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
 
-Lives on the event loop. The engine thread calls `publish` and `open` from outside; everything that comes
+Lives on the event loop. The engine thread calls `publish` from outside; everything that comes
 back goes through the `AttentionListener`, whose methods hand it to the engine thread.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -16,16 +15,17 @@ import grpc
 import structlog
 import torch
 
-from services.common.channel import Channel, ChannelSpec
+from services.common.channel import ChannelSpec
 from services.common.channel.factory import map_channel
 from services.common.client import open_channel, read_peer_tls
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
 from services.common.server import run_together
-from services.dense_worker.sequence import Sequence
-from services.dense_worker.step_plan import StepPlan
+from services.dense_worker.attachment import Attachment, AttachmentEnd
 from services.pb import attn_pb2, attn_pb2_grpc
+from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.step.codec import decode_answer, encode_plan
 
 log = structlog.get_logger()
 
@@ -34,29 +34,7 @@ _RETRY_S = 0.2
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """A mapped data region, which the listener closes, and what the attention worker said of its cache."""
-
-    epoch: int
-    attachment_id: int
-    channel: Channel
-    block_size: int
-    num_blocks: int
-    num_free_blocks: int
-    held_blocks: dict[int, int]  # by sequences that an earlier dense worker left open
-
-
-@dataclass(frozen=True, slots=True)
-class AttachmentEnd:
-    """Why an attachment ended."""
-
-    reason: str
-    is_crash: bool  # the attention worker died, or broke off a step; else somebody wanted it so
-    is_replaced: bool = False  # another dense worker has attached
-
-
-_Message: TypeAlias = StepPlan | Sequence | AttachmentEnd | Literal["ready"]  # from the engine
+_Message: TypeAlias = StepPlan | AttachmentEnd | Literal["ready"]  # from the engine
 
 
 class AttentionListener(Protocol):
@@ -64,9 +42,7 @@ class AttentionListener(Protocol):
 
     def on_attached(self, attachment: Attachment) -> None: ...
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
-    def on_opened(self, attachment: Attachment, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None: ...
-    def on_open_failed(self, attachment: Attachment, sequence: Sequence, error: str) -> None: ...
-    def on_accepted(self, attachment: Attachment, result: attn_pb2.StepResult) -> None: ...
+    def on_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None: ...
 
 
 class AttachmentWatcher(Protocol):
@@ -136,10 +112,6 @@ class AttentionClient:
         """Sends a plan. Called on the engine thread; never blocks."""
         self._post(attachment, plan)
 
-    def open(self, attachment: Attachment, sequence: Sequence) -> None:
-        """Asks for a sequence to be opened. Called on the engine thread; never blocks."""
-        self._post(attachment, sequence)
-
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives the attachment up and makes a new one. Called on the engine thread; never blocks."""
         self._post(attachment, end)
@@ -201,12 +173,11 @@ class AttentionClient:
         call = self._stub.Execute(
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
-        opening: dict[int, Sequence] = {}  # by seq_id, until they are answered
         try:
             # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
             await run_together(
-                self._receive(attachment, call, opening, listener),
-                self._handle_inbox(attachment, call, opening, watcher),
+                self._receive(attachment, call, listener),
+                self._handle_inbox(attachment, call, watcher),
             )
         except _Ended as ended:
             return ended.end
@@ -215,27 +186,13 @@ class AttentionClient:
         raise AssertionError("the stream's reader ends with an error")
 
     async def _receive(
-        self,
-        attachment: Attachment,
-        call: grpc.aio.StreamStreamCall,
-        opening: dict[int, Sequence],
-        listener: AttentionListener,
+        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener
     ) -> None:
         try:
             async for result in call:
                 if result.is_leaving:
                     raise _Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
-                if not result.HasField("opened"):
-                    listener.on_accepted(attachment, result)
-                    continue
-                opened = result.opened
-                sequence = opening.pop(opened.seq_id, None)
-                if sequence is None:
-                    raise _Ended(AttachmentEnd(f"sequence {opened.seq_id:x} is not being opened", is_crash=True))
-                if opened.HasField("error"):
-                    listener.on_open_failed(attachment, sequence, opened.error)
-                else:
-                    listener.on_opened(attachment, sequence, opened)
+                listener.on_answer(attachment, decode_answer(result))
         except grpc.aio.AioRpcError as error:
             is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
             reason = f"running a step: {error.code().name}: {error.details()}"
@@ -243,11 +200,7 @@ class AttentionClient:
         raise _Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
 
     async def _handle_inbox(
-        self,
-        attachment: Attachment,
-        call: grpc.aio.StreamStreamCall,
-        opening: dict[int, Sequence],
-        watcher: AttachmentWatcher,
+        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, watcher: AttachmentWatcher
     ) -> None:
         """What the engine has posted, in order."""
         while True:
@@ -259,13 +212,8 @@ class AttentionClient:
                 continue
             if isinstance(message, AttachmentEnd):
                 raise _Ended(message)
-            if isinstance(message, Sequence):
-                opening[message.seq_id] = message
-                plan = attn_pb2.StepPlan(opens=[encode_open(message)])
-            else:
-                plan = encode_plan(message)
             try:
-                await call.write(plan)
+                await call.write(encode_plan(message))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("a plan could not be sent", reason=repr(error))
                 return  # the stream is over, and `_receive` knows why
@@ -277,30 +225,3 @@ class _Ended(Exception):
     def __init__(self, end: AttachmentEnd) -> None:
         super().__init__(end.reason)
         self.end = end
-
-
-def encode_open(sequence: Sequence) -> attn_pb2.OpenSequence:
-    """What the attention worker needs to know of a sequence."""
-    return attn_pb2.OpenSequence(
-        seq_id=sequence.seq_id,
-        token_ids=sequence.prompt_token_ids + sequence.output_token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        cache_salt=sequence.cache_salt,
-        request_id=sequence.request_id,
-        ignores_prefix_cache=sequence.num_prompt_logprobs is not None,
-        traceparent=sequence.traceparent,
-    )
-
-
-def encode_plan(plan: StepPlan) -> attn_pb2.StepPlan:
-    """The plan as columns; see `protos/attn.proto`."""
-    entries: SequenceOf = plan.entries
-    return attn_pb2.StepPlan(
-        step_id=plan.step_id,
-        seq_ids=[entry.sequence.seq_id for entry in entries],
-        num_tokens=[entry.num_tokens for entry in entries],
-        num_computed_tokens=[entry.num_computed_tokens for entry in entries],
-        close_seq_ids=plan.close_seq_ids,
-        confirmed_seq_ids=[seq_id for seq_id, _ in plan.confirmed],
-        confirmed_token_ids=[token_id for _, token_id in plan.confirmed],
-    )

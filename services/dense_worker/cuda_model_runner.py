@@ -16,8 +16,8 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.step_plan import StepPlan
-from services.dense_worker.step_tokens import PendingTokens, StepTokens
+from services.dense_worker.step_tokens import PendingTokens
+from services.step import StepPlan, StepResult
 
 _NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet
 FEW_SAMPLED = 16  # rows
@@ -74,7 +74,7 @@ class CudaModelRunner(ModelRunner):
         self._num_launched += 1
         tokens = None
         with torch.cuda.stream(self._stream):
-            step = self.prepare(plan)
+            step = self.prepare(self.bind(plan))
             if plan.entries:
                 tokens = self._enqueue(step, channel, stage)
             event = torch.cuda.Event()
@@ -146,6 +146,6 @@ class _Launched:
     def is_done(self) -> bool:
         return self._event.query()
 
-    def collect(self) -> StepTokens:
+    def collect(self) -> StepResult:
         self._channel.check()
-        return self._tokens.read() if self._tokens is not None else StepTokens([])
+        return self._tokens.read() if self._tokens is not None else StepResult(())

@@ -80,7 +80,8 @@ class DenseMetrics:
             self._queue.observe(sequence.started_s - sequence.arrival_s)
         for output in outputs:
             sequence = output.sequence
-            if len(sequence.output_token_ids) == 1 and sequence.started_s is not None:
+            is_first = 0 < len(sequence.output_token_ids) == len(output.token_ids)
+            if is_first and sequence.started_s is not None:
                 self._prefill.observe(sequence.first_token_s - sequence.started_s)
             if output.finish_reason not in (None, FinishReason.ERROR):
                 self._decode.observe(time.monotonic() - sequence.first_token_s)

@@ -1,11 +1,13 @@
 """`ModelRunner`: turns a plan into one dense stroke after another, and logits into tokens.
 
-Runs on the engine thread. Every running sequence has a *slot*: its row in the sampler's state, where the
-last token it got stays on the device as the input of its next step.
+Runs on the engine thread, and knows plans alone: of every sequence it keeps what it was told and the tokens it got.
+A running sequence has a *slot*: its row in the sampler's state, where the last token it got stays on the device as
+the input of its next step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,22 +18,31 @@ from services.common.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.step_plan import PlanEntry, StepPlan
-from services.dense_worker.step_tokens import PendingTokens, StepTokens
+from services.dense_worker.step_tokens import KnownSequence, PendingTokens
+from services.step import NewSequence, PlanEntry, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """A plan and the sequences that its ids mean; later ones of the same ids are others."""
+
+    plan: StepPlan
+    sequences: SequenceOf[KnownSequence]  # aligned with the plan's entries
+    closed: SequenceOf[KnownSequence]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """What a step needs beside the device's own state. Rows are the step's tokens, in batch order."""
 
+    bound: BoundPlan
     token_ids: torch.Tensor  # int64 [num_tokens]; rows fed from the device hold anything
     fed_rows: torch.Tensor  # int64 [num_fed]: rows whose token an earlier step leaves on the device
     fed_slots: torch.Tensor  # int64 [num_fed]: where it lies
-    sampled_rows: torch.Tensor  # int64 [num_sampled]: last row of every entry that yields a token
+    sampled_rows: torch.Tensor  # int64 [num_sampled]: the rows whose logits the plan wants
     sampled_slots: np.ndarray  # int64 [num_sampled]
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
-    sampled_seq_ids: list[int]  # [num_sampled]
     stretches: list[PromptStretch]  # of prompts whose log-probabilities are wanted
 
 
@@ -41,7 +52,7 @@ class RunningStep(Protocol):
     def is_done(self) -> bool:
         """Whether nothing keeps `collect` from going ahead."""
 
-    def collect(self) -> StepTokens:
+    def collect(self) -> StepResult:
         """What the step yields, once it is there. Raises what `Channel.wait` raises."""
 
 
@@ -54,55 +65,72 @@ class ModelRunner:
         self._num_layers = num_layers
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
-        self._slots: dict[int, int] = {}  # by seq_id
+        self._sequences: dict[int, KnownSequence] = {}  # by seq_id
+        self._used_slots: set[int] = set()
         self._channel: Channel | None = None
 
     def attach(self, channel: Channel) -> None:
         """Meets the attention worker in `channel` from now on; every sequence is forgotten."""
-        for seq_id in list(self._slots):
-            self._release_slot(seq_id)
+        for slot in list(self._used_slots):
+            self._release_slot(slot)
+        self._sequences.clear()
         self._channel = channel
+
+    def open(self, new: NewSequence) -> None:
+        """Plans may name this sequence from now on, until one closes it."""
+        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids))
 
     def launch(self, plan: StepPlan) -> RunningStep:
         """On a CPU nothing can run beside the host: the step runs when it is collected, in plan order."""
-        return _LazyStep(self, plan)
+        return _LazyStep(self, self.bind(plan))
 
-    def prepare(self, plan: StepPlan) -> StepInput:
+    def bind(self, plan: StepPlan) -> BoundPlan:
+        """Finds the sequences of a plan, after its closings and forks. Called as soon as it is published."""
+        closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
+        for fork in plan.forks:
+            parent = self._sequences[fork.parent_seq_id]
+            self._sequences[fork.child_seq_id] = KnownSequence(parent.new, list(parent.token_ids))
+        return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
+
+    def prepare(self, bound: BoundPlan) -> StepInput:
         """Gives slots and builds the step's input from what is known on the host. Called in plan order."""
-        for seq_id in plan.close_seq_ids:
-            self._release_slot(seq_id)
+        for sequence in bound.closed:
+            if sequence.slot is not None:  # else it never ran
+                self._release_slot(sequence.slot)
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
-        sampled_seq_ids: list[int] = []
         stretches: list[PromptStretch] = []
-        for entry in plan.entries:
-            slot = self._slots.get(entry.sequence.seq_id)
+        for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
+            slot = sequence.slot
             if slot is None:
-                slot = self._assign_slot(entry)
-            if entry.sequence.num_prompt_logprobs is not None and (stretch := find_stretch(entry, len(token_ids))):
+                slot = self._assign_slot(sequence)
+            if sequence.new.num_prompt_logprobs is not None and (
+                stretch := find_stretch(entry, sequence.new, len(token_ids))
+            ):
                 stretches.append(stretch)
-            known = _known_token_ids(entry)
-            token_ids += known
-            if len(known) < entry.num_tokens:
-                fed_rows.append(len(token_ids))
+            if _is_fed(entry, sequence):
+                fed_rows.append(len(token_ids) + entry.num_tokens - 1)
                 fed_slots.append(slot)
+                token_ids += sequence.token_ids[entry.position :]
                 token_ids.append(0)
-            if entry.is_sampled:
-                position = entry.num_computed_tokens + entry.num_tokens
-                sampled_rows.append(len(token_ids) - 1)
+            else:
+                token_ids += sequence.token_ids[entry.position : entry.position + entry.num_tokens]
+                token_ids += entry.draft_token_ids
+            end, num_rows = entry.position + entry.num_tokens, len(token_ids)
+            for back in range(entry.num_logits - 1, -1, -1):
+                sampled_rows.append(num_rows - 1 - back)
                 sampled_slots.append(slot)
-                sampled_seq_ids.append(entry.sequence.seq_id)
-                positions.append(position)
-                output_lens.append(position - entry.sequence.num_prompt_tokens)
+                positions.append(end - back)
+                output_lens.append(end - back - sequence.new.num_prompt_tokens)
         return StepInput(
+            bound,
             *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
             *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
-            sampled_seq_ids,
             stretches,
         )
 
     @torch.inference_mode()
-    def run(self, step: StepInput) -> StepTokens:
+    def run(self, step: StepInput) -> StepResult:
         """Runs all layers, and the sampler. Raises what `Channel.wait` raises."""
         assert self._channel is not None, "steps need an attachment"
         token_ids = step.token_ids
@@ -122,32 +150,31 @@ class ModelRunner:
         if len(step.sampled_rows):
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
             host_token_ids.copy_(sampled.token_ids, non_blocking=True)
-            if sampled.ranked is not None:
-                num_logprobs = {step.sampled_seq_ids[row]: num for row, num in sampled.num_logprobs.items()}
-                ranked = sampled.ranked.to_host()
+            num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
         if step.stretches:
             attn_out = channel.attn_out[: len(step.token_ids)]
             prompt_ranked = rank_prompt_tokens(self._backend, attn_out, step.stretches, self._max_num_seqs).to_host()
-        return PendingTokens(host_token_ids, num_logprobs, ranked, step.stretches, prompt_ranked)
+        entries, sequences = step.bound.plan.entries, step.bound.sequences
+        return PendingTokens(entries, sequences, host_token_ids, num_logprobs, ranked, step.stretches, prompt_ranked)
 
-    def _assign_slot(self, entry: PlanEntry) -> int:
-        sequence = entry.sequence
-        slot = self._slots[sequence.seq_id] = self._free_slots.pop()
+    def _assign_slot(self, sequence: KnownSequence) -> int:
+        slot = sequence.slot = self._free_slots.pop()
+        self._used_slots.add(slot)
+        new, num_prompt_tokens = sequence.new, sequence.new.num_prompt_tokens
         self._sampler.add(
             slot,
-            sequence.sampling,
-            sequence.prompt_token_ids,
-            sequence.output_token_ids,
-            sorted(sequence.stop_token_ids),
-            sequence.num_logprobs,
+            new.sampling,
+            sequence.token_ids[:num_prompt_tokens],
+            sequence.token_ids[num_prompt_tokens:],
+            new.stop_token_ids,
+            new.num_logprobs,
         )
         return slot
 
-    def _release_slot(self, seq_id: int) -> None:
-        slot = self._slots.pop(seq_id, None)
-        if slot is not None:  # a sequence may be closed before it ever ran
-            self._sampler.remove(slot)
-            self._free_slots.append(slot)
+    def _release_slot(self, slot: int) -> None:
+        self._sampler.remove(slot)
+        self._used_slots.remove(slot)
+        self._free_slots.append(slot)
 
 
 def run_layers(
@@ -175,27 +202,21 @@ def run_layers(
     return backend.last(channel.attn_out[:num_tokens], sampled_rows)
 
 
-def _known_token_ids(entry: PlanEntry) -> list[int]:
-    """The entry's tokens, less the last one if it has been sampled but is not known on the host yet."""
-    sequence, start = entry.sequence, entry.num_computed_tokens
-    end = start + entry.num_tokens
-    num_prompt_tokens = sequence.num_prompt_tokens
-    if start >= num_prompt_tokens:
-        return sequence.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]
-    known = sequence.prompt_token_ids[start:end]
-    if end > num_prompt_tokens:
-        known = known + sequence.output_token_ids[: end - num_prompt_tokens]
-    return known
+def _is_fed(entry: PlanEntry, sequence: KnownSequence) -> bool:
+    """Whether the entry's last token has been sampled but is not known on the host yet."""
+    end = entry.position + entry.num_tokens - len(entry.draft_token_ids)
+    assert end - len(sequence.token_ids) <= (not entry.draft_token_ids), "drafts follow tokens that are known"
+    return end > len(sequence.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _LazyStep:
     runner: ModelRunner
-    plan: StepPlan
+    bound: BoundPlan
 
     def is_done(self) -> bool:
         return True
 
-    def collect(self) -> StepTokens:
-        step = self.runner.prepare(self.plan)
-        return self.runner.run(step) if self.plan.entries else StepTokens([])
+    def collect(self) -> StepResult:
+        step = self.runner.prepare(self.bound)
+        return self.runner.run(step) if self.bound.plan.entries else StepResult(())

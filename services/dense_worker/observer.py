@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.dense_worker.scheduler import Scheduler
 from services.dense_worker.sequence import Sequence, SequenceOutput
+from services.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class StepStats:
     step_id: int
     num_seqs: int
     num_tokens: int  # computed in the step
-    num_sampled: int  # sequences that got a token
+    num_sampled: int  # tokens that were sampled, rejected ones after a wrong draft included
     num_running: int
     num_waiting: int
     num_preemptions: int  # in all, so far
@@ -48,3 +50,25 @@ class EngineObserver(Protocol):
 
     def on_handoff_abort(self) -> None:
         """The attention worker was lost; steps in flight are void."""
+
+
+def describe_step(
+    plan: StepPlan, scheduler: Scheduler, launch_s: float, duration_s: float, wait_s: float | None
+) -> StepStats:
+    """The figures of a step that has just run; times as in `StepStats`."""
+    ledger = scheduler.session.ledger
+    return StepStats(
+        step_id=plan.step_id,
+        num_seqs=len(plan.entries),
+        num_tokens=plan.num_tokens,
+        num_sampled=sum(entry.num_logits for entry in plan.entries),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        num_blocks=ledger.num_blocks,
+        num_free_blocks=ledger.num_free_blocks,
+        num_reserved_blocks=ledger.num_reserved_blocks,
+        launch_s=launch_s,
+        duration_s=duration_s,
+        wait_s=wait_s,
+    )

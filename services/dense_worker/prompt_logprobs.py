@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.logprobs import RankedTokens, concatenate, rank_tokens
-from services.dense_worker.sequence import Sequence
-from services.dense_worker.step_plan import PlanEntry
 from services.dense_worker.upload import upload
+from services.step import NewSequence, PlanEntry, PromptLogprobs
 
 MAX_ROWS_AT_A_TIME = 256
 
@@ -26,30 +24,21 @@ MAX_ROWS_AT_A_TIME = 256
 class PromptStretch:
     """Prompt tokens that a step tells of."""
 
-    sequence: Sequence
+    seq_id: int
     start: int  # index in the prompt of the first one, at least 1
-    num_tokens: int
+    token_ids: SequenceOf[int]
     first_row: int  # of the step; tells of the first one, the next row of the next
     num_logprobs: int  # likeliest tokens to report beside each
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens from index `start` on."""
-
-    sequence: Sequence
-    start: int
-    tokens: list[TokenLogprobs]
-
-
-def find_stretch(entry: PlanEntry, first_row: int) -> PromptStretch | None:
+def find_stretch(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptStretch | None:
     """What an entry, whose tokens begin at `first_row` of the step, tells of a prompt that wants it; or nothing."""
-    sequence, start = entry.sequence, entry.num_computed_tokens + 1
-    assert sequence.num_prompt_logprobs is not None
-    end = min(start + entry.num_tokens, sequence.num_prompt_tokens)
-    if start >= end:
+    assert new.num_prompt_logprobs is not None
+    start = entry.position + 1
+    token_ids = new.token_ids[start : min(start + entry.num_tokens, new.num_prompt_tokens)]
+    if not token_ids:
         return None
-    return PromptStretch(sequence, start, end - start, first_row, sequence.num_prompt_logprobs)
+    return PromptStretch(entry.seq_id, start, token_ids, first_row, new.num_prompt_logprobs)
 
 
 def rank_prompt_tokens(
@@ -61,8 +50,8 @@ def rank_prompt_tokens(
     """
     rows, token_ids = [], []
     for stretch in stretches:
-        rows.append(np.arange(stretch.first_row, stretch.first_row + stretch.num_tokens))
-        token_ids += stretch.sequence.prompt_token_ids[stretch.start : stretch.start + stretch.num_tokens]
+        rows.append(np.arange(stretch.first_row, stretch.first_row + len(stretch.token_ids)))
+        token_ids += stretch.token_ids
     packed = np.stack([np.concatenate(rows), np.array(token_ids, dtype=np.int64)])
     device_rows, device_token_ids = upload(packed, attn_out.device)
     num_top = max(stretch.num_logprobs for stretch in stretches)
@@ -75,9 +64,9 @@ def rank_prompt_tokens(
 
 def read_prompt_logprobs(stretches: SequenceOf[PromptStretch], ranked: RankedTokens) -> list[PromptLogprobs]:
     """What `rank_prompt_tokens` found, once it is on the host."""
-    num_top = [stretch.num_logprobs for stretch in stretches for _ in range(stretch.num_tokens)]
+    num_top = [stretch.num_logprobs for stretch in stretches for _ in stretch.token_ids]
     tokens = iter(ranked.read(num_top))
     return [
-        PromptLogprobs(stretch.sequence, stretch.start, [next(tokens) for _ in range(stretch.num_tokens)])
+        PromptLogprobs(stretch.seq_id, stretch.start, [next(tokens) for _ in stretch.token_ids])
         for stretch in stretches
     ]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from services.common.server import GrpcServer
-from services.dense_worker.attention_client import Attachment, AttachmentEnd
+from services.dense_worker.attachment import Attachment, AttachmentEnd
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
+from services.step import NewSequence
 
 SUSPECT_CRASHES = 2  # once may be anybody's fault
 
@@ -57,6 +59,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # found in the KV cache at first opening
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_draft_tokens: int = 0  # of a published plan; until its result is here, lengths are not known
     num_blocks: int = 0  # held in the attention worker once all published plans have run
     num_reserved_blocks: int = 0  # promised to it, not allocated yet
     # On the monotonic clock. A sequence that was submitted again with tokens never has its first step here.
@@ -89,6 +92,25 @@ class Sequence:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
+    def leave_cache(self) -> None:
+        """Nothing of it is in the KV cache any more, nor promised to it."""
+        self.num_computed_tokens = self.num_draft_tokens = self.num_blocks = self.num_reserved_blocks = 0
+
+    def describe(self) -> NewSequence:
+        """What the workers need to know of it, with the tokens it has now."""
+        return NewSequence(
+            seq_id=self.seq_id,
+            request_id=self.request_id,
+            token_ids=(*self.prompt_token_ids, *self.output_token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            stop_token_ids=tuple(sorted(self.stop_token_ids)),
+            num_logprobs=self.num_logprobs,
+            num_prompt_logprobs=self.num_prompt_logprobs,
+            cache_salt=self.cache_salt,
+            traceparent=self.traceparent,
+        )
+
     @property
     def max_num_cached_tokens(self) -> int:
         """Most tokens it can ever have in the KV cache: the last token sampled is never computed."""
@@ -97,9 +119,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """News of one sequence: a token, an end, or both."""
+    """What a sequence got: tokens, an end, or both."""
 
     sequence: Sequence
-    token_id: int | None
+    token_ids: SequenceOf[int]
     finish_reason: FinishReason | None
     error: TwostrokeError | None = None

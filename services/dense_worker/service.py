@@ -18,7 +18,8 @@ from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.common.server import GrpcServer, run_together
 from services.common.tracing import Tracer, tracing
 from services.common.watchdog import Watchdog
-from services.dense_worker.attention_client import Attachment, AttachOptions, AttentionClient
+from services.dense_worker.attachment import Attachment
+from services.dense_worker.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.backends.select import select_backend
 from services.dense_worker.engine import Engine
 from services.dense_worker.metrics import DenseMetrics

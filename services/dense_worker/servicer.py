@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from collections.abc import Sequence as SequenceOf
 
 import grpc
 import structlog
@@ -19,11 +20,11 @@ from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.common.watchdog import Watchdog
 from services.dense_worker.engine import Engine
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.step_report import StepReport
 from services.dense_worker.tracing import SequenceTracer
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.step import PromptLogprobs
 
 log = structlog.get_logger()
 
@@ -165,12 +166,12 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_us=round(1e6 * (sequence.started_s - sequence.arrival_s)),
                 )
-        for stretch in report.prompt_logprobs:
-            if outbox := self._outbox_of(stretch.sequence):
-                messages[outbox].prompt_logprobs.append(encode_prompt_logprobs(stretch))
+        for sequence, logprobs in report.prompt_logprobs:
+            if outbox := self._outbox_of(sequence):
+                messages[outbox].prompt_logprobs.append(encode_prompt_logprobs(logprobs))
         for output in report.outputs:
             if outbox := self._outbox_of(output.sequence):
-                _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id))
+                _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id, ()))
                 if output.finish_reason is not None:
                     del self._owned[output.sequence.seq_id]
                     error = None if output.error is None else str(output.error)
@@ -242,22 +243,22 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
     )
 
 
-def encode_prompt_logprobs(stretch: PromptLogprobs) -> dense_pb2.PromptLogprobs:
+def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs:
     """One message a step and prompt."""
     return dense_pb2.PromptLogprobs(
-        seq_id=stretch.sequence.seq_id,
-        start=stretch.start,
-        tokens=[encode_logprobs(token) for token in stretch.tokens],
+        seq_id=logprobs.seq_id,
+        start=logprobs.start,
+        tokens=[encode_logprobs(token) for token in logprobs.tokens],
     )
 
 
-def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: TokenLogprobs | None) -> None:
+def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:
     seq_id = output.sequence.seq_id
-    if output.token_id is not None:
+    for token_id in output.token_ids:
         message.seq_ids.append(seq_id)
-        message.token_ids.append(output.token_id)
-        if logprobs is not None:
-            message.logprobs.add(seq_id=seq_id, token=encode_logprobs(logprobs))
+        message.token_ids.append(token_id)
+    for _, value in zip(output.token_ids, logprobs, strict=False):  # an end may come before the step's last token
+        message.logprobs.add(seq_id=seq_id, token=encode_logprobs(value))
     if output.finish_reason is not None:
         end = message.ended.add(seq_id=seq_id, reason=_REASONS[output.finish_reason])
         if output.error is not None:

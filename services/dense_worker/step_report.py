@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.sequence import Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.step_tokens import StepTokens
+from services.step import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class StepReport:
     """What a step means to the gateways."""
 
     step_id: int
-    started: list[Sequence]
-    outputs: list[SequenceOutput]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of tokens of the step, by seq_id
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # steps may have them from now on
+    started: SequenceOf[Sequence] = ()
+    outputs: SequenceOf[SequenceOutput] = ()
+    logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # of the tokens, by seq_id
+    prompt_logprobs: SequenceOf[tuple[Sequence, PromptLogprobs]] = ()
+    admitted: SequenceOf[Sequence] = ()  # steps may have them from now on
 
 
 def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], begin_s: float, end_s: float) -> None:
@@ -32,10 +32,13 @@ def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], b
             output.sequence.first_token_s = end_s
 
 
-def take_prompt_logprobs(tokens: StepTokens) -> list[PromptLogprobs]:
-    """Of live sequences. What was told to the end is not wanted again when a preempted sequence starts over."""
-    taken = [each for each in tokens.prompt_logprobs if each.sequence.status is not SequenceStatus.FINISHED]
-    for each in taken:
-        if each.start + len(each.tokens) == each.sequence.num_prompt_tokens:
-            each.sequence.num_prompt_logprobs = None
-    return taken
+def note_prompt_logprobs(
+    sequences: Iterable[Sequence], found: Iterable[PromptLogprobs]
+) -> list[tuple[Sequence, PromptLogprobs]]:
+    """Of live ones of a step's sequences. What was told to the end is not wanted again when one starts over."""
+    live = {each.seq_id: each for each in sequences if each.status is not SequenceStatus.FINISHED}
+    noted = [(live[each.seq_id], each) for each in found if each.seq_id in live]
+    for sequence, each in noted:
+        if each.start + len(each.tokens) == sequence.num_prompt_tokens:
+            sequence.num_prompt_logprobs = None
+    return noted

@@ -1,4 +1,5 @@
 from services.pb import stall_pb2 as _stall_pb2
+from services.pb import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -53,24 +54,6 @@ class AttachReply(_message.Message):
     open_num_blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class OpenSequence(_message.Message):
-    __slots__ = ("seq_id", "token_ids", "num_prompt_tokens", "cache_salt", "request_id", "ignores_prefix_cache", "traceparent")
-    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    IGNORES_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    seq_id: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_prompt_tokens: int
-    cache_salt: str
-    request_id: str
-    ignores_prefix_cache: bool
-    traceparent: str
-    def __init__(self, seq_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., ignores_prefix_cache: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
-
 class SequenceOpened(_message.Message):
     __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
@@ -87,28 +70,6 @@ class SequenceOpened(_message.Message):
     error: str
     def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
-class StepPlan(_message.Message):
-    __slots__ = ("step_id", "lane", "seq_ids", "num_tokens", "num_computed_tokens", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "opens")
-    STEP_ID_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
-    SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CLOSE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIRMED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIRMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    OPENS_FIELD_NUMBER: _ClassVar[int]
-    step_id: int
-    lane: int
-    seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_tokens: _containers.RepeatedScalarFieldContainer[int]
-    num_computed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    close_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    confirmed_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    confirmed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    opens: _containers.RepeatedCompositeFieldContainer[OpenSequence]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ..., opens: _Optional[_Iterable[_Union[OpenSequence, _Mapping]]] = ...) -> None: ...
-
 class SequenceError(_message.Message):
     __slots__ = ("seq_id", "message")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
@@ -117,7 +78,7 @@ class SequenceError(_message.Message):
     message: str
     def __init__(self, seq_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
-class StepResult(_message.Message):
+class PlanAnswer(_message.Message):
     __slots__ = ("step_id", "num_freed_blocks", "num_free_blocks", "errors", "is_leaving", "opened")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from services.pb import attn_pb2 as attn__pb2
+from services.pb import step_pb2 as step__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -41,8 +42,8 @@ class AttentionWorkerStub:
                 _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/twostroke.attn.v1.AttentionWorker/Execute',
-                request_serializer=attn__pb2.StepPlan.SerializeToString,
-                response_deserializer=attn__pb2.StepResult.FromString,
+                request_serializer=step__pb2.StepPlan.SerializeToString,
+                response_deserializer=attn__pb2.PlanAnswer.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/twostroke.attn.v1.AttentionWorker/GetStatus',
@@ -88,8 +89,8 @@ def add_AttentionWorkerServicer_to_server(servicer, server):
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
-                    request_deserializer=attn__pb2.StepPlan.FromString,
-                    response_serializer=attn__pb2.StepResult.SerializeToString,
+                    request_deserializer=step__pb2.StepPlan.FromString,
+                    response_serializer=attn__pb2.PlanAnswer.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -149,8 +150,8 @@ class AttentionWorker:
             request_iterator,
             target,
             '/twostroke.attn.v1.AttentionWorker/Execute',
-            attn__pb2.StepPlan.SerializeToString,
-            attn__pb2.StepResult.FromString,
+            step__pb2.StepPlan.SerializeToString,
+            attn__pb2.PlanAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +16,10 @@ class AttentionBackend(Protocol):
     The KV cache belongs to the backend. Tensors are of the model's dtype, on the backend's device, and
     callers hold `torch.inference_mode`.
     """
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each, in every layer, in order."""
+        ...
 
     def begin_step(self, step: StepMetadata) -> None:
         """Prepare what all layers of a step share."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import flashinfer
@@ -79,7 +80,8 @@ class FlashInferAttention:
         cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         try:
-            self._caches = list(torch.zeros(cache_shape, dtype=dtype, device=device))
+            self._cache = torch.zeros(cache_shape, dtype=dtype, device=device)
+            self._caches = list(self._cache)  # by layer
             self._keys_values = [(cache[:, :, 0], cache[:, :, 1]) for cache in self._caches]
             query_shape = (max(max_num_tokens, max_num_seqs), config.num_heads, config.head_dim)
             self._query = torch.empty(query_shape, dtype=dtype, device=device)
@@ -106,6 +108,11 @@ class FlashInferAttention:
     def is_decode_only(step: StepMetadata) -> bool:
         """See CapturableAttention."""
         return len(step.positions) == len(step.num_tokens)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See AttentionBackend."""
+        for source, target in copies:
+            self._cache[:, target].copy_(self._cache[:, source])
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
         """Plan on the host and send the plan to the device; see CapturableAttention."""

@@ -7,6 +7,7 @@ depends on the step but not on the layer is made in `begin_step`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +59,15 @@ class TorchAttention:
         self._device = device
         self._rope = RotaryEmbedding(config.rope, max_model_len, device)
         self._windows = set(config.sliding_windows)
-        self._cache_blocks = list(_allocate_cache(config, num_blocks + 1, block_size, dtype, device))
+        self._cache = _allocate_cache(config, num_blocks + 1, block_size, dtype, device)
+        self._cache_blocks = list(self._cache)  # by layer
         self._cache_slots = [blocks.view(-1, 2 * config.kv_size) for blocks in self._cache_blocks]
         self._workspaces: dict[str, torch.Tensor] = {}
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See AttentionBackend."""
+        for source, target in copies:
+            self._cache[:, target].copy_(self._cache[:, source])
 
     def begin_step(self, step: StepMetadata) -> None:
         """Angles, slots, gather indices and masks of the step; see AttentionBackend."""

@@ -7,6 +7,7 @@ copy in `begin_step`. Called by the engine thread alone; all work goes to the cu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +83,8 @@ class TritonAttention:
         )
         cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
         try:
-            self._caches = list(torch.zeros(cache_shape, dtype=dtype, device=device))
+            self._cache = torch.zeros(cache_shape, dtype=dtype, device=device)
+            self._caches = list(self._cache)  # by layer
             self._workspace = DecodeWorkspace(
                 torch.empty(max_num_items, config.num_heads, config.head_dim, device=device),
                 torch.empty(max_num_items, config.num_heads, device=device),
@@ -102,6 +104,11 @@ class TritonAttention:
     def is_decode_only(step: StepMetadata) -> bool:
         """See CapturableAttention."""
         return len(step.positions) == len(step.num_tokens)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See AttentionBackend."""
+        for source, target in copies:
+            self._cache[:, target].copy_(self._cache[:, source])
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
         """Plan the kernels' work and send it to the device; see CapturableAttention."""

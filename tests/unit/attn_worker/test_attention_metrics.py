@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
+from tests.plans import make_plan
 
 
 class CountingEngine:
@@ -26,7 +27,7 @@ def test_every_block_is_used_cached_or_free() -> None:
 
     assert blocks() == [0, 0, 10]
     cache.open_sequence(1, list(range(9)), 9)
-    cache.plan_step([(1, 9, 0)])
+    cache.plan_step(make_plan([(1, 9, 0)]))
     cache.commit_step()
     assert blocks() == [3, 0, 7]
     assert registry.get_sample_value("twostroke_attention_sequences") == 1
@@ -39,7 +40,7 @@ def test_a_sequence_that_is_taken_up_again_is_counted_with_what_it_kept() -> Non
     cache.use_weights(b"w")
     AttentionMetrics(registry, lambda: CountingEngine(cache))
     cache.open_sequence(1, list(range(9)), 9)
-    cache.plan_step([(1, 9, 0)])
+    cache.plan_step(make_plan([(1, 9, 0)]))
     cache.commit_step()
     cache.open_sequence(1, [*range(9), 50], 9)
     cache.open_sequence(2, [8, 9], 2)

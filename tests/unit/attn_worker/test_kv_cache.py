@@ -7,6 +7,7 @@ import pytest
 
 from services.attn_worker.kv_cache import KVCache, OpenResult
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted
+from tests.plans import make_plan
 
 BLOCK_SIZE = 4
 
@@ -17,7 +18,7 @@ def make_cache(num_blocks: int = 16, max_model_len: int = 64, **options: object)
 
 def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> int:
     """One step that must succeed; returns num_freed_blocks."""
-    step = cache.plan_step(entries, **options)
+    step = cache.plan_step(make_plan(entries, **options))
     assert step.errors == {}
     cache.commit_step()
     cache.check_integrity()
@@ -123,7 +124,7 @@ def test_the_last_confirmed_tokens_of_a_closing_sequence_are_cached_too() -> Non
 def test_uncommitted_blocks_are_never_found() -> None:
     cache = make_cache()
     cache.open_sequence(1, list(range(9)), 9)
-    cache.plan_step([(1, 9, 0)])
+    cache.plan_step(make_plan([(1, 9, 0)]))
     cache.abort_steps()
     assert cache.open_sequence(2, list(range(9)), 9).num_cached_tokens == 0
 
@@ -132,7 +133,7 @@ def test_metadata_of_a_mixed_step() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3, 4, 5])  # blocks 0, 1
     cache.open_sequence(2, list(range(7)), 7)
-    step = cache.plan_step([(1, 1, 5), (2, 6, 0)]).metadata  # the second takes blocks 2, 3
+    step = cache.plan_step(make_plan([(1, 1, 5), (2, 6, 0)])).metadata  # the second takes blocks 2, 3
     assert step.num_tokens.tolist() == [1, 6] and step.context_lens.tolist() == [6, 6]
     assert step.block_tables.tolist() == [[0, 1], [2, 3]]
     assert step.positions.tolist() == [5, 0, 1, 2, 3, 4, 5]
@@ -145,7 +146,7 @@ def test_metadata_of_a_mixed_step() -> None:
 def test_a_step_may_only_close() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3])
-    step = cache.plan_step([], close_seq_ids=[1, 5])
+    step = cache.plan_step(make_plan([], close_seq_ids=[1, 5]))
     assert step.num_freed_blocks == 1 and len(step.metadata.positions) == 0
     cache.commit_step()
 
@@ -154,7 +155,7 @@ def test_a_sequence_that_does_not_fit_keeps_its_rows_in_the_null_block() -> None
     cache = make_cache(num_blocks=3)
     cache.open_sequence(1, [1] * 5, 5)
     cache.open_sequence(2, [2] * 7, 7)
-    step = cache.plan_step([(1, 5, 0), (2, 7, 0)])
+    step = cache.plan_step(make_plan([(1, 5, 0), (2, 7, 0)]))
     assert isinstance(step.errors.pop(2), CapacityError) and not step.errors
     assert step.metadata.block_tables.tolist() == [[0, 1], [3, 3]]
     assert step.metadata.slot_mapping.tolist() == [0, 1, 2, 3, 4, 12, 13, 14, 15, 12, 13, 14]
@@ -167,7 +168,7 @@ def test_entries_that_contradict_the_cache_fail_alone() -> None:
     cache = make_cache(max_model_len=12)
     for seq_id in (1, 2, 3, 4):
         prefill(cache, seq_id, [seq_id] * 10)
-    step = cache.plan_step([(1, 1, 10), (2, 1, 9), (3, 3, 10), (4, 1, 10), (4, 1, 10), (5, 2, 0)])
+    step = cache.plan_step(make_plan([(1, 1, 10), (2, 1, 11), (3, 3, 10), (4, 1, 10), (4, 1, 10), (5, 2, 0)]))
     assert {seq_id: type(error) for seq_id, error in step.errors.items()} == {
         2: RequestAborted,
         3: RequestAborted,
@@ -185,7 +186,7 @@ def test_an_impossible_number_of_tokens_refuses_the_whole_step(num_tokens: int) 
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3])
     with pytest.raises(InvalidRequest, match=f"{num_tokens} tokens"):
-        cache.plan_step([(1, num_tokens, 3)], close_seq_ids=[1])
+        cache.plan_step(make_plan([(1, num_tokens, 3)], close_seq_ids=[1]))
     assert cache.num_sequences == 1
 
 
@@ -198,11 +199,11 @@ def test_impossible_lengths_are_refused(num_tokens: int, num_prompt_tokens: int)
 def test_an_aborted_step_gives_back_its_blocks_and_can_be_planned_again() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3])
-    first = cache.plan_step([(1, 6, 3)])
+    first = cache.plan_step(make_plan([(1, 6, 3)]))
     assert cache.num_used_blocks == 3
     assert cache.abort_steps() == 2
     cache.check_integrity()
-    again = cache.plan_step([(1, 6, 3)])
+    again = cache.plan_step(make_plan([(1, 6, 3)]))
     assert again.errors == {} and first.metadata.positions.tolist() == again.metadata.positions.tolist()
 
 
@@ -210,7 +211,7 @@ def test_a_resubmitted_sequence_continues_where_it_was_committed() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(6)))
     run(cache, (1, 1, 6))  # the token 50 at position 6
-    cache.plan_step([(1, 1, 7)])  # token 51; the dense worker dies here
+    cache.plan_step(make_plan([(1, 1, 7)]))  # token 51; the dense worker dies here
     cache.abort_steps()
     assert cache.open_sequence(1, [*range(6), 50, 51], 6) == OpenResult(7, 0, 2, 0)
     run(cache, (1, 1, 7))
@@ -241,7 +242,7 @@ def test_tokens_in_doubt_are_not_made_findable() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
-    with_confirmation = cache.plan_step([(1, 1, 4)], confirmed=[(1, 3)])
+    with_confirmation = cache.plan_step(make_plan([(1, 1, 4)], confirmed=[(1, 3)]))
     assert with_confirmation.errors == {}
     cache.abort_steps()
     cache.open_sequence(1, [0, 1, 2, 99, 4], 3)

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.attn_worker.kv_cache import KVCache
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.errors import CapacityError, NotFound, RequestAborted
+from tests.plans import make_plan
 
 MAX_MODEL_LEN = 30
 TOKENS = st.integers(0, 1)
@@ -102,7 +103,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             seq_id, num_tokens, num_computed = entries[0]
             entries[0] = (seq_id, num_tokens, num_computed + 1)
 
-        planned = self.cache.plan_step(entries, closed, confirmed)
+        planned = self.cache.plan_step(make_plan(entries, closed, confirmed))
 
         for seq_id in closed:
             del self.sequences[seq_id]

@@ -17,7 +17,7 @@ from services.common.config import AttentionSection, ModelSection
 from services.common.errors import InvalidRequest
 from services.common.resolve import resolve_model
 from services.common.tracing import NoTracer
-from services.pb import attn_pb2, stall_pb2
+from services.pb import attn_pb2, stall_pb2, step_pb2
 
 EPOCH = 0x5EA1_ED5E_0000_0002
 TIMEOUT_S = 60.0
@@ -34,13 +34,13 @@ class Context:
         return grpc.aio.Metadata(("epoch", str(EPOCH)), ("attachment-id", "1"))
 
 
-def opening(seq_id: int, num_tokens: int) -> attn_pb2.OpenSequence:
-    return attn_pb2.OpenSequence(seq_id=seq_id, token_ids=range(5, 5 + num_tokens), num_prompt_tokens=num_tokens)
+def opening(seq_id: int, num_tokens: int) -> step_pb2.NewSequence:
+    return step_pb2.NewSequence(seq_id=seq_id, token_ids=range(5, 5 + num_tokens), num_prompt_tokens=num_tokens)
 
 
 async def answers_to(
-    messages: list[attn_pb2.StepPlan], count: int, failure: type[Exception] | None = None
-) -> list[attn_pb2.StepResult]:
+    messages: list[step_pb2.StepPlan], count: int, failure: type[Exception] | None = None
+) -> list[attn_pb2.PlanAnswer]:
     """The first `count` results of a stream of `messages`, after which it stays open.
 
     The worker ends with a `failure`, if any.
@@ -49,7 +49,7 @@ async def answers_to(
     async def on_stall(stall: stall_pb2.Stall | None) -> None:
         raise AssertionError(stall)
 
-    async def requests() -> AsyncIterator[attn_pb2.StepPlan]:
+    async def requests() -> AsyncIterator[step_pb2.StepPlan]:
         for message in messages:
             yield message
         await is_over.wait()
@@ -82,16 +82,16 @@ async def answers_to(
 
 
 def run(
-    messages: list[attn_pb2.StepPlan], count: int, failure: type[Exception] | None = None
-) -> list[attn_pb2.StepResult]:
+    messages: list[step_pb2.StepPlan], count: int, failure: type[Exception] | None = None
+) -> list[attn_pb2.PlanAnswer]:
     return asyncio.run(asyncio.wait_for(answers_to(messages, count, failure), TIMEOUT_S))
 
 
 def test_a_sequence_that_cannot_be_opened_is_refused_and_the_others_are_opened() -> None:
     too_long = NUM_BLOCKS * BLOCK_SIZE + 1
     messages = [
-        attn_pb2.StepPlan(opens=[opening(1, 3), opening(2, too_long)]),
-        attn_pb2.StepPlan(opens=[opening(3, 3)]),
+        step_pb2.StepPlan(new_sequences=[opening(1, 3), opening(2, too_long)]),
+        step_pb2.StepPlan(new_sequences=[opening(3, 3)]),
     ]
     opened = [result.opened for result in run(messages, 3)]
     assert [each.seq_id for each in opened] == [1, 2, 3]
@@ -101,21 +101,21 @@ def test_a_sequence_that_cannot_be_opened_is_refused_and_the_others_are_opened()
 
 def test_openings_and_closings_are_answered_in_the_order_of_the_stream() -> None:
     messages = [
-        attn_pb2.StepPlan(opens=[opening(1, 3)]),
-        attn_pb2.StepPlan(step_id=1, close_seq_ids=[1], opens=[opening(2, 3)]),
-        attn_pb2.StepPlan(opens=[opening(1, 3)]),
+        step_pb2.StepPlan(new_sequences=[opening(1, 3)]),
+        step_pb2.StepPlan(step_id=1, close_seq_ids=[1], new_sequences=[opening(2, 3)]),
+        step_pb2.StepPlan(new_sequences=[opening(1, 3)]),
     ]
     results = run(messages, 4)
     assert [(result.step_id, result.opened.seq_id) for result in results] == [(0, 1), (0, 2), (1, 0), (0, 1)]
 
 
 def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **keywords: object) -> None:
         raise MemoryError("no room for a table")
 
     monkeypatch.setattr(KVCache, "open_sequence", fail)
     with pytest.raises(MemoryError, match="no room for a table"):
-        run([attn_pb2.StepPlan(opens=[opening(1, 3)])], 1, failure=MemoryError)
+        run([step_pb2.StepPlan(new_sequences=[opening(1, 3)])], 1, failure=MemoryError)
 
 
 def test_a_step_that_fails_for_no_fault_of_the_dense_worker_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,9 @@ def test_a_step_that_fails_for_no_fault_of_the_dense_worker_ends_the_worker(monk
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(EagerLayerRunner, "launch", fail)
-    plan = attn_pb2.StepPlan(step_id=1, opens=[opening(1, 3)], seq_ids=[1], num_tokens=[3], num_computed_tokens=[0])
+    plan = step_pb2.StepPlan(
+        step_id=1, new_sequences=[opening(1, 3)], seq_ids=[1], num_tokens=[3], positions=[0], num_logits=[1]
+    )
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run([plan], 2, failure=RuntimeError)
 
@@ -134,13 +136,12 @@ def test_a_step_that_fails_for_no_fault_of_the_dense_worker_ends_the_worker(monk
 def test_a_plan_that_is_too_large_ends_the_stream(num_tokens: list[int], message: str) -> None:
     seq_ids = range(1, len(num_tokens) + 1)
     opens = [opening(seq_id, count) for seq_id, count in zip(seq_ids, num_tokens, strict=True)]
-    plan = attn_pb2.StepPlan(
-        step_id=1, opens=opens, seq_ids=seq_ids, num_tokens=num_tokens, num_computed_tokens=[0] * len(num_tokens)
-    )
+    columns = {"seq_ids": seq_ids, "num_tokens": num_tokens, "positions": [0] * len(opens), "num_logits": num_tokens}
+    plan = step_pb2.StepPlan(step_id=1, new_sequences=opens, **columns)
     with pytest.raises(InvalidRequest, match=message):
         run([plan], len(opens) + 1)
 
 
 def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
     with pytest.raises(InvalidRequest, match="columns of plan 1 differ in length"):
-        run([attn_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)
+        run([step_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)

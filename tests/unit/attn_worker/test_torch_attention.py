@@ -18,6 +18,7 @@ from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.kv_cache import KVCache
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig, load_model_config
+from tests.plans import make_plan
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 128, 128
 HEAD_DIM = 16
@@ -81,7 +82,7 @@ class Harness:
 
     def step(self, *advances: tuple[int, int]) -> list[torch.Tensor]:
         """Run (seq_id, num_tokens) as one batch; returns each layer's output [total_tokens, attn_size]."""
-        planned = self.cache.plan_step([(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances])
+        planned = self.cache.plan_step(make_plan([(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]))
         assert planned.errors == {}
         self.backend.begin_step(planned.metadata)
         outputs = []
@@ -263,7 +264,7 @@ def test_bad_values_stay_in_the_rows_of_their_own_sequence(tmp_path: Path) -> No
 def test_rows_of_a_sequence_without_blocks_disturb_nobody(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.open(0, 6)
-    planned = harness.cache.plan_step([(77, 9, 0), (0, 6, 0), (78, 1, 3)])
+    planned = harness.cache.plan_step(make_plan([(77, 9, 0), (0, 6, 0), (78, 1, 3)]))
     assert sorted(planned.errors) == [77, 78]
     harness.backend.begin_step(planned.metadata)
     harness.lengths[0] = 6
@@ -278,7 +279,7 @@ def test_rows_of_a_sequence_without_blocks_disturb_nobody(tmp_path: Path) -> Non
 
 def test_a_step_without_rows_is_nothing(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
-    harness.backend.begin_step(harness.cache.plan_step([]).metadata)
+    harness.backend.begin_step(harness.cache.plan_step(make_plan([])).metadata)
     config = harness.config
     harness.backend.forward(0, torch.empty(0, config.qkv_size), torch.empty(0, config.attn_size))
 

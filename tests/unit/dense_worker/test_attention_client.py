@@ -13,9 +13,10 @@ import torch
 from services.common.channel import ChannelSpec
 from services.common.config import PeerSection
 from services.common.errors import ConfigError
-from services.dense_worker.attention_client import AttachmentEnd, AttachOptions, AttentionClient
-from services.dense_worker.sequence import Sequence
-from services.pb import attn_pb2
+from services.dense_worker.attachment import AttachmentEnd
+from services.dense_worker.attention_client import AttachOptions, AttentionClient
+from services.pb import attn_pb2, step_pb2
+from services.step import SequenceOpened, StepPlan
 from tests.unit.dense_worker.test_scheduler import make_sequence
 
 TEST_LIMIT_S = 30.0
@@ -28,19 +29,19 @@ class Call:
 
     def __init__(self, refusal: str | None) -> None:
         self._refusal = refusal
-        self._results: asyncio.Queue[attn_pb2.StepResult] = asyncio.Queue()
+        self._answers: asyncio.Queue[attn_pb2.PlanAnswer] = asyncio.Queue()
 
-    async def write(self, plan: attn_pb2.StepPlan) -> None:
+    async def write(self, plan: step_pb2.StepPlan) -> None:
         assert not plan.step_id
-        for opening in plan.opens:
-            opened = attn_pb2.SequenceOpened(seq_id=opening.seq_id, num_held_blocks=1, error=self._refusal)
-            self._results.put_nowait(attn_pb2.StepResult(opened=opened))
+        for new in plan.new_sequences:
+            opened = attn_pb2.SequenceOpened(seq_id=new.seq_id, num_held_blocks=1, error=self._refusal)
+            self._answers.put_nowait(attn_pb2.PlanAnswer(opened=opened))
 
     def __aiter__(self) -> Call:
         return self
 
-    async def __anext__(self) -> attn_pb2.StepResult:
-        return await self._results.get()
+    async def __anext__(self) -> attn_pb2.PlanAnswer:
+        return await self._answers.get()
 
     def cancel(self) -> None:
         pass
@@ -64,12 +65,12 @@ class Listener:
         self.opened: list[int] = []
         self.refused: dict[int, str] = {}
 
-    def on_opened(self, attachment: object, sequence: Sequence, opened: attn_pb2.SequenceOpened) -> None:
-        assert sequence.seq_id == opened.seq_id and opened.num_held_blocks == 1
-        self.opened.append(sequence.seq_id)
-
-    def on_open_failed(self, attachment: object, sequence: Sequence, error: str) -> None:
-        self.refused[sequence.seq_id] = error
+    def on_answer(self, attachment: object, answer: SequenceOpened) -> None:
+        assert answer.num_held_blocks == 1
+        if answer.error is None:
+            self.opened.append(answer.seq_id)
+        else:
+            self.refused[answer.seq_id] = answer.error
 
 
 class Watcher:
@@ -96,7 +97,7 @@ def open_all(refusal: str | None) -> Listener:
         client = make_client(Attention(refusal))
         serving = asyncio.create_task(client._serve(ATTACHMENT, listener, Watcher()))
         for seq_id in range(NUM_SEQUENCES):
-            client.open(ATTACHMENT, make_sequence(seq_id, 4, 4))
+            client.publish(ATTACHMENT, StepPlan(0, new_sequences=(make_sequence(seq_id, 4, 4).describe(),)))
         while len(listener.opened) + len(listener.refused) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0.001)
         client.drop(ATTACHMENT, AttachmentEnd("enough", is_crash=False))
@@ -127,17 +128,6 @@ def test_gateways_are_welcome_once_the_engine_is_ready_and_not_by_word_of_an_ear
         await watcher.is_ready.wait()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
-
-
-def test_an_answer_that_nobody_waits_for_ends_the_attachment() -> None:
-    async def test() -> None:
-        client = make_client(attention := Attention())
-        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), Watcher()))
-        await asyncio.sleep(0)  # it waits
-        await attention.call.write(attn_pb2.StepPlan(opens=[attn_pb2.OpenSequence(seq_id=0xAB)]))
-        assert await serving == AttachmentEnd("sequence ab is not being opened", is_crash=True)
 
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 

@@ -51,7 +51,7 @@ def run_step(
     """A step that gave the sequence a token."""
     sequence.output_token_ids.append(9)
     started = [sequence] if is_first else []
-    outputs = [SequenceOutput(sequence, 9, finish_reason)]
+    outputs = [SequenceOutput(sequence, (9,), finish_reason)]
     note_times(started, outputs, begin_s, end_s)
     metrics.on_step(make_stats(num_sampled=1), started, outputs)
 
@@ -81,7 +81,7 @@ def test_a_recovered_sequence_has_no_queue_and_no_prefill(registry: CollectorReg
 
 def test_a_failed_sequence_has_no_decode_time(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     sequence = make_sequence()
-    outputs = [SequenceOutput(sequence, None, FinishReason.ERROR, RequestAborted("no"))]
+    outputs = [SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted("no"))]
     note_times([], outputs, 0.0, 1.0)
     metrics.on_step(make_stats(), [], outputs)
     assert value(registry, "decode_seconds_count") == 0

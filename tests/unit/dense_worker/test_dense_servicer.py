@@ -60,7 +60,7 @@ def test_a_step_that_was_under_way_tells_nothing_to_the_stream_that_submitted_th
         second = await submitted.get()
         engine.cancel.assert_called_once_with(1)
         for sequence, token_id in ((first, 7), (second, 8)):
-            servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, token_id, None)]))
+            servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, (token_id,), None)]))
         output = await new.next
         assert list(output.token_ids) == [8], "the gateway would take both for tokens in a row"
         assert not old.next.done()

@@ -12,15 +12,12 @@ import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.attention_client import Attachment, AttachmentEnd
+from services.dense_worker.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine import Engine
-from services.dense_worker.prompt_logprobs import PromptLogprobs
 from services.dense_worker.scheduler import SchedulerLimits
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceStatus
-from services.dense_worker.step_plan import StepPlan
-from services.dense_worker.step_report import StepReport, take_prompt_logprobs
-from services.dense_worker.step_tokens import StepTokens
-from services.pb import attn_pb2
+from services.dense_worker.step_report import StepReport, note_prompt_logprobs
+from services.step import NewSequence, PlanAccepted, PromptLogprobs, SequenceOpened, StepPlan, StepResult
 
 TIMEOUT_S = 10.0
 GOOD, BAD = 1, 2
@@ -35,8 +32,8 @@ class FakeStep:
     def is_done(self) -> bool:
         return True
 
-    def collect(self) -> StepTokens:
-        return StepTokens([9 for entry in self.plan.entries if entry.is_sampled])
+    def collect(self) -> StepResult:
+        return StepResult([[9] * entry.num_logits for entry in self.plan.entries])
 
 
 @dataclass
@@ -49,6 +46,8 @@ class SlowStep(FakeStep):
 
 class FakeRunner:
     def attach(self, channel: object) -> None: ...
+
+    def open(self, new: NewSequence) -> None: ...
 
     def launch(self, plan: StepPlan) -> FakeStep:
         return FakeStep(plan)
@@ -68,20 +67,25 @@ class FakeAttention:
     def ready(self, attachment: Attachment) -> None:
         self.ready_for.put(attachment.attachment_id)
 
-    def open(self, attachment: Attachment, sequence: Sequence) -> None:
-        assert self.engine is not None
-        self.engine.on_opened(attachment, sequence, attn_pb2.SequenceOpened())
-
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        for new in plan.new_sequences:
+            self.open(attachment, new)
+        if plan.step_id:
+            self.run(attachment, plan)
+
+    def open(self, attachment: Attachment, new: NewSequence) -> None:
         assert self.engine is not None
-        result = attn_pb2.StepResult(step_id=plan.step_id)
+        self.engine.on_answer(attachment, SequenceOpened(new.seq_id))
+
+    def run(self, attachment: Attachment, plan: StepPlan) -> None:
+        assert self.engine is not None
         if plan.step_id != self.bad_step:
             if plan.close_seq_ids:
-                self.engine.on_accepted(attachment, result)
+                self.engine.on_answer(attachment, PlanAccepted(plan.step_id))
             return
         self.channel.num_errors += 1
-        result.errors.add(seq_id=BAD, message="no room")
-        threading.Timer(DELAY_S, self.engine.on_accepted, (attachment, result)).start()
+        answer = PlanAccepted(plan.step_id, errors={BAD: "no room"})
+        threading.Timer(DELAY_S, self.engine.on_answer, (attachment, answer)).start()
 
     def drop(self, attachment: Attachment, error: str) -> None:
         raise AssertionError(error)
@@ -102,7 +106,7 @@ def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(
         for output in report.outputs:
             seq_id = output.sequence.seq_id
             assert seq_id not in ends, "nothing may follow an end"
-            num_tokens[seq_id] += output.token_id is not None
+            num_tokens[seq_id] += len(output.token_ids)
             if output.finish_reason is not None:
                 ends[seq_id] = output.finish_reason
     engine.stop(TIMEOUT_S)
@@ -132,10 +136,10 @@ class NotingAttention(FakeAttention):
         self.opened: queue.Queue[int] = queue.Queue()
         self.dropped: queue.Queue[str] = queue.Queue()
 
-    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+    def open(self, attachment: Attachment, new: NewSequence) -> None:
         self.attachment = attachment
-        super().open(attachment, sequence)
-        self.opened.put(sequence.seq_id)
+        super().open(attachment, new)
+        self.opened.put(new.seq_id)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         self.dropped.put(end.reason)
@@ -149,22 +153,22 @@ class SmallAttention(FakeAttention):
         self.second = second
         self.num_opens = {1: 0, 2: 0}
 
-    def open(self, attachment: Attachment, sequence: Sequence) -> None:
+    def open(self, attachment: Attachment, new: NewSequence) -> None:
         assert self.engine is not None
-        if sequence is not self.second:
+        if new.seq_id != self.second.seq_id:
             self.engine.submit(self.second)
-        num_cached = self.num_opens[sequence.seq_id]
-        self.num_opens[sequence.seq_id] += 1
-        opened = attn_pb2.SequenceOpened(
-            num_cached_tokens=4 * num_cached, num_pinned_blocks=num_cached, num_held_blocks=num_cached
+        num_cached = self.num_opens[new.seq_id]
+        self.num_opens[new.seq_id] += 1
+        opened = SequenceOpened(
+            new.seq_id, num_cached_tokens=4 * num_cached, num_pinned_blocks=num_cached, num_held_blocks=num_cached
         )
-        self.engine.on_opened(attachment, sequence, opened)
+        self.engine.on_answer(attachment, opened)
 
-    def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+    def run(self, attachment: Attachment, plan: StepPlan) -> None:
         assert self.engine is not None
         if plan.close_seq_ids:
             num_freed = 2 if plan.close_seq_ids == (1,) else 0
-            self.engine.on_accepted(attachment, attn_pb2.StepResult(step_id=plan.step_id, num_freed_blocks=num_freed))
+            self.engine.on_answer(attachment, PlanAccepted(plan.step_id, num_freed))
 
 
 def test_a_sequence_that_was_preempted_before_its_first_step_is_told_of_when_it_starts() -> None:
@@ -187,8 +191,8 @@ def test_a_sequence_that_was_preempted_before_its_first_step_is_told_of_when_it_
 class MuteAttention(NotingAttention):
     """Never answers."""
 
-    def open(self, attachment: Attachment, sequence: Sequence) -> None:
-        self.opened.put(sequence.seq_id)
+    def open(self, attachment: Attachment, new: NewSequence) -> None:
+        self.opened.put(new.seq_id)
 
 
 def started_engine(
@@ -204,7 +208,7 @@ def started_engine(
         runner,
         attention,
         reports.put,
-        lambda error: reports.put(StepReport(-1, [], [])),
+        lambda error: reports.put(StepReport(-1)),
         result_timeout_s=timeout_s,
     )
     attention.engine = engine
@@ -271,7 +275,7 @@ def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> No
     assert attention.dropped.get(timeout=TIMEOUT_S) == "another dense worker takes over"
     engine.stop(TIMEOUT_S)
     assert runner.launched.empty(), "nothing new was planned"
-    assert [output.token_id for report in reports.queue for output in report.outputs] == [9, 9]
+    assert [output.token_ids for report in reports.queue for output in report.outputs] == [[9], [9]]
 
 
 def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> None:
@@ -284,9 +288,10 @@ def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> N
     engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
     engine.on_attached(make_attachment(attention, 2))
     runner.has_ended.set()
-    tokens: list[int | None] = []
+    tokens: list[int] = []
     while len(tokens) < 3:
-        tokens += [output.token_id for output in reports.get(timeout=TIMEOUT_S).outputs]
+        for output in reports.get(timeout=TIMEOUT_S).outputs:
+            tokens += output.token_ids
     engine.stop(TIMEOUT_S)
     assert tokens == [9, 9, 9] and reports.empty(), "lost steps are run again, and told once"
     assert list(attention.opened.queue) == [1, 1]
@@ -374,14 +379,30 @@ def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
     engine.stop(TIMEOUT_S)
 
 
-def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:
-    def told(status: SequenceStatus, start: int, count: int) -> PromptLogprobs:
-        sequence = Sequence(1, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
-        sequence.status = status
-        return PromptLogprobs(sequence, start, [TokenLogprobs(-1.0, ((3, -0.5),))] * count)
+@pytest.mark.parametrize("answer", [SequenceOpened(0xAB), PlanAccepted(7)])
+def test_an_answer_that_nobody_waits_for_gives_the_attachment_up(answer: SequenceOpened | PlanAccepted) -> None:
+    attention = NotingAttention()
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
+    engine.on_answer(make_attachment(attention, 2), answer)  # of another attachment: nobody's business
+    attachment = make_attachment(attention, 3)
+    engine.on_attached(attachment)
+    engine.on_answer(attachment, answer)
+    assert attention.dropped.get(timeout=TIMEOUT_S) in (
+        "sequence ab is not being opened",
+        "step 7 was not published, or has been answered",
+    )
+    engine.stop(TIMEOUT_S)
+    assert attention.dropped.empty()
 
-    partly, wholly = told(SequenceStatus.RUNNING, 1, 2), told(SequenceStatus.WAITING, 3, 1)
-    cancelled = told(SequenceStatus.FINISHED, 1, 3)
-    assert take_prompt_logprobs(StepTokens([], {}, [partly, cancelled, wholly])) == [partly, wholly]
-    assert partly.sequence.num_prompt_logprobs == 1
-    assert wholly.sequence.num_prompt_logprobs is None
+
+def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:
+    def told(seq_id: int, status: SequenceStatus, start: int, count: int) -> tuple[Sequence, PromptLogprobs]:
+        sequence = Sequence(seq_id, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
+        sequence.status = status
+        return sequence, PromptLogprobs(seq_id, start, [TokenLogprobs(-1.0, ((3, -0.5),))] * count)
+
+    partly, wholly = told(1, SequenceStatus.RUNNING, 1, 2), told(2, SequenceStatus.WAITING, 3, 1)
+    sequences, found = zip(partly, told(3, SequenceStatus.FINISHED, 1, 3), wholly, strict=True)
+    assert note_prompt_logprobs(sequences, found) == [partly, wholly]
+    assert partly[0].num_prompt_logprobs == 1
+    assert wholly[0].num_prompt_logprobs is None

@@ -12,8 +12,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
 from services.dense_worker.prompt_logprobs import find_stretch, rank_prompt_tokens, read_prompt_logprobs
 from services.dense_worker.sampler import Sampler
-from services.dense_worker.sequence import Sequence
-from services.dense_worker.step_plan import PlanEntry
+from services.step import NewSequence, PlanEntry
 
 VOCAB_SIZE = 50
 # float32 has 24 bits: a logarithm of up to 30 is exact to 2e-6, the sum of the exponentials to a few units.
@@ -93,9 +92,9 @@ def test_tokens_are_the_same_whether_logprobs_are_wanted_or_not() -> None:
     assert draw(None) == draw(0) == draw(5)
 
 
-def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int) -> Sequence:
-    token_ids = [(7 * i + 3) % VOCAB_SIZE for i in range(num_prompt_tokens)]
-    return Sequence(1, "r", token_ids, SamplingParams(), max_tokens=5, num_prompt_logprobs=num_prompt_logprobs)
+def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> NewSequence:
+    token_ids = tuple((7 * i + 3) % VOCAB_SIZE for i in range(num_prompt_tokens))
+    return NewSequence(seq_id, "r", token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
 
 
 class RowBackend:
@@ -126,8 +125,8 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
     told: list[int] = []
     start = 0
     for num_tokens in chunks:
-        entry = PlanEntry(sequence, num_tokens, start, is_sampled=False)
-        if stretch := find_stretch(entry, first_row):
+        entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
+        if stretch := find_stretch(entry, sequence, first_row):
             backend = RowBackend(first_row + num_tokens)
             ranked = rank_prompt_tokens(backend, torch.empty(0), [stretch], max_num_rows)
             [found] = read_prompt_logprobs([stretch], ranked)
@@ -135,7 +134,7 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
             expected = exact_logprobs(backend.logits)
             for index, token in enumerate(found.tokens, found.start):
                 row = first_row + index - 1 - start
-                assert token.logprob == pytest.approx(expected[row, sequence.prompt_token_ids[index]], abs=TOLERANCE)
+                assert token.logprob == pytest.approx(expected[row, sequence.token_ids[index]], abs=TOLERANCE)
                 assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[:2].tolist()
                 told.append(index)
         start += num_tokens
@@ -143,14 +142,14 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
 
 
 def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None:
-    first, second = prompt_sequence(4, 0), prompt_sequence(6, 3)
+    first, second = prompt_sequence(4, 0, seq_id=1), prompt_sequence(6, 3, seq_id=2)
     stretches = [
-        find_stretch(PlanEntry(first, 4, 0, is_sampled=True), 2),
-        find_stretch(PlanEntry(second, 3, 2, is_sampled=False), 6),
+        find_stretch(PlanEntry(1, 0, 4, num_logits=1), first, 2),
+        find_stretch(PlanEntry(2, 2, 3, num_logits=0), second, 6),
     ]
     backend = RowBackend(9)
     found = read_prompt_logprobs(stretches, rank_prompt_tokens(backend, torch.empty(0), stretches, 256))
-    assert [(each.sequence, each.start, len(each.tokens)) for each in found] == [(first, 1, 3), (second, 3, 3)]
+    assert [(each.seq_id, each.start, len(each.tokens)) for each in found] == [(1, 1, 3), (2, 3, 3)]
     assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
     expected = exact_logprobs(backend.logits)
-    assert found[1].tokens[2].logprob == pytest.approx(expected[8, second.prompt_token_ids[5]], abs=TOLERANCE)
+    assert found[1].tokens[2].logprob == pytest.approx(expected[8, second.token_ids[5]], abs=TOLERANCE)

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.attn_worker.answers import describe_opened
 from services.attn_worker.kv_cache import KVCache
-from services.common.errors import CapacityError, InvalidRequest, RequestAborted
+from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.block_ledger import BlockLedger
+from services.dense_worker.attachment import Attachment
+from services.dense_worker.drafts import DraftSource
 from services.dense_worker.scheduler import Policy, Scheduler, SchedulerLimits
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.step_plan import StepPlan
+from services.dense_worker.session import PublishedPlan, Session
+from services.step import PlanAccepted, StepPlan, StepResult
+from tests.plans import make_plan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -46,6 +50,24 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
     )
 
 
+def new_session(cache: KVCache) -> Session:
+    """An attachment to this cache, as it is now."""
+    counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
+    return Session(Attachment(1, 1, None, *counts, cache.held_blocks))
+
+
+def sample(plan: StepPlan) -> StepResult:
+    """What the imaginary model samples for each entry, as far as its drafts are right."""
+    token_ids: list[list[int]] = []
+    for entry in plan.entries:
+        first = entry.position + entry.num_tokens - entry.num_logits + 1
+        sampled = [next_token(entry.seq_id, first + index) for index in range(entry.num_logits)]
+        drafts = entry.draft_token_ids
+        num_right = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
+        token_ids.append(sampled[: num_right + 1])
+    return StepResult(token_ids)
+
+
 class Cluster:
     """A scheduler and a KV cache, joined as the engines join them: one plan ahead, opens answered late."""
 
@@ -56,14 +78,16 @@ class Cluster:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         max_num_waiting: int = 1000,
+        drafts: DraftSource | None = None,
         **limits: float,
     ) -> None:
         self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, MAX_MODEL_LEN, max_num_waiting, policy, **limits
         )
-        self.scheduler = Scheduler(self.limits, BlockLedger(BLOCK_SIZE, num_blocks, num_blocks))
-        self.in_flight: StepPlan | None = None
+        self.scheduler = Scheduler(self.limits, drafts)
+        self.scheduler.begin(new_session(self.cache))
+        self.in_flight: PublishedPlan | None = None
         self.plans: list[StepPlan] = []
         self.outputs: list[SequenceOutput] = []
         self._opening: deque[Sequence] = deque()
@@ -74,21 +98,20 @@ class Cluster:
         self._opening.extend(scheduler.next_to_open())
         if answer_opens:
             self.answer_opens()
-        plan = scheduler.schedule()
-        if plan is not None:
-            self.check(plan)
-            self.plans.append(plan)
+        published = scheduler.schedule() if scheduler.plans_ahead or self.in_flight is None else None
+        if published is not None:
+            self.check(published.plan)
+            self.plans.append(published.plan)
         if self.in_flight is not None:
             self._complete(self.in_flight)
-        self.in_flight = plan
+        self.in_flight = published
         self.check_ledger()
 
     def attach_again(self) -> None:
         """The stream broke: the plan in flight is lost, the attention worker keeps what it has."""
         self.in_flight = None
         self._opening.clear()
-        ledger = BlockLedger(BLOCK_SIZE, self.cache.num_blocks, self.cache.num_free_blocks)
-        self.scheduler.reset(ledger, self.cache.held_blocks)
+        self.scheduler.begin(new_session(self.cache))
         self.scheduler.close_unclaimed()  # whose closing was lost with the plan
 
     def answer_opens(self) -> None:
@@ -99,41 +122,28 @@ class Cluster:
                 sequence.prompt_token_ids + sequence.output_token_ids,
                 sequence.num_prompt_tokens,
             )
-            self.scheduler.opened(
-                sequence,
-                result.num_cached_tokens,
-                result.num_pinned_blocks,
-                result.num_held_blocks,
-                result.num_freed_blocks,
-            )
+            self.scheduler.opened(describe_opened(sequence.seq_id, result))
 
-    def _complete(self, plan: StepPlan) -> None:
-        step = self.cache.plan_step(
-            [(entry.sequence.seq_id, entry.num_tokens, entry.num_computed_tokens) for entry in plan.entries],
-            plan.close_seq_ids,
-            plan.confirmed,
-        )
+    def _complete(self, published: PublishedPlan) -> None:
+        plan = published.plan
+        step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
         self.cache.commit_step()
-        self.outputs += self.scheduler.accepted(plan, step.num_freed_blocks, {})
-        tokens = [
-            next_token(entry.sequence.seq_id, entry.num_computed_tokens + entry.num_tokens)
-            for entry in plan.entries
-            if entry.is_sampled
-        ]
-        self.outputs += self.scheduler.update(plan, tokens)
+        if plan.close_seq_ids:
+            self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
+        self.outputs += self.scheduler.update(published, sample(plan))
 
     def check(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
         assert len(plan.entries) <= self.limits.max_num_seqs
-        assert len({entry.sequence.seq_id for entry in plan.entries}) == len(plan.entries)
+        assert len({entry.seq_id for entry in plan.entries}) == len(plan.entries)
         sizes = [entry.num_tokens == 1 for entry in plan.entries]
         assert all(entry.num_tokens >= 1 for entry in plan.entries)
         if False in sizes:  # single tokens go first; only the last prefill may be cut down to one
             assert True not in sizes[sizes.index(False) : -1]
 
     def check_ledger(self) -> None:
-        ledger = self.scheduler.ledger
+        ledger = self.scheduler.session.ledger
         assert ledger.num_available_blocks >= 0
         assert ledger.num_free_blocks <= self.cache.num_free_blocks, "the scheduler must never promise too much"
 
@@ -149,8 +159,8 @@ class Cluster:
         self.cache.check_integrity()
         assert self.cache.num_sequences == 0
         assert self.cache.num_free_blocks == self.cache.num_blocks
-        assert self.scheduler.ledger.num_free_blocks == self.cache.num_blocks
-        assert self.scheduler.ledger.num_reserved_blocks == 0
+        assert self.scheduler.session.ledger.num_free_blocks == self.cache.num_blocks
+        assert self.scheduler.session.ledger.num_reserved_blocks == 0
 
 
 requests = st.lists(
@@ -208,8 +218,8 @@ def test_every_sequence_gets_its_tokens_and_every_block_returns(
     assert len(ended) == len(set(ended)), "a sequence ends once"
     delivered: dict[int, list[int]] = {}
     for output in cluster.outputs:
-        assert output.token_id is not None
-        delivered.setdefault(output.sequence.seq_id, []).append(output.token_id)
+        assert output.token_ids
+        delivered.setdefault(output.sequence.seq_id, []).extend(output.token_ids)
     for sequence in sequences:
         if sequence.seq_id not in cancelled:
             assert delivered[sequence.seq_id] == expected_output(sequence)
@@ -225,8 +235,8 @@ def test_running_streams_keep_their_pace_beside_a_long_prompt() -> None:
     for _ in range(12):
         cluster.step()
     for plan in cluster.plans[before:]:
-        assert 1 in [entry.sequence.seq_id for entry in plan.entries], "a decode was left out of a step"
-    chunks = [entry.num_tokens for plan in cluster.plans for entry in plan.entries if entry.sequence.seq_id == 2]
+        assert 1 in [entry.seq_id for entry in plan.entries], "a decode was left out of a step"
+    chunks = [entry.num_tokens for plan in cluster.plans for entry in plan.entries if entry.seq_id == 2]
     assert max(chunks) == 7 and sum(chunks[:6]) == 40, "the prompt takes what the budget leaves"
 
 
@@ -259,12 +269,12 @@ def test_guaranteed_policy_never_preempts_and_utilization_policy_does() -> None:
 
 
 def test_a_plan_is_published_while_the_step_before_it_is_unfinished() -> None:
-    cluster = Cluster()
-    cluster.scheduler.add(make_sequence(1, 3, 10))
+    cluster, sequence = Cluster(), make_sequence(1, 3, 10)
+    cluster.scheduler.add(sequence)
     cluster.step()
     cluster.step()  # the second plan exists although the first step's token is not known
-    assert [plan.entries[0].num_computed_tokens for plan in cluster.plans] == [0, 3]
-    assert cluster.plans[1].entries[0].sequence.num_computed_tokens == 4
+    assert [plan.entries[0].position for plan in cluster.plans] == [0, 3]
+    assert sequence.num_computed_tokens == 4
 
 
 def test_the_end_of_a_stopped_sequence_costs_one_wasted_token_at_most() -> None:
@@ -273,7 +283,7 @@ def test_the_end_of_a_stopped_sequence_costs_one_wasted_token_at_most() -> None:
     sequence = make_sequence(seq_id, 3, 30, can_stop=True)
     cluster.scheduler.add(sequence)
     cluster.run_until_idle()
-    num_sampled = sum(entry.is_sampled for plan in cluster.plans for entry in plan.entries)
+    num_sampled = sum(entry.num_logits for plan in cluster.plans for entry in plan.entries)
     assert sequence.output_token_ids[-1] == STOP_TOKEN
     assert num_sampled <= len(sequence.output_token_ids) + 1
 
@@ -299,7 +309,7 @@ def test_resubmission_after_a_new_attachment_continues_where_the_blocks_are() ->
     cluster.attach_again()
     cluster.step()
     first = cluster.plans[-1].entries[0]
-    assert first.num_tokens <= 2 and first.num_computed_tokens >= num_computed - 2, "nothing is prefilled again"
+    assert first.num_tokens <= 2 and first.position >= num_computed - 2, "nothing is prefilled again"
     cluster.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
 
@@ -308,10 +318,10 @@ def test_held_blocks_whose_tokens_disagree_are_given_up_and_found_again_by_their
     cluster = Cluster(num_blocks=8)
     sequence = make_sequence(1, 16, 8)
     cluster.cache.open_sequence(1, [*sequence.prompt_token_ids, 9, 9, 9, 9], 16)
-    cluster.cache.plan_step([(1, 20, 0)])
+    cluster.cache.plan_step(make_plan([(1, 20, 0)]))
     cluster.cache.commit_step()
     sequence.output_token_ids = expected_output(sequence)[:2]
-    cluster.scheduler.reset(BlockLedger(BLOCK_SIZE, 8, cluster.cache.num_free_blocks), cluster.cache.held_blocks)
+    cluster.scheduler.begin(new_session(cluster.cache))
     cluster.scheduler.add(sequence)
     cluster.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
@@ -320,10 +330,9 @@ def test_held_blocks_whose_tokens_disagree_are_given_up_and_found_again_by_their
 def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     cluster = Cluster()
     cluster.cache.open_sequence(99, [1, 2, 3, 4, 5], 5)
-    cluster.cache.plan_step([(99, 5, 0)])
+    cluster.cache.plan_step(make_plan([(99, 5, 0)]))
     cluster.cache.commit_step()
-    ledger = BlockLedger(BLOCK_SIZE, cluster.cache.num_blocks, cluster.cache.num_free_blocks)
-    cluster.scheduler.reset(ledger, cluster.cache.held_blocks)
+    cluster.scheduler.begin(new_session(cluster.cache))
     cluster.scheduler.close_unclaimed()
     cluster.run_until_idle()
 
@@ -334,10 +343,10 @@ def test_a_sequence_the_attention_worker_cannot_run_fails_alone() -> None:
     cluster.scheduler.add(first)
     cluster.scheduler.add(second)
     cluster.step()
-    plan = cluster.in_flight
-    assert plan is not None
-    outputs = cluster.scheduler.accepted(plan, 0, {1: RequestAborted("no room")})
-    outputs += cluster.scheduler.update(plan, [3, 4])
+    published = cluster.in_flight
+    assert published is not None
+    outputs = cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
+    outputs += cluster.scheduler.update(published, StepResult([[3], [4]]))
     assert [(output.sequence.seq_id, output.finish_reason) for output in outputs] == [
         (1, FinishReason.ERROR),
         (2, None),
@@ -348,10 +357,10 @@ def test_blocks_of_a_step_that_the_attention_worker_refused_are_free_again() -> 
     cluster = Cluster()
     cluster.scheduler.add(make_sequence(1, 8, 4))
     cluster.step()
-    plan, cluster.in_flight = cluster.in_flight, None
-    assert plan is not None
-    cluster.scheduler.accepted(plan, 0, {1: RequestAborted("no room")})
-    cluster.scheduler.update(plan, [3])
+    published, cluster.in_flight = cluster.in_flight, None
+    assert published is not None
+    cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
+    cluster.scheduler.update(published, StepResult([[3]]))
     cluster.run_until_idle()
 
 

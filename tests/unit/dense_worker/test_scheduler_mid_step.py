@@ -8,17 +8,19 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.attn_worker.kv_cache import KVCache, OpenResult
-from services.dense_worker.block_ledger import BlockLedger
+from services.attn_worker.answers import describe_opened
+from services.attn_worker.kv_cache import KVCache
 from services.dense_worker.scheduler import Policy, Scheduler, SchedulerLimits
 from services.dense_worker.sequence import Sequence, SequenceStatus
-from services.dense_worker.step_plan import StepPlan
+from services.dense_worker.session import PublishedPlan
+from services.step import PlanAccepted, SequenceOpened
 from tests.unit.dense_worker.test_scheduler import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     expected_output,
     make_sequence,
-    next_token,
+    new_session,
+    sample,
 )
 
 MAX_NUM_STEPS = 5_000
@@ -30,12 +32,13 @@ class Cluster:
     def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int, random: Random) -> None:
         self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         limits = SchedulerLimits(max_num_seqs, budget, MAX_MODEL_LEN, 1000, policy)
-        self.scheduler = Scheduler(limits, BlockLedger(BLOCK_SIZE, num_blocks, num_blocks))
+        self.scheduler = Scheduler(limits)
+        self.scheduler.begin(new_session(self.cache))
         self.to_cancel: list[int] = []
         self._random = random
-        self._in_flight: StepPlan | None = None
-        self._to_attention: deque[Sequence | StepPlan] = deque()
-        self._to_dense: deque[tuple[Sequence, OpenResult] | tuple[StepPlan, int]] = deque()
+        self._in_flight: PublishedPlan | None = None
+        self._to_attention: deque[Sequence | PublishedPlan] = deque()
+        self._to_dense: deque[SequenceOpened | PlanAccepted] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -65,7 +68,7 @@ class Cluster:
                     self._to_attention.extend(self.scheduler.next_to_open())
                 case 3 if self.to_cancel:
                     self.scheduler.cancel(self.to_cancel.pop())
-        ledger = self.scheduler.ledger
+        ledger = self.scheduler.session.ledger
         assert ledger.num_available_blocks >= 0
 
     def _run_attention(self) -> None:
@@ -75,31 +78,27 @@ class Cluster:
         if isinstance(message, Sequence):
             token_ids = message.prompt_token_ids + message.output_token_ids
             result = self.cache.open_sequence(message.seq_id, token_ids, message.num_prompt_tokens)
-            self._to_dense.append((message, result))
+            self._to_dense.append(describe_opened(message.seq_id, result))
             return
-        entries = [(entry.sequence.seq_id, entry.num_tokens, entry.num_computed_tokens) for entry in message.entries]
-        step = self.cache.plan_step(entries, message.close_seq_ids, message.confirmed)
+        step = self.cache.plan_step(message.plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
-        if message.close_seq_ids:
-            self._to_dense.append((message, step.num_freed_blocks))
+        if message.plan.close_seq_ids:
+            self._to_dense.append(PlanAccepted(message.plan.step_id, step.num_freed_blocks))
 
     def _handle_answer(self) -> None:
         if not self._to_dense:
             return
-        about, answer = self._to_dense.popleft()
-        if isinstance(about, StepPlan):
-            self.scheduler.accepted(about, answer, {})
+        answer = self._to_dense.popleft()
+        if isinstance(answer, PlanAccepted):
+            self.scheduler.accepted(answer)
         else:
-            numbers = (answer.num_pinned_blocks, answer.num_held_blocks, answer.num_freed_blocks)
-            self.scheduler.opened(about, answer.num_cached_tokens, *numbers)
+            self.scheduler.opened(answer)
 
-    def _complete(self, plan: StepPlan) -> None:
-        while plan in self._to_attention:
+    def _complete(self, published: PublishedPlan) -> None:
+        while published in self._to_attention:
             self._run_attention()
         self.cache.commit_step()
-        sampled = [entry for entry in plan.entries if entry.is_sampled]
-        ends = [(entry.sequence.seq_id, entry.num_computed_tokens + entry.num_tokens) for entry in sampled]
-        self.scheduler.update(plan, [next_token(*end) for end in ends])
+        self.scheduler.update(published, sample(published.plan))
 
 
 @settings(max_examples=200, deadline=None)
@@ -141,5 +140,5 @@ def test_whenever_answers_and_cancellations_come_tokens_are_right_and_blocks_ret
             assert sequence.output_token_ids == expected_output(sequence)
     cluster.cache.check_integrity()
     assert cluster.cache.num_sequences == 0 and cluster.cache.num_free_blocks == num_blocks
-    ledger = cluster.scheduler.ledger
+    ledger = cluster.scheduler.session.ledger
     assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (num_blocks, 0)

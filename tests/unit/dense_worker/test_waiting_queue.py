@@ -124,7 +124,7 @@ def test_with_priorities_and_new_attachments_every_sequence_gets_its_tokens(
             cluster.step()
             if was_running:
                 assert first.status is not SequenceStatus.WAITING, "the first of all was preempted"
-        running = [each.order for each in cluster.scheduler._running]
+        running = [each.order for each in cluster.scheduler.session.running]
         assert running == sorted(running)
 
     for seq_id, (prompt_len, max_tokens, priority, gap) in enumerate(requests, start=1):
@@ -152,7 +152,7 @@ def test_kept_blocks_are_taken_up_before_more_important_newcomers_need_them() ->
     cluster.scheduler.add(important)
     cluster.attach_again()
     cluster.step()
-    assert [entry.sequence for entry in cluster.plans[-1].entries] == [holder]
+    assert [entry.seq_id for entry in cluster.plans[-1].entries] == [holder.seq_id]
     assert cluster.plans[-1].num_tokens <= 2, "nothing is prefilled again"
     cluster.run_until_idle()
     assert holder.output_token_ids == expected_output(holder)
