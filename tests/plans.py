@@ -11,13 +11,17 @@ def make_plan(
     entries: Iterable[tuple[int, int, int]] = (),
     close_seq_ids: Iterable[int] = (),
     confirmed: Iterable[tuple[int, int]] = (),
-    forks: Iterable[tuple[int, int]] = (),
+    forks: Iterable[tuple[int, int, int]] = (),
     drafts: dict[int, tuple[int, ...]] | None = None,
 ) -> StepPlan:
-    """Step 1 with `entries` of (seq_id, num_tokens, position), the last of which are `drafts`, by seq_id."""
+    """Step 1 with `entries` of (seq_id, num_tokens, position), the last of which are `drafts`, by seq_id.
+
+    `forks`: (parent, child, position).
+    """
     planned = []
     for seq_id, num_tokens, position in entries:
         draft_token_ids = (drafts or {}).get(seq_id, ())
         planned.append(PlanEntry(seq_id, position, num_tokens, 1 + len(draft_token_ids), draft_token_ids))
-    pairs = tuple(Fork(parent, child) for parent, child in forks)
-    return StepPlan(1, tuple(planned), tuple(close_seq_ids), tuple(confirmed), pairs)
+    return StepPlan(
+        1, tuple(planned), tuple(close_seq_ids), tuple(confirmed), tuple(Fork(*fork) for fork in forks)
+    )

@@ -49,6 +49,13 @@ class BlockTables:
         self.block_ids[row, first : first + num_blocks] = self._pool.allocate(num_blocks)
         self.num_held_blocks[row] += num_blocks
 
+    def share_blocks(self, row: int, other_row: int, num_blocks: int) -> None:
+        """Gives an empty row the first blocks of another one, too."""
+        self.block_ids[other_row, :num_blocks] = self.block_ids[row, :num_blocks]
+        self.num_held_blocks[other_row] = num_blocks
+        for block_id in self.block_ids[row, :num_blocks].tolist():
+            self._pool.pin(block_id)
+
     def release_blocks(self, row: int, first: int) -> int:
         """Gives back a row's blocks from `first` on; returns how many became free."""
         blocks = self.block_ids[row, first : self.num_held_blocks[row]]

@@ -237,39 +237,36 @@ class KVCache:
         if parent is None:
             errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
             return None
-        if child_id in self._sequences:
-            errors[child_id] = RequestAborted(f"sequence {child_id} is open, nothing can be forked to it")
+        if child_id in self._sequences or not 1 <= fork.position <= self._tables.num_computed[parent.row]:
+            errors[child_id] = RequestAborted(
+                f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
+                f" {self._tables.num_computed[parent.row]} tokens, and the other one must be new"
+            )
             return None
-        tables, num_computed = self._tables, int(self._tables.num_computed[parent.row])
-        num_shared, num_left = divmod(num_computed, self.block_size)
         child = self._new_sequence(parent.root, parent.token_ids[:])
-        if num_left:
-            try:
-                tables.add_blocks(child.row, 1)
-            except CapacityError as error:
-                del self._sequence_of_row[child.row]
-                tables.free_row(child.row)
-                errors[child_id] = error
-                return None
+        tables, row = self._tables, child.row
+        num_shared, num_left = divmod(fork.position, self.block_size)
+        tables.share_blocks(parent.row, row, num_shared)
+        try:
+            tables.add_blocks(row, int(num_left > 0))
+        except CapacityError as error:
+            del self._sequence_of_row[row]
+            tables.free_row(row)
+            errors[child_id] = error
+            return None
         self._sequences[child_id] = child
-        copied = int(tables.block_ids[child.row, 0])
-        shared = tables.block_ids[parent.row, :num_shared]
-        for block_id in shared.tolist():
-            self._pool.pin(block_id)
-        tables.block_ids[child.row, :num_shared] = shared
-        if num_left:
-            tables.block_ids[child.row, num_shared] = copied
-        tables.num_held_blocks[child.row] = num_shared + bool(num_left)
-        tables.num_prompt_tokens[child.row] = tables.num_prompt_tokens[parent.row]
-        tables.num_computed[child.row] = num_computed
-        tables.num_committed[child.row] = min(num_computed, int(tables.num_committed[parent.row]))
         child.digests = parent.digests[:num_shared]
-        tables.num_hashed_blocks[child.row] = len(child.digests)
-        for step in self._in_flight:  # what the parent still waits for, the child does, too
+        tables.num_prompt_tokens[row] = tables.num_prompt_tokens[parent.row]
+        tables.num_computed[row] = fork.position
+        tables.num_committed[row] = min(fork.position, int(tables.num_committed[parent.row]))
+        tables.num_hashed_blocks[row] = len(child.digests)
+        for step in self._in_flight:  # what the parent waits for, the child does, too
             if parent in step.sequences:
+                step.lengths.append(min(fork.position, step.lengths[step.sequences.index(parent)]))
                 step.sequences.append(child)
-                step.lengths.append(min(num_computed, step.lengths[step.sequences.index(parent)]))
-        return (int(tables.block_ids[parent.row, num_shared]), copied) if num_left else None
+        if not num_left:
+            return None
+        return int(tables.block_ids[parent.row, num_shared]), int(tables.block_ids[row, num_shared])
 
     def _note_in_flight(self, entries: list[PlanEntry]) -> InFlight:
         return InFlight(

@@ -31,12 +31,14 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         confirmed_token_ids=[token_id for _, token_id in plan.confirmed],
         fork_parents=[fork.parent_seq_id for fork in plan.forks],
         fork_children=[fork.child_seq_id for fork in plan.forks],
+        fork_positions=[fork.position for fork in plan.forks],
     )
 
 
 def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
     """Raises `InvalidRequest` when columns that belong together differ in length."""
     columns = [message.seq_ids, message.positions, message.num_tokens, message.num_logits]
+    forks = (message.fork_parents, message.fork_children, message.fork_positions)
     if message.num_drafts:
         columns.append(_split_drafts(message))
     try:
@@ -45,7 +47,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
             entries=tuple(itertools.starmap(PlanEntry, zip(*columns, strict=True))),
             close_seq_ids=tuple(message.close_seq_ids),
             confirmed=tuple(zip(message.confirmed_seq_ids, message.confirmed_token_ids, strict=True)),
-            forks=tuple(itertools.starmap(Fork, zip(message.fork_parents, message.fork_children, strict=True))),
+            forks=tuple(itertools.starmap(Fork, zip(*forks, strict=True))),
             new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
             lane=message.lane,
         )

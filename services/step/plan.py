@@ -46,8 +46,9 @@ class PlanEntry(NamedTuple):
 class Fork:
     """A sequence becomes two, alike so far. Full blocks are shared, the last one is copied."""
 
-    parent_seq_id: int
+    parent_seq_id: int  # all of its tokens are known
     child_seq_id: int
+    position: int  # of the parent's tokens in the KV cache, so many are the child's, too
 
 
 @dataclass(frozen=True, slots=True)

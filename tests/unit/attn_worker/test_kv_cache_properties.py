@@ -6,13 +6,14 @@ sequence ever reads a slot with another history, a block was shared, evicted or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.attn_worker.cached_sequence import PlannedStep
 from services.attn_worker.kv_cache import KVCache
 from services.attn_worker.step_metadata import StepMetadata
 from services.common.errors import CapacityError, NotFound, RequestAborted
@@ -36,7 +37,9 @@ class Sequence:
     num_prompt: int
     salt: bytes
     num_known: int
-    num_computed: int
+    num_computed: int  # of `tokens`; the cache may hold more, drafts that were wrong
+    num_committed: int  # to where the cache goes back when a step is lost
+    num_held: int  # blocks
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -80,7 +83,13 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.has_prefix_cache or result.num_cached_tokens == 0
         self.num_free -= result.num_pinned_blocks
         self.sequences[self.next_seq_id] = Sequence(
-            list(tokens), len(tokens), salt, len(tokens), result.num_cached_tokens
+            list(tokens),
+            len(tokens),
+            salt,
+            num_known=len(tokens),
+            num_computed=result.num_cached_tokens,
+            num_committed=result.num_cached_tokens,
+            num_held=result.num_held_blocks,
         )
         self.next_seq_id += 1
 
@@ -94,42 +103,86 @@ class KVCacheMachine(RuleBasedStateMachine):
             for seq_id, sequence in self.sequences.items()
             if seq_id not in closed and sequence.num_computed < MAX_MODEL_LEN
         ]
+        forks = self.draw_forks(data, closed)
         batch = data.draw(st.lists(st.sampled_from(running), unique=True)) if running else []
-        entries = [(seq_id, *self.draw_advance(data, seq_id)) for seq_id in batch]
+        drafts: dict[int, tuple[int, ...]] = {}
+        entries = [(seq_id, *self.draw_advance(data, seq_id, drafts)) for seq_id in batch]
         bogus = data.draw(st.sampled_from([None, None, "unknown", "count"]))
         if bogus == "unknown":
             entries.insert(data.draw(st.integers(0, len(entries))), (999, 2, 0))
         elif bogus == "count" and entries:
-            seq_id, num_tokens, num_computed = entries[0]
-            entries[0] = (seq_id, num_tokens, num_computed + 1)
+            seq_id, num_tokens, _ = entries[0]
+            entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # more than it has
 
-        planned = self.cache.plan_step(make_plan(entries, closed, confirmed))
+        planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks, drafts))
 
         for seq_id in closed:
             del self.sequences[seq_id]
         self.num_free += planned.num_freed_blocks
+        self.apply_forks(forks, planned)
         advanced = {}
-        for seq_id, num_tokens, num_computed in entries:
+        for seq_id, num_tokens, position in entries:
             sequence = self.sequences.get(seq_id)
             if sequence is None:
                 assert isinstance(planned.errors[seq_id], NotFound)
-            elif num_computed != sequence.num_computed:
+            elif position != sequence.num_computed:
                 assert isinstance(planned.errors[seq_id], RequestAborted)
             else:
-                needed = self.num_blocks_for(num_computed + num_tokens) - self.num_blocks_for(num_computed)
+                needed = max(0, self.num_blocks_for(position + num_tokens) - sequence.num_held)
                 if needed > self.num_free:
                     assert isinstance(planned.errors[seq_id], CapacityError)
                 else:
                     assert seq_id not in planned.errors
                     self.num_free -= needed
-                    advanced[seq_id] = num_tokens
-        self.run_on_memory(planned.metadata, entries, advanced, is_lost)
+                    sequence.num_held += needed
+                    advanced[seq_id] = position + num_tokens - len(drafts.get(seq_id, ()))
+        self.run_on_memory(planned.metadata, entries, advanced, drafts, is_lost)
         if is_lost:
             self.num_free += self.cache.abort_steps()
-        else:
-            self.cache.commit_step()
-            for seq_id, num_tokens in advanced.items():
-                self.sequences[seq_id].num_computed += num_tokens
+            for seq_id in advanced:
+                sequence = self.sequences[seq_id]
+                sequence.num_computed = sequence.num_committed
+                sequence.num_held = self.num_blocks_for(sequence.num_computed)
+            return
+        self.cache.commit_step()
+        for seq_id, length in advanced.items():
+            sequence, guesses = self.sequences[seq_id], drafts.get(seq_id, ())
+            num_right = data.draw(st.integers(0, len(guesses)))
+            sequence.tokens += guesses[:num_right]
+            sequence.num_computed, sequence.num_committed = length + num_right, length
+
+    def draw_forks(self, data: st.DataObject, closed: list[int]) -> list[tuple[int, int, int]]:
+        """(parent, child, position) for some sequence that has been computed, or none."""
+        parents = [
+            seq_id for seq_id, each in self.sequences.items() if seq_id not in closed and each.num_computed > 0
+        ]
+        if not parents or not data.draw(st.sampled_from([False, False, False, True])):
+            return []
+        parent = data.draw(st.sampled_from(parents))
+        self.next_seq_id += 1
+        return [(parent, self.next_seq_id - 1, self.sequences[parent].num_computed)]
+
+    def apply_forks(self, forks: list[tuple[int, int, int]], planned: PlannedStep) -> None:
+        """Copies what the plan says; a child without room is an error of its own."""
+        copies = list(planned.block_copies)
+        for parent_id, child_id, position in forks:
+            has_part = position % self.block_size > 0
+            if has_part and self.num_free == 0:
+                assert isinstance(planned.errors[child_id], CapacityError)
+                continue
+            parent = self.sequences[parent_id]
+            self.sequences[child_id] = replace(
+                parent,
+                tokens=list(parent.tokens),
+                num_committed=min(position, parent.num_committed),
+                num_held=self.num_blocks_for(position),
+            )
+            self.num_free -= has_part
+            for source, target in [copies.pop(0)] if has_part else []:
+                for offset in range(self.block_size):
+                    history = self.memory.get(source * self.block_size + offset, ("nothing",))
+                    self.memory[target * self.block_size + offset] = history
+        assert not copies
 
     def draw_confirmed(self, data: st.DataObject) -> list[tuple[int, int]]:
         confirmed = []
@@ -139,20 +192,28 @@ class KVCacheMachine(RuleBasedStateMachine):
                 sequence.num_known += 1
         return confirmed
 
-    def draw_advance(self, data: st.DataObject, seq_id: int) -> tuple[int, int]:
-        """(num_tokens, num_computed_tokens); the tokens up to there come into being, unconfirmed."""
+    def draw_advance(
+        self, data: st.DataObject, seq_id: int, drafts: dict[int, tuple[int, ...]]
+    ) -> tuple[int, int]:
+        """(num_tokens, position); the tokens up to there come into being, unconfirmed. Drafts may follow them."""
         sequence = self.sequences[seq_id]
         left = len(sequence.tokens) - sequence.num_computed
         if left == 0:
             sequence.tokens.append(data.draw(TOKENS))
             left = 1
-        return data.draw(st.integers(1, left)), sequence.num_computed
+        num_tokens, position = data.draw(st.integers(1, left)), sequence.num_computed
+        if num_tokens == left:
+            most = min(3, MAX_MODEL_LEN - position - num_tokens)
+            drafts[seq_id] = tuple(data.draw(st.lists(TOKENS, max_size=most)))
+            num_tokens += len(drafts[seq_id])
+        return num_tokens, position
 
     def run_on_memory(
         self,
         step: StepMetadata,
         entries: list[tuple[int, int, int]],
         advanced: dict[int, int],
+        drafts: dict[int, tuple[int, ...]],
         is_lost: bool,
     ) -> None:
         """Write every row's history to its slot, then let every sequence read all it attends to."""
@@ -167,7 +228,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             if seq_id not in advanced:
                 assert set(slots) <= set(null_slots)
                 continue
-            sequence = self.sequences[seq_id]
+            sequence = self.with_drafts(seq_id, drafts)
             assert positions == list(range(num_computed, num_computed + num_tokens))
             assert (rope_lens == np.maximum(np.array(positions) + 1, sequence.num_prompt)).all()
             for slot, position in zip(slots, positions, strict=True):
@@ -182,7 +243,11 @@ class KVCacheMachine(RuleBasedStateMachine):
             for position in range(context_len):
                 block = int(step.block_tables[index, position // self.block_size])
                 slot = block * self.block_size + position % self.block_size
-                assert self.memory[slot] == self.history(self.sequences[seq_id], position + 1)
+                assert self.memory[slot] == self.history(self.with_drafts(seq_id, drafts), position + 1)
+
+    def with_drafts(self, seq_id: int, drafts: dict[int, tuple[int, ...]]) -> Sequence:
+        sequence = self.sequences[seq_id]
+        return replace(sequence, tokens=[*sequence.tokens, *drafts.get(seq_id, ())])
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), has_changed=st.sampled_from([False, False, False, True]))
@@ -198,25 +263,27 @@ class KVCacheMachine(RuleBasedStateMachine):
             tokens[changed] += 2
             disagrees = changed < sequence.num_known
         result = self.cache.open_sequence(seq_id, tokens, sequence.num_prompt, sequence.salt)
-        kept = min(sequence.num_computed, length - 1)
+        kept = min(sequence.num_committed, length - 1)
         if disagrees:
             assert result.num_cached_tokens < length and result.num_cached_tokens % self.block_size == 0
         else:
             assert result.num_cached_tokens in (kept, kept // self.block_size * self.block_size)
             assert result.num_pinned_blocks == 0
-            if kept == sequence.num_computed:
-                assert result.num_cached_tokens == kept and result.num_freed_blocks == 0
+            if kept == sequence.num_committed:
+                assert result.num_cached_tokens == kept
+                assert result.num_freed_blocks == sequence.num_held - self.num_blocks_for(kept)
         if has_changed and not disagrees:
             # The cache cannot know better than the journal; what the memory holds is the journal's truth.
             self.rewrite_memory(sequence, tokens, result.num_cached_tokens)
         assert result.num_held_blocks == self.num_blocks_for(result.num_cached_tokens)
         self.num_free += result.num_freed_blocks - result.num_pinned_blocks
         sequence.tokens = tokens
-        sequence.num_known, sequence.num_computed = length, result.num_cached_tokens
+        sequence.num_known, sequence.num_held = length, result.num_held_blocks
+        sequence.num_computed = sequence.num_committed = result.num_cached_tokens
 
     def rewrite_memory(self, sequence: Sequence, tokens: list[int], num_tokens: int) -> None:
         old = {self.history(sequence, length): length for length in range(1, num_tokens + 1)}
-        new = Sequence(tokens, sequence.num_prompt, sequence.salt, 0, 0)
+        new = replace(sequence, tokens=tokens)
         for slot, history in self.memory.items():
             if old.get(history, 0) > sequence.num_known:
                 self.memory[slot] = self.history(new, old[history])
@@ -230,7 +297,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert cache.num_free_blocks == self.num_free
         assert cache.num_free_blocks + cache.num_used_blocks == self.num_blocks
         assert cache.num_sequences == len(self.sequences)
-        expected = {s: self.num_blocks_for(q.num_computed) for s, q in self.sequences.items()}
+        expected = {s: q.num_held for s, q in self.sequences.items()}
         assert cache.held_blocks == expected
 
     def teardown(self) -> None:

@@ -137,7 +137,7 @@ class Cluster:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
         assert len(plan.entries) <= self.limits.max_num_seqs
         assert len({entry.seq_id for entry in plan.entries}) == len(plan.entries)
-        sizes = [entry.num_tokens == 1 for entry in plan.entries]
+        sizes = [entry.num_tokens - len(entry.draft_token_ids) == 1 for entry in plan.entries]
         assert all(entry.num_tokens >= 1 for entry in plan.entries)
         if False in sizes:  # single tokens go first; only the last prefill may be cut down to one
             assert True not in sizes[sizes.index(False) : -1]

@@ -1,0 +1,97 @@
+"""A plan survives the wire, whatever it holds, and one whose columns do not fit together is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequest
+from services.common.sampling_params import SamplingParams
+from services.pb import attn_pb2, step_pb2
+from services.step import Fork, NewSequence, PlanAccepted, PlanEntry, SequenceOpened, StepPlan
+from services.step.codec import decode_answer, decode_plan, encode_accepted, encode_opened, encode_plan
+
+SEQ_IDS = st.integers(0, 2**64 - 1)
+COUNTS = st.integers(0, 2**31)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple)
+ENTRIES = st.builds(
+    lambda seq_id, position, num_known, num_logits, drafts: PlanEntry(
+        seq_id, position, num_known + len(drafts), num_logits + len(drafts) if drafts else num_logits, drafts
+    ),
+    SEQ_IDS,
+    COUNTS,
+    st.integers(1, 2**20),
+    st.integers(0, 1),
+    st.one_of(st.just(()), TOKENS),
+)
+NEW_SEQUENCES = st.builds(
+    NewSequence,
+    seq_id=SEQ_IDS,
+    request_id=st.text(max_size=5),
+    token_ids=TOKENS,
+    num_prompt_tokens=COUNTS,
+    sampling=st.builds(SamplingParams, temperature=st.floats(0, 2), seed=SEQ_IDS, top_k=st.none() | st.integers(1, 9)),
+    stop_token_ids=TOKENS,
+    num_logprobs=st.none() | st.integers(0, 20),
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
+    cache_salt=st.text(max_size=5),
+    traceparent=st.text(max_size=5),
+)
+PLANS = st.builds(
+    StepPlan,
+    step_id=SEQ_IDS,
+    entries=st.lists(ENTRIES, max_size=4).map(tuple),
+    close_seq_ids=st.lists(SEQ_IDS, max_size=3).map(tuple),
+    confirmed=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
+    forks=st.lists(st.builds(Fork, SEQ_IDS, SEQ_IDS, COUNTS), max_size=2).map(tuple),
+    new_sequences=st.lists(NEW_SEQUENCES, max_size=2).map(tuple),
+    lane=st.integers(0, 3),
+)
+
+
+@given(PLANS)
+def test_a_plan_is_the_same_behind_the_wire(plan: StepPlan) -> None:
+    data = encode_plan(plan).SerializeToString()
+    assert decode_plan(step_pb2.StepPlan.FromString(data)) == plan
+
+
+@given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.none() | st.text(max_size=9))
+def test_an_opening_is_the_same_behind_the_wire(seq_id: int, counts: list[int], error: str | None) -> None:
+    opened = SequenceOpened(seq_id, *counts, error=error)
+    data = encode_opened(opened).SerializeToString()
+    assert decode_answer(attn_pb2.PlanAnswer.FromString(data)) == opened
+
+
+@given(SEQ_IDS, COUNTS, COUNTS, st.dictionaries(SEQ_IDS, st.text(max_size=9), max_size=3))
+def test_an_acceptance_is_the_same_behind_the_wire(
+    step_id: int, num_freed: int, num_free: int, errors: dict[int, str]
+) -> None:
+    accepted = PlanAccepted(step_id, num_freed, num_free, errors)
+    data = encode_accepted(accepted).SerializeToString()
+    assert decode_answer(attn_pb2.PlanAnswer.FromString(data)) == accepted
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (step_pb2.StepPlan(step_id=3, seq_ids=[1], num_tokens=[1, 1]), "columns of plan 3 differ in length"),
+        (step_pb2.StepPlan(step_id=3, confirmed_seq_ids=[1]), "columns of plan 3 differ in length"),
+        (step_pb2.StepPlan(step_id=3, fork_parents=[1]), "columns of plan 3 differ in length"),
+        (
+            step_pb2.StepPlan(
+                step_id=3,
+                seq_ids=[1],
+                positions=[0],
+                num_tokens=[2],
+                num_logits=[2],
+                num_drafts=[2],
+                draft_token_ids=[7],
+            ),
+            "plan 3 counts 2 drafts and has 1",
+        ),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(message: step_pb2.StepPlan, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        decode_plan(message)
