@@ -87,7 +87,7 @@ def test_a_message_that_cannot_be_handled_ends_its_stream_and_no_other() -> None
         bad.send(submit(2, [5, 6], 4))
         with pytest.raises(ArithmeticError, match="no such number"):
             await bad.next
-        servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, 7, None)]))
+        servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, (7,), None)]))
         assert list((await good.next).token_ids) == [7]
         await good.close()
 
