@@ -29,7 +29,8 @@ class ControlTokens:
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
         backend = hf_tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
-        also = set(hf_tokenizer.chat_control_tokens or ())  # not special, but the model's author wants them guarded
+        # Not special, but the model's author wants them guarded; transformers before 5.20 know of none.
+        also = set(getattr(hf_tokenizer, "chat_control_tokens", None) or ())
         # Those found as whole words only are words: whether they are there depends on what stands beside them.
         found = [token for token in added.values() if not token.single_word]
         names = [token.content for token in found if token.special or token.content in also]
