@@ -29,7 +29,7 @@ class ControlTokens:
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
         backend = hf_tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
-        # Not special, but the model's author wants them guarded; transformers before 5.20 know of none.
+        # Not special, but the model's author wants them guarded; older releases of transformers know of none.
         also = set(getattr(hf_tokenizer, "chat_control_tokens", None) or ())
         # Those found as whole words only are words: whether they are there depends on what stands beside them.
         found = [token for token in added.values() if not token.single_word]

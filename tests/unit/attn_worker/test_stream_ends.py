@@ -18,7 +18,7 @@ from services.common.config import AttentionSection, ModelSection
 from services.common.resolve import resolve_model
 from services.common.server import GrpcServer
 from services.common.tracing import NoTracer
-from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2
+from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2, step_pb2
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 TEST_LIMIT_S = 60.0
@@ -69,13 +69,13 @@ async def attach(stub: Any) -> attn_pb2.AttachReply:
 async def open_one(stub: Any, reply: attn_pb2.AttachReply, seq_id: int = 1) -> tuple[Execute, attn_pb2.SequenceOpened]:
     """A stream of plans that has opened a sequence of PROMPT."""
     call = stub.Execute(metadata=(("epoch", str(reply.epoch)), ("attachment-id", str(reply.attachment_id))))
-    opening = attn_pb2.OpenSequence(seq_id=seq_id, token_ids=PROMPT, num_prompt_tokens=len(PROMPT))
-    await call.write(attn_pb2.StepPlan(opens=[opening]))
+    new = step_pb2.NewSequence(seq_id=seq_id, token_ids=PROMPT, num_prompt_tokens=len(PROMPT))
+    await call.write(step_pb2.StepPlan(new_sequences=[new]))
     return call, (await call.read()).opened
 
 
-def plan(num_tokens: int) -> attn_pb2.StepPlan:
-    return attn_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[num_tokens], num_computed_tokens=[0])
+def plan(num_tokens: int) -> step_pb2.StepPlan:
+    return step_pb2.StepPlan(step_id=1, seq_ids=[1], positions=[0], num_tokens=[num_tokens], num_logits=[1])
 
 
 async def stall(call: Execute, stub: Any) -> None:
