@@ -8,6 +8,7 @@ step when the one before has ended, where others plan it while that one runs (be
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.dense_worker.sequence import Sequence
@@ -21,8 +22,16 @@ class DraftSource(Protocol):
         """At most `max_num_tokens` token ids that may follow; called when all its tokens are known."""
 
 
-def room_for_drafts(sequence: Sequence, session: Session, num_tokens: int, num_logits: int) -> int:
-    """How many drafts a step may have after a sequence's remaining tokens; `num_tokens` and `num_logits` are left.
+@dataclass(slots=True)
+class StepBudget:
+    """What is left of a step while it is planned."""
+
+    num_tokens: int
+    num_logits: int  # rows
+
+
+def room_for_drafts(sequence: Sequence, session: Session, budget: StepBudget) -> int:
+    """How many drafts a step may have after a sequence's remaining tokens.
 
     Drafts take nothing from others: neither their place in the step, nor blocks. Sequences with penalties or bad
     words get none, because these depend on the tokens before, which after a draft are not settled.
@@ -35,7 +44,7 @@ def room_for_drafts(sequence: Sequence, session: Session, num_tokens: int, num_l
     num_others = len(session.running) - 1
     return min(
         sequence.max_tokens - len(sequence.output_token_ids) - 1,
-        num_tokens - num_remaining - num_others,
-        num_logits - 1 - num_others,
+        budget.num_tokens - num_remaining - num_others,
+        budget.num_logits - 1 - num_others,
         num_blocks * ledger.block_size - sequence.num_computed_tokens - num_remaining,
     )

@@ -19,7 +19,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
 from services.dense_worker.sampler import Sampler
 from services.dense_worker.step_tokens import KnownSequence, PendingTokens
-from services.step import NewSequence, PlanEntry, StepPlan, StepResult
+from services.step import NewSequence, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +104,25 @@ class ModelRunner:
             slot = sequence.slot
             if slot is None:
                 slot = self._assign_slot(sequence)
-            if sequence.new.num_prompt_logprobs is not None and (
-                stretch := find_stretch(entry, sequence.new, len(token_ids))
-            ):
+            new = sequence.new
+            if new.num_prompt_logprobs is not None and (stretch := find_stretch(entry, new, len(token_ids))):
                 stretches.append(stretch)
-            if _is_fed(entry, sequence):
-                fed_rows.append(len(token_ids) + entry.num_tokens - 1)
+            _, position, num_tokens, num_logits, drafts = entry
+            known = sequence.token_ids[position : position + num_tokens - len(drafts)]
+            token_ids += known
+            if drafts:
+                assert len(known) + len(drafts) == num_tokens, "drafts follow tokens that are known"
+                token_ids += drafts
+            elif len(known) < num_tokens:
+                fed_rows.append(len(token_ids))
                 fed_slots.append(slot)
-                token_ids += sequence.token_ids[entry.position :]
                 token_ids.append(0)
-            else:
-                token_ids += sequence.token_ids[entry.position : entry.position + entry.num_tokens]
-                token_ids += entry.draft_token_ids
-            end, num_rows = entry.position + entry.num_tokens, len(token_ids)
-            for back in range(entry.num_logits - 1, -1, -1):
-                sampled_rows.append(num_rows - 1 - back)
+            end, num_rows = position + num_tokens, len(token_ids)
+            for back in range(num_logits, 0, -1):
+                sampled_rows.append(num_rows - back)
                 sampled_slots.append(slot)
-                positions.append(end - back)
-                output_lens.append(end - back - sequence.new.num_prompt_tokens)
+                positions.append(end - back + 1)
+                output_lens.append(end - back + 1 - new.num_prompt_tokens)
         return StepInput(
             bound,
             *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
@@ -200,13 +201,6 @@ def run_layers(
     if not len(sampled_rows):
         return torch.empty(0, 0)
     return backend.last(channel.attn_out[:num_tokens], sampled_rows)
-
-
-def _is_fed(entry: PlanEntry, sequence: KnownSequence) -> bool:
-    """Whether the entry's last token has been sampled but is not known on the host yet."""
-    end = entry.position + entry.num_tokens - len(entry.draft_token_ids)
-    assert end - len(sequence.token_ids) <= (not entry.draft_token_ids), "drafts follow tokens that are known"
-    return end > len(sequence.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

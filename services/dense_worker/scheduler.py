@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
-from services.dense_worker.drafts import DraftSource, room_for_drafts
+from services.dense_worker.drafts import DraftSource, StepBudget, room_for_drafts
 from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.session import NOWHERE, Opening, PlannedEntry, PublishedPlan, Session
 from services.dense_worker.suspects import Suspects
@@ -196,7 +196,7 @@ class Scheduler:
         """The next step, or None when there is nothing to do. Plans without entries only close sequences."""
         session = self.session
         session.is_short_of_blocks = False
-        budget = _Budget(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
+        budget = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
         planned: list[tuple[PlanEntry, PlannedEntry]] = []
         scheduled: set[int] = set()
         prefills = []
@@ -204,14 +204,16 @@ class Scheduler:
         for sequence in list(session.running):
             if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
                 continue
-            if sequence.num_remaining_tokens > 1:
-                prefills.append(sequence)
-            elif sequence.num_remaining_tokens == 1:
-                self._plan(sequence, 1, budget, planned, scheduled)
-        for sequence in prefills:
+            num_remaining = sequence.num_remaining_tokens
+            if num_remaining > 1:
+                prefills.append((sequence, num_remaining))
+            elif num_remaining == 1:
+                self._plan(sequence, 1, True, budget, planned, scheduled)
+        for sequence, num_remaining in prefills:
             if budget.num_tokens == 0:
                 break
-            self._plan(sequence, min(sequence.num_remaining_tokens, budget.num_tokens), budget, planned, scheduled)
+            num_tokens = min(num_remaining, budget.num_tokens)
+            self._plan(sequence, num_tokens, num_tokens == num_remaining, budget, planned, scheduled)
         if not planned and not session.to_close:
             return None
         entries, own = zip(*planned, strict=True) if planned else ((), ())
@@ -262,23 +264,25 @@ class Scheduler:
         sequence.num_draft_tokens = 0
         if sequence.status is SequenceStatus.FINISHED:
             return None  # ended by an earlier step, or cancelled: the one wasted step
+        output_token_ids, first = sequence.output_token_ids, len(sequence.output_token_ids)
         finish_reason = None
-        for num_tokens, token_id in enumerate(token_ids, start=1):
+        for token_id in token_ids:
+            output_token_ids.append(token_id)
             if token_id in sequence.stop_token_ids:
                 finish_reason = FinishReason.STOP
-            elif len(sequence.output_token_ids) + num_tokens == sequence.max_tokens:
-                finish_reason = FinishReason.LENGTH
-            if finish_reason is not None:
-                token_ids = token_ids[:num_tokens]
                 break
-        sequence.output_token_ids.extend(token_ids)
+            if len(output_token_ids) == sequence.max_tokens:
+                finish_reason = FinishReason.LENGTH
+                break
         self._suspects.clear(sequence)
         if finish_reason is not None:
             self._finish(sequence)
-        elif sequence.status is SequenceStatus.RUNNING:
+            return SequenceOutput(sequence, output_token_ids[first:], finish_reason)
+        if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens += len(token_ids) - 1  # the drafts among them
-            self.session.confirmed += [(sequence.seq_id, token_id) for token_id in token_ids]
-        return SequenceOutput(sequence, token_ids, finish_reason)
+            for token_id in token_ids:
+                self.session.confirmed.append((sequence.seq_id, token_id))
+        return SequenceOutput(sequence, token_ids, None)
 
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes the sequences of an earlier dense worker that nobody, or not this gateway, submitted again."""
@@ -306,15 +310,15 @@ class Scheduler:
         self,
         sequence: Sequence,
         num_tokens: int,
-        budget: _Budget,
+        is_last: bool,
+        budget: StepBudget,
         planned: list[tuple[PlanEntry, PlannedEntry]],
         scheduled: set[int],
     ) -> None:
-        """Adds an entry for `num_tokens` known or pending tokens, and for drafts after them, if there is room."""
-        is_last = num_tokens == sequence.num_remaining_tokens
+        """Adds an entry for `num_tokens` known or pending tokens; after the last one, for drafts, if there is room."""
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
-            room = room_for_drafts(sequence, self.session, budget.num_tokens, budget.num_logits)
+            room = room_for_drafts(sequence, self.session, budget)
             drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
         num_blocks = self._allocate(sequence, num_tokens + len(drafts), scheduled)
         if num_blocks is None:
@@ -395,11 +399,3 @@ class Scheduler:
     def _release_reservation(self, sequence: Sequence) -> None:
         self.session.ledger.unreserve(sequence.num_reserved_blocks)
         sequence.num_reserved_blocks = 0
-
-
-@dataclass(slots=True)
-class _Budget:
-    """What is left of a step while it is planned."""
-
-    num_tokens: int
-    num_logits: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.dense_worker.attachment import Attachment
 from services.dense_worker.block_ledger import BlockLedger
@@ -23,9 +24,8 @@ class Opening:
     asked_s: float  # on the monotonic clock
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedEntry:
-    """The scheduler's side of a plan's entry."""
+class PlannedEntry(NamedTuple):
+    """The scheduler's side of a plan's entry; a tuple, like that."""
 
     sequence: Sequence
     num_taken_blocks: int  # that left the ledger for it

@@ -353,3 +353,17 @@ def test_steps_planned_ahead_of_the_device_keep_their_plans(kernels: Kernels) ->
             pair.reference.begin_step(step)
             pair.reference.forward(0, qkv[:num_seqs].float(), expected)
             assert relative_error(out[:num_seqs], expected) < kernels.tolerance
+
+
+def test_a_forked_sequence_goes_on_in_a_copy_of_the_last_block(kernels: Kernels) -> None:
+    pair = Pair(make_config(windows=(None, 32)), kernels)
+    pair.check({"a": 37, "b": 5})
+    parent = pair.sequences["a"]
+    copy = (parent.blocks[-1], pair.free_blocks.pop())
+    pair.kernels.copy_blocks([copy])
+    pair.reference.copy_blocks([copy])
+    child = _Sequence([*parent.blocks[:-1], copy[1]], parent.num_computed, parent.num_prompt)
+    pair.sequences["c"] = child
+    pair.check({"a": 1, "c": 1, "b": 1})
+    pair.check({"a": 12, "c": 3})
+    pair.check({"c": 1, "a": 1})

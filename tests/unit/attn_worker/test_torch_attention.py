@@ -80,10 +80,23 @@ class Harness:
         self.inputs[seq_id] = torch.randn(shape).to(self.dtype)
         self.prompt_lens[seq_id], self.lengths[seq_id] = prompt_len, 0
 
-    def step(self, *advances: tuple[int, int]) -> list[torch.Tensor]:
-        """Run (seq_id, num_tokens) as one batch; returns each layer's output [total_tokens, attn_size]."""
-        planned = self.cache.plan_step(make_plan([(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]))
+    def step(self, *advances: tuple[int, int], fork: tuple[int, int] | None = None) -> list[torch.Tensor]:
+        """Run (seq_id, num_tokens) as one batch; returns each layer's output [total_tokens, attn_size].
+
+        `fork`: (parent, child), where the parent stands; the child's later activations are its own.
+        """
+        forks = []
+        if fork is not None:
+            parent, child = fork
+            length = self.lengths[child] = self.lengths[parent]
+            self.prompt_lens[child] = self.prompt_lens[parent]
+            self.inputs[child] = torch.randn_like(self.inputs[parent])
+            self.inputs[child][:, :length] = self.inputs[parent][:, :length]
+            forks = [(parent, child, length)]
+        entries = [(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]
+        planned = self.cache.plan_step(make_plan(entries, forks=forks))
         assert planned.errors == {}
+        self.backend.copy_blocks(planned.block_copies)
         self.backend.begin_step(planned.metadata)
         outputs = []
         for layer in range(self.config.num_layers):
@@ -99,9 +112,9 @@ class Harness:
             self.lengths[seq_id] += num_tokens
         return outputs
 
-    def check(self, *advances: tuple[int, int]) -> None:
+    def check(self, *advances: tuple[int, int], fork: tuple[int, int] | None = None) -> None:
         """Run a step and compare every row of every layer with the reference."""
-        outputs = self.step(*advances)
+        outputs = self.step(*advances, fork=fork)
         for layer, out in enumerate(outputs):
             assert out.dtype == self.dtype
             expected = [self.reference(seq_id, layer)[-n:] for seq_id, n in advances]
@@ -275,6 +288,23 @@ def test_rows_of_a_sequence_without_blocks_disturb_nobody(tmp_path: Path) -> Non
         torch.testing.assert_close(out[9:15], harness.reference(0, layer), **TOLERANCES[torch.float32])
     harness.cache.commit_step()
     harness.check((0, 1))
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE - 1, 1])
+def test_a_fork_shares_what_is_full_and_writes_into_a_copy_of_the_rest(tmp_path: Path, length: int) -> None:
+    harness = Harness(tmp_path)
+    harness.open(0, length)
+    harness.check((0, length))
+    num_used = harness.cache.num_used_blocks
+    harness.check((0, 1), (1, 1), fork=(0, 1))
+    has_part = length % BLOCK_SIZE > 0
+    assert harness.cache.num_used_blocks - num_used == (1 if has_part else 2), "a block each, and nothing twice"
+    for _ in range(BLOCK_SIZE + 1):
+        harness.check((1, 1), (0, 1))
+    harness.check((2, 3), (0, 1), fork=(1, 2))
+    harness.cache.close_sequences([0, 1])
+    harness.check((2, BLOCK_SIZE))
+    harness.cache.check_integrity()
 
 
 def test_a_step_without_rows_is_nothing(tmp_path: Path) -> None:
