@@ -237,10 +237,9 @@ class Scheduler:
         session.closing.difference_update(published.plan.close_seq_ids)
         session.num_closing_plans -= bool(published.plan.close_seq_ids)
         outputs = []
-        for entry in published.entries if errors else ():
-            sequence = entry.sequence
+        for sequence, num_taken_blocks in published.entries if errors else ():
             if sequence.seq_id in errors:
-                session.ledger.give_back(entry.num_taken_blocks)
+                session.ledger.give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
                     self._finish(sequence)
                     error = RequestAborted(errors[sequence.seq_id])
