@@ -30,6 +30,7 @@ from services.step.codec import decode_answer, encode_plan
 log = structlog.get_logger()
 
 _RETRY_S = 0.2
+_REASON_S = 0.5  # how long the stream of plans may take to say why a handoff was broken off
 # What a later try may cure; any other answer is the attention worker's refusal. One that stops cancels its calls.
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -211,6 +212,8 @@ class AttentionClient:
                 await watcher.ready(attachment)
                 continue
             if isinstance(message, AttachmentEnd):
+                if message.is_crash:  # the engine saw a handoff broken off; the stream may be about to say why
+                    await asyncio.sleep(_REASON_S)
                 raise _Ended(message)
             try:
                 await call.write(encode_plan(message))

@@ -132,6 +132,28 @@ def test_gateways_are_welcome_once_the_engine_is_ready_and_not_by_word_of_an_ear
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 
 
+def test_a_replaced_worker_knows_it_even_if_its_engine_saw_the_handoff_broken_off_first() -> None:
+    """Else it would attach again at once, and throw the other one out."""
+
+    class ReplacedCall(Call):
+        async def __anext__(self) -> attn_pb2.PlanAnswer:
+            client.drop(ATTACHMENT, AttachmentEnd("the handoff was aborted", is_crash=True))
+            await asyncio.sleep(0.05)
+            metadata = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, metadata, metadata, "replaced")
+
+    async def test() -> None:
+        nonlocal client
+        attention = Attention()
+        attention.call = ReplacedCall(None)
+        client = make_client(attention)
+        end = await client._serve(ATTACHMENT, Listener(), Watcher())
+        assert end.is_replaced and not end.is_crash
+
+    client: Any = None
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
 def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
     """Whoever stops a cluster stops both workers at the same time."""
 
