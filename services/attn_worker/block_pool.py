@@ -101,8 +101,11 @@ class BlockPool:
         return num_freed
 
     def register_hash(self, block_id: int, digest: bytes) -> None:
-        """Make a used, completely filled block findable; the first block of a digest stays the one found."""
-        assert self._ref_counts[block_id] > 0 and block_id not in self._digest_of
+        """Make a used, completely filled block findable; the first block of a digest stays the one found.
+
+        A block that forked sequences share is registered by each of them.
+        """
+        assert self._ref_counts[block_id] > 0 and self._digest_of.get(block_id, digest) == digest
         if digest not in self._block_of:
             self._block_of[digest] = block_id
             self._digest_of[block_id] = digest

