@@ -87,6 +87,7 @@ def test_right_guesses_save_steps(num_drafts: int, num_steps: int) -> None:
     cluster.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
     assert sum(bool(plan.entries) for plan in cluster.plans) == num_steps
+    assert sum(plan.num_tokens for plan in cluster.plans) == 3 + 24 - 1, "no token is computed twice"
 
 
 def test_wrong_guesses_cost_no_step() -> None:
