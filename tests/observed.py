@@ -58,5 +58,5 @@ def running_observed(directory: Path) -> Iterator[Observed]:
         running_cluster(directory, *settings, f"tracing.endpoint={collector.endpoint}") as cluster,
     ):
         with pytest.raises(grpc.RpcError):
-            cluster.generate("a", 10**6)
+            cluster.generate("a", 5, temperature=-1.0)
         yield Observed(cluster, addresses, http_address, step_log, collector)
