@@ -69,6 +69,7 @@ def answer_of_the_api(cluster: Cluster, *messages: tuple[str, str], **options: o
 def test_an_answer_streams_and_equals_the_api_s(cluster: Cluster, page: Page) -> None:
     question = "What is the capital of France?"
     expected = answer_of_the_api(cluster, ("user", question), temperature=0)
+    page.fill("temperature", "0")
     page.fill("repetition_penalty", "1")
     page.run(WATCH_GROWTH)
     start = time.monotonic()
@@ -91,6 +92,7 @@ def test_an_answer_streams_and_equals_the_api_s(cluster: Cluster, page: Page) ->
 
 def test_a_conversation_has_its_history_and_system_prompt(cluster: Cluster, page: Page) -> None:
     system, questions = "Answer in Chinese.", ("What is the capital of France?", "In Japanese, please.")
+    page.fill("temperature", "0")
     page.fill("repetition_penalty", "1")
     page.fill("system", system)
     messages = [("system", system)]
@@ -120,6 +122,7 @@ def test_sampling_options_reach_the_server(cluster: Cluster, page: Page) -> None
     is_cut = expected["choices"][0]["finish_reason"] == "length"
     assert ("limit" in page.text_of(".finish dd")) == is_cut
     page.fill("stop-strings", "world")
+    page.fill("temperature", "0")
     page.fill("repetition_penalty", "1")
     page.fill("max_tokens", "40")
     page.find(".again").click()
@@ -129,6 +132,7 @@ def test_sampling_options_reach_the_server(cluster: Cluster, page: Page) -> None
 
 @pytest.mark.parametrize("way", ["button", "Escape"])
 def test_stop_ends_the_request(cluster: Cluster, page: Page, way: str) -> None:
+    page.fill("temperature", "0")
     page.fill("repetition_penalty", "1")
     page.send(LONG_QUESTION)
     page.wait(lambda: page.text_of(".answer .text"), "no text came")
@@ -238,6 +242,7 @@ def test_a_refused_request_says_why_and_can_be_tried_again(cluster: Cluster, pag
     page.wait_answered()
     assert "epetition_penalty is 1234" in page.text_of(".problem")
     assert page.last(".problem").is_displayed()
+    page.fill("temperature", "0")
     page.fill("repetition_penalty", "1")
     page.find(".again").click()
     page.wait_answered()
