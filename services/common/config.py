@@ -1,7 +1,8 @@
 """One TOML file for all services: sections, defaults, and the only place that reads the environment's files.
 
 Read once at start and immutable; each constructor gets just its section. Unknown sections, unknown keys,
-wrong types and impossible combinations are a `ConfigError` before anything starts.
+wrong types and impossible combinations are a `ConfigError` before anything starts. Each key's comment says what it
+means: docs/configuration.md is made of them (`make docs`).
 """
 
 from __future__ import annotations
@@ -84,143 +85,164 @@ class ModelSection(Section):
     """What is served."""
 
     path: Path = EMBEDDED_MODEL  # a Hugging Face model directory
-    name: ModelName | None = None  # what clients call it; None: as its directory. See gateway.served_model_names
+    name: ModelName | None = None  # what clients call it; none: the directory's name. See gateway.served_model_names
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
     load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: random weights, config.json suffices
-    num_layers: Count | None = None  # run only the first layers
-    max_model_len: Count | None = None  # tokens of prompt and output; None: the model's own limit
+    num_layers: Count | None = None  # run only the first layers; none: all
+    max_model_len: Count | None = None  # tokens of prompt and output together; none: the model's own limit
     dummy_seed: int = 0  # of the random weights
 
 
 class GatewaySection(Section):
-    address: Address = "127.0.0.1:50051"  # host:port or unix:PATH
+    """What clients reach, and how much they may ask for."""
+
+    address: Address = "127.0.0.1:50051"  # of the gRPC API
     max_message_bytes: MessageBytes = 3 * 2**19  # of one gRPC message of a client; to parse 1.5 MiB may take 15 ms
-    max_receiving: Count = 64  # gRPC messages that are arriving; one more, and the oldest is given up
-    http_address: Address = "127.0.0.1:8080"  # the same, for HTTP
-    cors_origins: tuple[Origin, ...] = ()  # whose pages may ask over HTTP and read answers; "*": all
-    # Names by which it may be called over HTTP, beside this machine's local ones; "*": all. None named: all, unless
-    # http_address is loopback, where a foreign name is an attack by DNS rebinding.
+    max_receiving: Count = 64  # gRPC messages that arrive at the same time; beyond it the oldest is given up
+    http_address: Address = "127.0.0.1:8080"  # of the HTTP API
+    cors_origins: tuple[Origin, ...] = ()  # origins whose pages may use the HTTP API from a browser; "*": all
+    # names that the Host header of HTTP requests may have, beside this machine's local names; "*": all; empty: all,
+    # unless http_address is loopback, where a foreign name is an attack by DNS rebinding
     allowed_hosts: tuple[HostName, ...] = ()
-    served_model_names: tuple[ModelName, ...] = ()  # what clients may call the model; the first goes before model.name
-    accept_any_model_name: bool = False  # whether a request may name any other model, and is answered by this one
+    served_model_names: tuple[ModelName, ...] = ()  # names for clients to use; the first goes before model.name
+    accept_any_model_name: bool = False  # whether a request that names any other model is answered by this one
     max_n: Count = 16  # answers to one prompt
-    # likeliest tokens to tell of beside each output token; an answer keeps about 120 bytes of each until it ends
+    # likeliest tokens whose log-probabilities a request may ask for beside each output token; an answer keeps about
+    # 120 bytes of each until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
-    strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error, or is lowered
+    strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error; else it is lowered
     max_answers: Count = 256  # to all prompts of one HTTP request
-    # of all answers to one request: tokens times 1 + likeliest ones; 128 k tokens with 20 of these make 2.8 million
+    # log-probabilities of all answers to one request: tokens times (1 + the likeliest ones beside each); 128 k tokens
+    # with 20 of these make 2.8 million
     max_request_logprobs: Count = 4_000_000
-    max_num_waiting: Count = 4_000  # answers not started yet, beyond which requests are refused
-    max_num_waiting_tokens: Count = 4_000_000  # of their prompts; they take about 100 bytes each
+    max_num_waiting: Count = 4_000  # answers that have not started yet, beyond which requests are refused
+    max_num_waiting_tokens: Count = 4_000_000  # the same, in tokens of their prompts; each takes about 100 bytes
     queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step
-    tls_certificate: Path | None = None  # PEM, for gRPC and HTTP alike; read at start
-    tls_key: Path | None = None  # PEM, its key
-    tls_client_ca: Path | None = None  # PEM; clients must have a certificate that it signed
+    tls_certificate: Path | None = None  # PEM, for gRPC and HTTP alike; read at start; none: no TLS
+    tls_key: Path | None = None  # PEM; the key of tls_certificate
+    tls_client_ca: Path | None = None  # PEM; with it, clients must show a certificate that it signed
     local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes, launcher and siblings
-    shares_ports: bool = False  # with other gateways of this machine, by SO_REUSEPORT; the launcher's doing
-    sibling_addresses: tuple[SocketAddress, ...] = ()  # local ones of these gateways: an Abort is passed on to them
-    # from SIGTERM, for requests under way to end; SIGINT: none
+    shares_ports: bool = False  # with other gateways of this machine, by SO_REUSEPORT; the launcher sets it
+    sibling_addresses: tuple[SocketAddress, ...] = ()  # local_address of these gateways: an Abort is passed on to them
+    # how long requests under way may go on after SIGTERM; after SIGINT they end at once
     drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
-    api_keys_file: Path | None = None  # TOML, read again when it changes; see gateway/api_keys.py
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9100
-    max_body_bytes: Count = 2 * 2**20  # of one HTTP request
-    max_body_values: Count = 400_000  # the same, of JSON, such as token ids; to parse and check so many takes 20 ms
-    max_header_bytes: Count = 32 * 2**10  # of one HTTP request
-    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # of one HTTP request for completions
+    api_keys_file: Path | None = None  # TOML, read again when it changes; see services/gateway/api_keys.py
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9100
+    max_body_bytes: Count = 2 * 2**20  # of the body of one HTTP request
+    max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; to parse so many takes 20 ms
+    max_header_bytes: Count = 32 * 2**10  # of the headers of one HTTP request
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # in one HTTP request for completions
     max_connections: Count = 4096  # of HTTP; fewer where the process may not open so many files
-    max_grpc_connections: Count = 1024  # the same, of gRPC; more are closed at once
-    header_timeout_s: Seconds = 10.0  # of HTTP from connecting to the last header, else a 408; of gRPC, of handshakes
-    body_timeout_s: Seconds = 60.0  # from there until its body, or the message of a gRPC call, is complete
-    keep_alive_timeout_s: Seconds = 30.0  # of an HTTP connection that idles after an answer; closed in silence
-    grpc_idle_timeout_s: Seconds = 300.0  # of a gRPC connection without a call; a client connects again by itself
+    max_grpc_connections: Count = 1024  # of gRPC, with the same rule; one more is closed at once
+    # from connecting to the last header of an HTTP request, which is a 408 afterwards; with gRPC, of the handshake
+    header_timeout_s: Seconds = 10.0
+    body_timeout_s: Seconds = 60.0  # from the last header until the body, or the message of a gRPC call, is complete
+    keep_alive_timeout_s: Seconds = 30.0  # after which an idle HTTP connection is closed
+    grpc_idle_timeout_s: Seconds = 300.0  # after which a gRPC connection without a call is closed
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread
-    first_news_timeout_s: Seconds = 1.0  # a streamed answer's status waits so long for a token or an error
+    first_news_timeout_s: Seconds = 1.0  # longest wait of a streamed answer's status line for a token or an error
     tokenizer_info: bool = False  # whether GET /tokenizer_info tells clients the chat template and special tokens
-    num_dense_streams: Count = 1  # to dense workers; as many of their replicas can be used
+    num_dense_streams: Count = 1  # to dense workers; so many replicas of them can be used
 
 
 class DenseSection(Section):
-    address: Target = "127.0.0.1:50052"  # for the gateway also replicas, such as dns:///NAME:PORT
+    """The dense worker, which holds the weights."""
+
+    address: Target = "127.0.0.1:50052"  # for the gateway it may name several replicas
     backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it is there and faster than torch
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
-    num_threads: Count | None = None  # CPU threads of one step; None: all cores but one
+    num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     build: Literal["auto", "never"] = "auto"  # whether the start builds missing TensorRT plans, or refuses
-    plan_dir: Path = Path("~/.cache/twostroke/plans")  # may be shared by models, GPUs and workers
-    captures_lazily: bool = False  # CUDA graphs: when a step first needs one, which delays it, not all at the start
-    standby: bool = False  # load, and wait for the supervisor's word before attaching: for a planned take-over
-    profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for; see profiles.py
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9101
-    step_log: Path | None = None  # a JSON line for every step is appended there; grows by about 300 bytes a step
+    plan_dir: Path = Path("~/.cache/twostroke/plans")  # of TensorRT; may be shared by models, GPUs and workers
+    # whether a CUDA graph is captured when a step first needs it, which delays that step, and not at the start
+    captures_lazily: bool = False
+    standby: bool = False  # whether it loads, and attaches only when the launcher says so: for a planned take-over
+    profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9101
+    step_log: Path | None = None  # file to which every step appends a line of JSON, of about 300 bytes
 
 
 class SchedulerSection(Section):
+    """What a step holds, and who goes first."""
+
     max_num_seqs: Count = 64  # sequences of one step
     max_num_batched_tokens: Count = 512  # tokens of one step
+    # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get; max_utilization: when
+    # there are blocks for those it has, and the last in order gives its own up, to be computed again, when they run out
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
-    max_num_waiting: Count = 10_000  # sequences in the waiting queue that never ran, of all gateways together
-    max_num_waiting_tokens: Count = 10_000_000  # of their prompts
-    priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # wait that makes up for one priority; see waiting_queue.py
+    max_num_waiting: Count = 10_000  # sequences that wait and never ran, of all gateways together
+    max_num_waiting_tokens: Count = 10_000_000  # the same, in tokens of their prompts
+    priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
 
 
 class AttentionSection(Section):
-    address: Address = "127.0.0.1:50053"
+    """The attention worker, which holds the KV cache."""
+
+    address: Address = "127.0.0.1:50053"  # of its gRPC API, which the dense worker calls
     # auto: torch on a CPU, Triton on a GPU; flashinfer: on a GPU, with `pip install flashinfer-python==0.5.3`
     backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
-    num_threads: Count | None = None
+    num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     block_size: Count = 16  # tokens of one KV cache block
-    num_blocks: Count | None = None  # None: as many as there is room for
-    kv_cache_bytes: Count = 256 * 2**20  # on a CPU
+    num_blocks: Count | None = None  # of the KV cache; none: as many as the memory below holds
+    kv_cache_bytes: Count = 256 * 2**20  # memory of the KV cache on a CPU
     kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # on a GPU, of what weights leave free
-    enable_prefix_cache: bool = True
-    captures_lazily: bool = False  # CUDA graphs: when a step first needs one, which delays it, not all at the start
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9102
+    enable_prefix_cache: bool = True  # whether requests with the same beginning share its blocks
+    # whether a CUDA graph is captured when a step first needs it, which delays that step, and not at the start
+    captures_lazily: bool = False
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9102
 
 
 class ChannelSection(Section):
+    """The shared memory through which the two workers meet."""
+
     wait_timeout_s: Seconds = 60.0  # longest wait for the other worker within a step
 
 
 class WatchdogSection(Section):
-    """Progress is a layer of a step; a service that loads, builds or captures has no step."""
+    """When a service counts as stalled. Progress is a layer of a step; a service that loads or captures has no step."""
 
-    stall_timeout_s: Seconds = 30.0  # with work but no progress, or without an answer: then a service counts as stalled
+    stall_timeout_s: Seconds = 30.0  # with work but without progress, or without an answer to a health check
 
 
 class PeerSection(Section):
+    """Calls of the services among each other."""
+
     connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
     rpc_timeout_s: Seconds = 10.0  # of one unary call between services
     max_message_bytes: MessageBytes = 64 * 2**20  # of one gRPC message between services
-    tls_certificate: Path | None = None  # PEM; with it services speak TLS among each other, and all must show one
-    tls_key: Path | None = None  # PEM, its key
-    tls_ca: Path | None = None  # PEM; who must have signed the others'
-    tls_server_name: str | None = None  # in the workers' certificates; None: the host of their address
+    tls_certificate: Path | None = None  # PEM; with it the services speak TLS, and each must show a certificate
+    tls_key: Path | None = None  # PEM; the key of tls_certificate
+    tls_ca: Path | None = None  # PEM; must have signed the certificates of the others
+    tls_server_name: str | None = None  # in the workers' certificates; none: the host of their address
 
 
 class LaunchSection(Section):
-    """Of the all-in-one supervisor."""
+    """The launcher, which starts and watches all services on one machine."""
 
     start_timeout_s: Seconds = 300.0  # from start until the gateway serves
     stop_grace_s: Seconds = 4.0  # from SIGTERM to SIGKILL, for all services at once
-    max_restarts: Annotated[int, Field(ge=0)] = 5  # of one service within restart_window_s
-    restart_window_s: Seconds = 60.0
-    mps: Literal["auto", "on", "off"] = "auto"  # auto: when both workers share a GPU
+    max_restarts: Annotated[int, Field(ge=0)] = 5  # of one service within restart_window_s; then everything stops
+    restart_window_s: Seconds = 60.0  # in which restarts are counted
+    mps: Literal["auto", "on", "off"] = "auto"  # whether to start an MPS daemon; auto: when both workers share a GPU
     restart_delay_s: Seconds = 0.2  # before the first restart; doubles with each further one in the window
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; by custom 127.0.0.1:9103
+    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9103
     gateway_processes: Count = 1  # at the same ports; limits of the section gateway and of API keys hold for each
 
 
 class LogSection(Section):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["logfmt", "json"] = "logfmt"
-    error_file: Path | None = None  # keeps the last error, for the supervisor
+    """What the services write to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"  # lines below it are not written
+    format: Literal["logfmt", "json"] = "logfmt"  # of the log's lines
+    error_file: Path | None = None  # keeps the last error, for the launcher
 
 
 class TracingSection(Section):
     """OpenTelemetry spans of requests, sent in batches by OTLP over gRPC."""
 
-    endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+:\d+$")] | None = None  # of a collector; None: no traces
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose client has not decided itself
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+:\d+$")] | None = None  # of a collector; none: no traces
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose client has not decided; 1: all of them
 
 
 class Config(Section):
