@@ -1,9 +1,9 @@
-# make setup | run | test | clients | chaos | bench | protos | clean
+# make setup | run | test | clients | chaos | bench | protos | docs | clean
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test clients chaos bench protos clean
+.PHONY: setup run test clients chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,9 @@ bench: setup
 
 protos: setup
 	$(RUN) protos/generate.py
+
+docs: setup
+	$(RUN) docs/generate_configuration.py
 
 clean:
 	rm -rf $(VENV) .clients

@@ -61,7 +61,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(t
         start = time.monotonic()
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.process.wait(STOP_TIMEOUT_S) == 0
-        assert time.monotonic() - start < 5.0  # a promise of the README, not a speed
+        assert time.monotonic() - start < 5.0  # a promise of docs/operations.md, not a speed
         with pytest.raises(grpc.RpcError):
             list(stream)
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from tests.cluster import REPOSITORY, REQUEST_TIMEOUT_S, Cluster
-from tests.readme import Block, fenced_blocks
+from tests.documents import README, Block, fenced_blocks
 
-BLOCKS = fenced_blocks()
+BLOCKS = fenced_blocks(README)
 COMMANDS = {"python": (sys.executable, "-c"), "sh": ("bash", "-euo", "pipefail", "-c")}
 
 

@@ -1,0 +1,74 @@
+"""README.md is short, every page is found from it, links lead somewhere, and docs/ agrees with the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import TwostrokeError
+from services.gateway.http.schemas.base import RequestModel
+from services.gateway.http.schemas.chat import ChatRequest
+from services.gateway.http.schemas.completions import CompletionRequest
+from services.gateway.http.schemas.sampling import StreamOptions
+from services.gateway.http.schemas.tokens import DetokenizeBody, TokenizeBody
+from tests.cluster import REPOSITORY
+from tests.documents import DOCS, PAGES, README, anchors, linked_file, links, page_name
+
+MAX_README_LINES = 150
+API = DOCS / "api.md"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in links(page):
+        target = linked_file(page, link)
+        assert target.exists(), f"{page_name(page)} links to {link}, which is not there"
+        assert target.is_relative_to(REPOSITORY), f"{page_name(page)} links to {link}, outside of the repository"
+        _, has_anchor, anchor = link.partition("#")
+        if has_anchor:
+            assert anchor in anchors(target), f"{page_name(page)} links to {link}, and there is no such heading"
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    found, to_read = {README}, [README]
+    while to_read:
+        page = to_read.pop()
+        for target in (linked_file(page, link) for link in links(page)):
+            if target.suffix == ".md" and target not in found:
+                found.add(target)
+                to_read.append(target)
+    assert set(PAGES) <= found
+
+
+def test_the_page_of_the_configuration_is_up_to_date(tmp_path: Path) -> None:
+    generated = tmp_path / "configuration.md"
+    subprocess.run(
+        [sys.executable, "docs/generate_configuration.py", str(generated)], cwd=REPOSITORY, check=True, timeout=60
+    )
+    assert (DOCS / "configuration.md").read_text() == generated.read_text(), "it is stale: run `make docs`"
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, StreamOptions, TokenizeBody, DetokenizeBody])
+def test_every_field_of_a_request_is_on_the_page_of_the_api(model: type[RequestModel]) -> None:
+    words = set(re.findall(r"`(\w+)`", API.read_text()))
+    assert set(model.model_fields) <= words
+
+
+def test_errors_are_on_the_page_of_the_api_as_clients_see_them() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d{3}) \| ([A-Z_]+) \|", API.read_text(), re.MULTILINE)
+    kinds = [TwostrokeError, *_all_subclasses(TwostrokeError)]
+    of_code = {kind.code: (kind.code, str(kind.http_status), kind.status_code.name) for kind in kinds}
+    assert rows == [of_code[code] for code, _, _ in rows]
+    assert {"invalid_request", "capacity", "unavailable"} <= {code for code, _, _ in rows}
+
+
+def _all_subclasses(kind: type[TwostrokeError]) -> list[type[TwostrokeError]]:
+    return [each for child in kind.__subclasses__() for each in (child, *_all_subclasses(child))]
