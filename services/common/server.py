@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common.config import BALANCED_SCHEMES
 from services.common.error_details import rich_status
 from services.common.errors import ConfigError, TwostrokeError
+from services.common.health import HealthServicer
 from services.common.reflection import add_reflection
 from services.common.tls import TlsFiles, warn_if_exposed
 from services.pb import stall_pb2
@@ -77,7 +78,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", max_message_bytes),
             ],
         )
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         add_reflection(self.server, [*service_names, health.SERVICE_NAME])
 
@@ -91,7 +92,7 @@ class GrpcServer:
         if self._tls is None:
             warn_if_exposed(self._address)
         await self.set_serving(False)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        self._set_health([LIVENESS], is_serving=True)
         await self.server.start()
         if self._address.startswith("unix:"):
             return self._address
@@ -110,22 +111,21 @@ class GrpcServer:
     async def set_serving(self, is_serving: bool) -> None:
         """What `grpc.health.v1` answers for the whole server and each of its services, unless it is stalled."""
         self._is_serving = is_serving
-        await self._set_health(["", *self._service_names], is_serving and self._stall is None)
+        self._set_health(["", *self._service_names], is_serving and self._stall is None)
 
     async def set_stall(self, stall: stall_pb2.Stall | None) -> None:
         """A stalled server does not serve; only one that waits for nobody would gain from a restart."""
         self._stall = stall
-        await self._set_health([LIVENESS], stall is None or bool(stall.waits_for))
+        self._set_health([LIVENESS], stall is None or bool(stall.waits_for))
         await self.set_serving(self._is_serving)
 
-    async def _set_health(self, names: list[str], is_serving: bool) -> None:
+    def _set_health(self, names: list[str], is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
-        for name in names:
-            await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
+        self._health.set(names, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
-        await self._health.enter_graceful_shutdown()
+        self._health.shut()
         await self.server.stop(grace_s)
 
 
