@@ -134,6 +134,7 @@ class GatewaySection(Section):
     max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # in one HTTP request for completions
     max_connections: Count = 4096  # of HTTP; fewer where the process may not open so many files
     max_grpc_connections: Count = 1024  # of gRPC, with the same rule; one more is closed at once
+    max_grpc_streams: Count = 4096  # open calls of one gRPC connection; beyond it calls wait in the client
     # from connecting to the last header of an HTTP request, which is a 408 afterwards; with gRPC, of the handshake
     header_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 60.0  # from the last header until the body, or the message of a gRPC call, is complete

@@ -73,6 +73,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
             ("grpc.server_handshake_timeout_ms", _milliseconds(section.header_timeout_s)),
             ("grpc.max_connection_idle_ms", _milliseconds(section.grpc_idle_timeout_s)),
             ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
+            ("grpc.max_concurrent_streams", section.max_grpc_streams),
         ],
         shares_port=section.shares_ports,
         interceptors=[Reception(access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
