@@ -44,8 +44,8 @@ class Reception(grpc.aio.ServerInterceptor):
         """Calls of `guarded_services` (full proto names) need a key where there are keys.
 
         A message is to arrive within `timeout_s`; of more than `max_receiving` at once the oldest is given up, which
-        is not one of those that come with their headers, as nearly all do. Calls of other services,
-        health and reflection, share `MAX_KEYLESS_CALLS`.
+        is not one of those that come with their headers, as nearly all do; but these count while they are read. Calls
+        of other services, health and reflection, share `MAX_KEYLESS_CALLS`.
         """
         self._access = access
         self._guarded = tuple(f"/{name}/" for name in guarded_services)

@@ -123,5 +123,7 @@ def test_of_too_many_half_messages_the_oldest_go_first(cluster: Cluster, tmp_pat
         channels = [stack.enter_context(bare_channel(proxy)) for _ in range(MAX_RECEIVING + 10)]
         with ThreadPoolExecutor(len(channels)) as threads:
             codes = list(threads.map(lambda channel: status_of(channel, GENERATE, message, METADATA), channels))
-    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 10
-    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == MAX_RECEIVING
+    # A whole message counts, too, while it is read: where the launcher asks for health meanwhile, one more goes.
+    num_given_up = codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert 10 <= num_given_up <= 12
+    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == len(codes) - num_given_up
