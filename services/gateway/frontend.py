@@ -96,18 +96,23 @@ class Frontend:
         return self._dense.unready_reason()
 
     async def start(
-        self, message: gateway_pb2.GenerateRequest, caller: Caller, num_other_logprobs: int = 0
+        self,
+        message: gateway_pb2.GenerateRequest,
+        caller: Caller,
+        num_other_logprobs: int = 0,
+        prompt_name: str = "prompt",
     ) -> Generation:
         """Checks and submits a request. Whoever calls closes the generation. Raises a `TwostrokeError`.
 
-        `num_other_logprobs` the same client's request may have for its other prompts, see `max_num_logprobs`.
+        `num_other_logprobs` the same client's request may have for its other prompts, see `max_num_logprobs`. For
+        `prompt_name` see `read_request`.
         """
         ticket = None
         span = self._tracer.start("request", message.traceparent)
         message.traceparent = span.traceparent  # for the workers
         try:
             ticket = self._admission.open(caller)
-            request = caller.adapt(await read_request(message, self.tokenizer, self.limits))
+            request = caller.adapt(await read_request(message, self.tokenizer, self.limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)

@@ -79,10 +79,11 @@ class GenerationRequest:
 
 
 async def read_request(
-    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
+    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits, prompt_name: str = "prompt"
 ) -> GenerationRequest:
     """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
 
+    `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several.
     Raises `UnknownModel` for another model than the served one.
     """
     check_counts(message)
@@ -112,7 +113,7 @@ async def read_request(
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
     check_prompt_length(num_kept, limits.max_model_len)
     prompt_token_ids = list(given[-num_kept:])
-    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, "prompt")  # as both APIs call it
+    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name)
     max_tokens = _read_max_tokens(message, len(prompt_token_ids), sampling.min_tokens, limits)
     _check_min_tokens(sampling.min_tokens, max_tokens)
     is_text = message.WhichOneof("input") == "prompt"

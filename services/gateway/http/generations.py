@@ -40,8 +40,9 @@ class Generations:
             frontend.metrics.on_rejected(error)
             raise
         num_logprobs = 0
-        for message in messages:
-            generation = await frontend.start(message, caller, num_logprobs)
+        for place, message in enumerate(messages):
+            prompt_name = f"prompt[{place}]" if len(messages) > 1 else "prompt"
+            generation = await frontend.start(message, caller, num_logprobs, prompt_name)
             self.running.append(generation)
             num_logprobs += generation.request.max_num_logprobs
             await asyncio.sleep(0)  # others' turn: to start one prompt's answers may take milliseconds

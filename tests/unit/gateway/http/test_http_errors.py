@@ -67,6 +67,8 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, {"prompt": [[1], 2]}, "prompt[1]", ("2",)),
     (COMPLETIONS, {"prompt": [10**9]}, "prompt", ("prompt[0] is 1000000000, out of vocabulary", "32000")),
     (COMPLETIONS, {"prompt": [-1]}, "prompt", ("prompt[0] is -1, out of vocabulary",)),
+    (COMPLETIONS, {"prompt": [[32_000], [5]]}, "prompt", ("prompt[0][0] is 32000, out of vocabulary",)),
+    (COMPLETIONS, {"prompt": [[32_000]]}, "prompt", ("prompt[0] is 32000, out of vocabulary",)),
     (COMPLETIONS, {"prompt": [2**63]}, "prompt[0]", (str(2**63),)),
     (COMPLETIONS, {"prompt": [5] * 2048}, "prompt", ("2048",)),
     (COMPLETIONS, {"prompt": "word " * 300_000}, "prompt", ("1500000", "2048")),
@@ -163,6 +165,16 @@ def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Pa
             assert [submit.request_id for submit in dense.submits] == ["beside"]
             assert len(dense.running) == 1
             assert stream.status_code == 200
+        await until(lambda: not dense.running)
+
+    dense = FakeDense(lambda submit: [5] * 2000, step_s=0.02)
+    with_client(tmp_path, dense, test)
+
+
+def test_of_several_prompts_the_wrong_one_is_named(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(COMPLETIONS, json={"prompt": [[5], [6, 32_000]]})
+        check_error(response, 400, "prompt", "prompt[1][1] is 32000, out of vocabulary")
         await until(lambda: not dense.running)
 
     dense = FakeDense(lambda submit: [5] * 2000, step_s=0.02)
