@@ -12,11 +12,10 @@ from services.pb import gateway_pb2_grpc
 from tests.cluster import free_port
 from tests.fake_dense import FakeDense
 from tests.gateway_calls import request
+from tests.http2_frames import begin
 from tests.running_gateway import RunningGateway, run, running_gateway
 
 MAX_CONNECTIONS = 20
-# The client's preface and empty SETTINGS (RFC 9113, sections 3.4 and 6.5): a connection that is ready for calls.
-HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -24,7 +23,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.suppress(ConnectionError):
-        writer.write(HTTP2)
+        writer.write(begin())
         await writer.drain()
     return reader, writer
 
