@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 MAX_INLINE_BYTES = 2**16  # parsed at once; takes 1 ms at the most
 # Open calls that need no key, such as watches of health: shared evenly by the connections that have some, but so many
-# each in any case. They may take 40 KiB each.
+# each in any case. One takes about 16 KiB.
 MAX_KEYLESS_CALLS = 256
 MIN_KEYLESS_CALLS = 4
 
