@@ -130,8 +130,8 @@ def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> 
 
 def test_a_lone_long_request_outlives_two_close_kills_of_the_attention_worker(tmp_path: Path) -> None:
     """The second one while its text is computed again, which takes many steps."""
-    with plain_services(tmp_path, "scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=8") as services:
-        message = request([5, 6, 7, 8] * 200, 100, temperature=0.9, seed=1, ignore_eos=True)
+    with plain_services(tmp_path, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2") as services:
+        message = request([5, 6, 7, 8] * 300, 600, temperature=0.9, seed=1, ignore_eos=True)
         [expected] = collect_all(services.gateway, [message])
         num_restarts = services.num_starts["attn_worker"]
 
@@ -146,6 +146,7 @@ def test_a_lone_long_request_outlives_two_close_kills_of_the_attention_worker(tm
         [collected] = collect_all(services.gateway, [message], kill_twice)
         collected.assert_equals(expected)
         assert services.num_starts["attn_worker"] == num_restarts + 2
+        services.wait_idle(timeout_s=60.0)
 
 
 def num_attention_steps(services: PlainServices) -> int:
