@@ -91,7 +91,7 @@ def _send_grpc(
         response = cluster.gateway.Generate(message, timeout=TIMEOUT_S)
         for completion in response.completions:
             _add_grpc(collected, completion)
-            _add_prompt(collected, completion.index, response.prompt)
+        _add_prompt(collected, 0, response.prompt)  # in a stream the first answer has them, too
         return
     call = cluster.gateway.GenerateStream(message, timeout=TIMEOUT_S)
     try:
