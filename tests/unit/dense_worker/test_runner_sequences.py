@@ -105,3 +105,14 @@ def test_slots_of_closed_sequences_are_used_again_and_one_that_never_ran_has_non
         entry = PlanEntry(seq_id, 0, 1, 1)
         assert runner.launch(StepPlan(seq_id, (entry,))).collect().token_ids == [[seq_id + 1]]
         runner.launch(StepPlan(10 + seq_id, close_seq_ids=(seq_id, 100 + seq_id))).collect()
+
+
+def test_each_row_is_sampled_for_the_place_of_the_token_after_it() -> None:
+    """A seed's noise is keyed by that place, and `min_tokens` counts by it: drafts must not shift either."""
+    runner, _ = make_runner()
+    runner.open(new(1, 5, 6, 7))
+    step = runner.prepare(runner.bind(StepPlan(1, (PlanEntry(1, 1, 4, 3, (20, 21)),))))
+    assert step.token_ids.tolist() == [6, 7, 20, 21]  # tokens 1 to 4 of the sequence
+    assert step.sampled_rows.tolist() == [1, 2, 3]
+    assert step.positions.tolist() == [3, 4, 5]
+    assert step.output_lens.tolist() == [0, 1, 2]
