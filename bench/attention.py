@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from bench.attention_steps import Shape
-from bench.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate, require_gpu
+from bench.gpu.attention_steps import Shape
+from bench.gpu.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate, require_gpu
 
 if TYPE_CHECKING:
-    from bench.attention_kernels import Row
+    from bench.gpu.attention_kernels import Row
 
 HEADER = (
     f"{'kind':8}{'heads':>11}{'block':>6} {'step':<18}{'µs':>9}{'rate':>8}{'share':>7}{'FlashInfer µs':>15}"
@@ -34,7 +34,7 @@ HEADER = (
 def main() -> None:
     arguments = parse_arguments()
     require_gpu("triton")
-    from bench.attention_kernels import Bench, import_flashinfer  # they need triton
+    from bench.gpu.attention_kernels import Bench, import_flashinfer  # they need triton
 
     device, dtype = torch.device("cuda"), getattr(torch, arguments.dtype)
     copy_rate, matrix_rate = measure_copy_rate(device), measure_matrix_rate(device, dtype)

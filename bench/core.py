@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import uvloop
 
-from bench.dense_load import DenseLoad, DenseRequest, open_dense
-from bench.options import non_negative, non_negative_number, positive, run_facts, save_run, whole_number
-from bench.stats import CoreFigures, RequestRecord, ServingFigures, core_figures, serving_figures
-from bench.transport import LoadError
-from bench.workload import (
+from bench.load.dense_load import DenseLoad, DenseRequest, open_dense
+from bench.load.options import non_negative, non_negative_number, positive, run_facts, save_run, whole_number
+from bench.load.stats import CoreFigures, RequestRecord, ServingFigures, core_figures, serving_figures
+from bench.load.transport import LoadError
+from bench.load.workload import (
     LengthDistribution,
     Prompt,
     WorkloadError,
@@ -69,7 +69,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         by_name = {"figures": dataclasses.asdict(figures), "token_figures": dataclasses.asdict(token_figures)}
         save_run(arguments.json, facts, model, records, **by_name)
     if arguments.plot:
-        from bench.plots import save_run_plot  # it needs matplotlib
+        from bench.load.plots import save_run_plot  # it needs matplotlib
 
         save_run_plot(records, f"dense worker alone, {arguments.request_rate:g} requests/s", arguments.plot)
     return 1 if token_figures.num_failed else 0
@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE.png", help="saves latencies over time and distributions")
     sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
     dataset = sources.add_parser("dataset", help="prompts and answer lengths of a file")
-    dataset.add_argument("--dataset", type=Path, required=True, metavar="FILE", help="JSON, as in bench/workload.py")
+    dataset.add_argument("--dataset", type=Path, required=True, metavar="FILE", help="JSON; see bench/load/workload.py")
     dataset.add_argument(
         "--tokenizer-dir", type=Path, default=EMBEDDED_MODEL, metavar="DIR", help="model directory (the embedded one)"
     )

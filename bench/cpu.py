@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.config import EMBEDDED_MODEL
-from tests.cluster import Cluster, running_cluster
+from tests.support.cluster import Cluster, running_cluster
 
 NUM_STREAMS = 16
 PROMPT_TOKENS = 32
@@ -111,7 +111,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
     if arguments.plot:
-        from bench.plots import save_comparison_plot  # it needs matplotlib
+        from bench.load.plots import save_comparison_plot  # it needs matplotlib
 
         groups = [
             ("One stream, tok/s", rates["hf_1"], rates["twostroke_1"]),

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from bench.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate, require_gpu
+from bench.gpu.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate, require_gpu
 from services.common.model_config import ModelConfig, RopeConfig
 
 BATCHES = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -79,8 +79,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="PNG or SVG of the steps' times; needs matplotlib")
     arguments = parser.parse_args()
     require_gpu("triton")
-    from bench.dense_kernels import LinearLayers, measure_steps  # they need triton
-    from services.dense_worker.weights import random_weights
+    from bench.gpu.dense_kernels import LinearLayers, measure_steps  # they need triton
+    from services.dense_worker.model.weights import random_weights
 
     config, dtype = MODELS[arguments.model], getattr(torch, arguments.dtype)
     config = replace(config, num_layers=arguments.num_layers or config.num_layers)

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpc
 import uvloop
 
-from bench.dense_load import DenseLoad, DenseRequest, open_dense
-from bench.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
-from bench.load import Load, replay
-from bench.options import non_negative, positive, run_facts, save_run, whole_number
-from bench.stats import RequestRecord, core_figures, serving_figures
-from bench.transport import CONNECT_TIMEOUT_S, LoadError, TimedRequest
-from bench.workload import Prompt, WorkloadError, dataset_prompts, load_encode
+from bench.load.dense_load import DenseLoad, DenseRequest, open_dense
+from bench.load.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
+from bench.load.load import Load, replay
+from bench.load.options import non_negative, positive, run_facts, save_run, whole_number
+from bench.load.stats import RequestRecord, core_figures, serving_figures
+from bench.load.transport import CONNECT_TIMEOUT_S, LoadError, TimedRequest
+from bench.load.workload import Prompt, WorkloadError, dataset_prompts, load_encode
 from services.common.cli import dashed
 from services.common.config import EMBEDDED_MODEL, DenseSection, GatewaySection
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
@@ -82,7 +82,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         by_name = {"figures": dataclasses.asdict(figures), "token_figures": dataclasses.asdict(token_figures)}
         save_run(arguments.json, facts, model, records, **by_name)
     if arguments.plot:
-        from bench.plots import save_run_plot  # it needs matplotlib
+        from bench.load.plots import save_run_plot  # it needs matplotlib
 
         save_run_plot(records, f"{len(prompts)} prompts at once, from text to text", arguments.plot)
     return 0
@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--address", default=GatewaySection().address, help="of the gateway (%(default)s)")
     add("--dense-address", default=DenseSection().address, help="of the dense worker (%(default)s)")
-    add("--dataset", type=Path, metavar="FILE", help="JSON, as in bench/workload.py (built-in prompts)")
+    add("--dataset", type=Path, metavar="FILE", help="JSON, as in bench/load/workload.py (built-in prompts)")
     add("--tokenizer-dir", type=Path, default=EMBEDDED_MODEL, metavar="DIR", help="model directory (the embedded one)")
     add("--num-prompts", type=whole_number, default=125, metavar="N", help="of the benchmark (%(default)s)")
     add("--output-len", type=whole_number, metavar="N", help="most tokens of an answer (the data set's own)")

@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.options import REPOSITORY, counts, positive, run_facts, whole_number
-from bench.process_load import children, cpu_s
-from bench.stats import GatewayFigures, WireRun, gateway_figures
-from bench.stub_dense import RECEIPT, Stub, StubSettings, running_stub
-from bench.wire_clients import Connection, GrpcConnection, SseConnection, StreamLog, WireError, read_streams
+from bench.load.options import REPOSITORY, counts, positive, run_facts, whole_number
+from bench.load.process_load import children, cpu_s
+from bench.load.stats import GatewayFigures, WireRun, gateway_figures
+from bench.load.stub_dense import RECEIPT, Stub, StubSettings, running_stub
+from bench.load.wire_clients import Connection, GrpcConnection, SseConnection, StreamLog, WireError, read_streams
 from services.pb import gateway_pb2, sampling_pb2
 
 PROTOCOLS = ("grpc", "sse")
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         arguments.json.write_text(json.dumps(document))
     if arguments.plot:
-        from bench.plots import save_gateway_plot  # it needs matplotlib
+        from bench.load.plots import save_gateway_plot  # it needs matplotlib
 
         runs = [(case.label, run, figures) for case, run, figures in results]
         save_gateway_plot(runs, "one gateway process before a stub worker", arguments.plot)

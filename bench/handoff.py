@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from bench.device_rates import require_gpu
-from bench.options import whole_number
-from bench.peer import WAIT_TIMEOUT_S, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
-from bench.stats import summarize
-from services.common.channel import Channel, ChannelSpec, Flag
-from services.common.channel.factory import create_channel, map_channel
+from bench.gpu.device_rates import require_gpu
+from bench.gpu.peer import WAIT_TIMEOUT_S, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
+from bench.load.options import whole_number
+from bench.load.stats import summarize
+from services.channel import Channel, ChannelSpec, Flag
+from services.channel.factory import create_channel, map_channel
 from services.common.errors import TwostrokeError
 from services.common.gpu import gpu_uuid
-from services.mps import MpsDaemon, has_mps
+from services.launch.mps import MpsDaemon, has_mps
 
 SPEC = ChannelSpec(max_tokens=16, qkv_size=64, attn_size=64, dtype=torch.float32)
 NUM_LAYERS = 32  # handoffs each way in one step
@@ -84,7 +84,7 @@ def make_channel(device: str, peer_device: str, epoch: int, kind: str | None) ->
     """A channel of the kind that the attention worker would choose, unless one is named."""
     if device == "cpu":
         return create_channel(torch.device("cpu"), "", SPEC, epoch, 1, 0, WAIT_TIMEOUT_S)
-    from services.common.channel.cuda_ipc import CudaIpcChannel, choose_kind  # needs cuda-bindings
+    from services.channel.cuda_ipc import CudaIpcChannel, choose_kind  # needs cuda-bindings
 
     kind = kind or choose_kind(gpu(device), gpu_uuid(gpu(peer_device)))
     return CudaIpcChannel.create(gpu(device), kind, SPEC, epoch, 1, 0)
@@ -167,7 +167,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
     if arguments.plot:
-        from bench.plots import save_samples_plot  # it needs matplotlib
+        from bench.load.plots import save_samples_plot  # it needs matplotlib
 
         title = f"the seam between two processes, {arguments.device}: mean of {NUM_LAYERS} round trips"
         save_samples_plot(values, "Round trip", "us", title, arguments.plot)

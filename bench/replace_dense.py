@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.cluster import REPOSITORY, Cluster, request, running_cluster
+from tests.support.cluster import REPOSITORY, Cluster, request, running_cluster
 
 QUIET_S = 5.0  # of the phase without a second worker
 MAX_TOKENS = 1500

@@ -21,11 +21,11 @@ import structlog
 import torch
 
 from bench.dense import MODELS
-from bench.device_rates import describe_environment, require_gpu
+from bench.gpu.device_rates import describe_environment, require_gpu
+from bench.gpu.step_timeline import format_timeline
 from bench.handoff import run_under_mps
-from bench.options import whole_number
-from bench.step_timeline import format_timeline
-from services.common.channel import CUDA_KINDS
+from bench.load.options import whole_number
+from services.channel import CUDA_KINDS
 from services.common.errors import TwostrokeError
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 def _run(arguments: argparse.Namespace) -> None:
     require_gpu("triton", "cuda.bindings")
     # They need both packages.
-    from bench.seam_sides import DenseSide, Task, measure_one_process, measure_two_processes, run_peer
+    from bench.gpu.seam_sides import DenseSide, Task, measure_one_process, measure_two_processes, run_peer
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if arguments.peer is not None:

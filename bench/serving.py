@@ -1,7 +1,7 @@
 """Load on a running gateway over gRPC or HTTP, and the latencies and throughput that its clients see.
 
 `python bench/serving.py --num-prompts 500 --request-rate 16 --json FILE` prints the table and saves the raw
-timestamps of every chunk, from which every figure can be computed again. The definitions are in `bench.stats`.
+timestamps of every chunk, from which every figure can be computed again. The definitions are in `bench.load.stats`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import uvloop
 
-from bench.load import Load, LoadResult, run_load
-from bench.options import non_negative, positive, ratio, run_facts, save_run, whole_number
-from bench.reference import nearest_run
-from bench.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
-from bench.transport import PROTOCOLS, LoadError, TimedRequest, Transport, open_transport, served_model
-from bench.workload import (
+from bench.load.load import Load, LoadResult, run_load
+from bench.load.options import non_negative, positive, ratio, run_facts, save_run, whole_number
+from bench.load.reference import nearest_run
+from bench.load.stats import NS_PER_MS, NS_PER_S, ServingFigures, Summary, serving_figures
+from bench.load.transport import PROTOCOLS, LoadError, TimedRequest, Transport, open_transport, served_model
+from bench.load.workload import (
     LengthDistribution,
     Prompt,
     WorkloadError,
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if client["max_load"] > MAX_CLIENT_LOAD:
         print("serving: the client may be the bottleneck: give it more --client-processes", file=sys.stderr)
     if arguments.plot:
-        from bench.plots import save_run_plot  # it needs matplotlib
+        from bench.load.plots import save_run_plot  # it needs matplotlib
 
         title = (
             f"{model.model}, {len(load.requests)} requests over {load.protocol}, {arguments.request_rate:g} requests/s"

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx2
 
-from bench.options import non_negative, positive, ratio, run_facts, whole_number
-from bench.process_load import cpu_s, num_files, resident_bytes
-from bench.soak_load import SoakRequest, run_soak_load
-from bench.stats import Trend, summarize, trend
+from bench.load.options import non_negative, positive, ratio, run_facts, whole_number
+from bench.load.process_load import cpu_s, num_files, resident_bytes
+from bench.load.soak_load import SoakRequest, run_soak_load
+from bench.load.stats import Trend, summarize, trend
 from services.pb import attn_pb2, dense_pb2, gateway_pb2
-from tests.cluster import Cluster, running_cluster
+from tests.support.cluster import Cluster, running_cluster
 
 ROLES = ("gateway", "dense_worker", "attn_worker")
 MB = 1e6
@@ -266,7 +266,7 @@ def _save(
     requests: Sequence[SoakRequest],
     leftovers: Sequence[str],
 ) -> None:
-    from bench.plots import save_trend_plot  # it needs matplotlib
+    from bench.load.plots import save_trend_plot  # it needs matplotlib
 
     title = f"Soak of the embedded model, {samples[-1].time_s / 60:.0f} minutes of mixed load"
     (directory / "soak.md").write_text(f"# {title}, {facts['date'][:10]}\n\n{report}\n\n![samples](soak.png)\n")

@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from services.attn_worker.answers import describe_opened
-from services.attn_worker.kv_cache import KVCache
+from services.attn_worker.cache.kv_cache import KVCache
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.attachment import Attachment
-from services.dense_worker.model_runner import ModelRunner
-from services.dense_worker.sampler import Sampler
-from services.dense_worker.scheduler import Scheduler, SchedulerLimits
-from services.dense_worker.sequence import Sequence
-from services.dense_worker.session import Session
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.scheduler import Scheduler, SchedulerLimits
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import Session
+from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.sampling.sampler import Sampler
 from services.pb import step_pb2
 from services.step import StepResult
 from services.step.codec import decode_plan, encode_plan

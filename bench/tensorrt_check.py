@@ -30,18 +30,18 @@ from services.common.config import EMBEDDED_MODEL, DenseSection
 from services.common.errors import TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.segment_runner import TorchSegments, torch_segments
-from services.dense_worker.backends.tensorrt_backend import TensorRTBackend
-from services.dense_worker.backends.tensorrt_segments import TensorRTSegments
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.export_check import OneSequenceAttention, greedy, load_hugging_face
-from services.dense_worker.gpu import current_gpu, current_stream, synchronize
-from services.dense_worker.measure import measure_segments, time_on_gpu
-from services.dense_worker.onnx_segments import export_networks
-from services.dense_worker.plan_builder import PlanBuilder
-from services.dense_worker.plan_cache import PlanCache
-from services.dense_worker.profiles import Limits, Profile, parse_profiles
-from services.dense_worker.tensorrt_api import TensorRT, load_tensorrt
-from services.dense_worker.weights import ModelWeights, load_weights, random_weights
+from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights
+from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
+from services.dense_worker.tensorrt.backend import TensorRTBackend
+from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
+from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
+from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, synchronize
+from services.dense_worker.tensorrt.measure import measure_segments, time_on_gpu
+from services.dense_worker.tensorrt.onnx_segments import export_networks
+from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profiles
 
 LLAMA_2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of the greatest value
@@ -83,7 +83,7 @@ def make_subject(
 ) -> tuple[Subject, list[str]]:
     """Builds or finds the plans; returns the builder's lines too."""
     device, lines = weights.embed.device, []
-    builder = PlanBuilder(api, current_gpu(device), profiles, PlanCache(plans))
+    builder = EnginePlanBuilder(api, current_gpu(device), profiles, EnginePlanCache(plans))
     found = builder.find_or_build(export_networks(config, dtype), dtype, None, lines.append)
     limits = Limits(profiles[-1].high, MAX_ROWS)
     binaries = {name: cached.plan for name, cached in found.items()}

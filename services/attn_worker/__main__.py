@@ -7,7 +7,7 @@ import sys
 from services.common.cli import parse_service_args
 from services.common.logs import configure_logs
 from services.common.process import importing
-from services.common.server import run_service
+from services.rpc.server import run_service
 
 
 def main() -> None:

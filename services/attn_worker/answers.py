@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.attn_worker.cached_sequence import OpenResult
+from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.engine import Accepted
 from services.step import PlanAccepted, SequenceOpened
 

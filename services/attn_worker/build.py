@@ -9,13 +9,13 @@ import structlog
 import torch
 
 from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.backends.rope import length_dependent_beyond
 from services.attn_worker.backends.select import BackendName, select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.engine import AttentionEngine
-from services.attn_worker.kv_cache import KVCache
-from services.attn_worker.layer_runner import EagerLayerRunner, LayerRunner
 from services.attn_worker.metrics import AttentionMetrics
-from services.attn_worker.rope import length_dependent_beyond
+from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError
 from services.common.resolve import ResolvedModel, use_device
@@ -81,7 +81,7 @@ def _build_runner(
     name = select_backend(section, model)
     if name == "torch":
         return EagerLayerRunner(TorchAttention(*shape), config.num_layers)
-    from services.attn_worker.cuda_layer_runner import CudaLayerRunner
+    from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
     make_backend = _capturable_backend(name)
     backend = make_backend(*shape, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)

@@ -15,12 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from services.attn_worker.kv_cache import KVCache, OpenResult, PlannedStep
-from services.attn_worker.layer_runner import FinishedStep, LayerRunner, RunningStep
+from services.attn_worker.cache.kv_cache import KVCache, OpenResult, PlannedStep
 from services.attn_worker.metrics import AttentionMetrics
-from services.common.channel import Channel
+from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
+from services.channel import Channel
 from services.common.errors import StaleEpoch
-from services.common.watchdog import Progress
+from services.rpc.watchdog import Progress
 from services.step import NewSequence, StepPlan
 
 P = ParamSpec("P")

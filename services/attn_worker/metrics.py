@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.common.metrics import STEP_BUCKETS_S
+from services.rpc.metrics import STEP_BUCKETS_S
 
 
 class CacheCounts(Protocol):

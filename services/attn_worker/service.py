@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.backends.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
-from services.common.channel.shm_cleanup import remove_stale_regions
-from services.common.client import read_peer_tls
+from services.channel.shm_cleanup import remove_stale_regions
 from services.common.config import Config
-from services.common.metrics import new_registry, serving_metrics
 from services.common.resolve import resolve_model, use_device
-from services.common.server import GrpcServer, run_together
-from services.common.tracing import Tracer, tracing
 from services.pb import attn_pb2_grpc
+from services.rpc.client import read_peer_tls
+from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.server import GrpcServer, run_together
+from services.rpc.tracing import Tracer, tracing
 
 log = structlog.get_logger()
 

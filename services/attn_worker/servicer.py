@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.answers import describe_accepted, describe_opened
 from services.attn_worker.build import StepLimits, build_engine
+from services.attn_worker.cache.kv_cache import OpenResult
 from services.attn_worker.engine import Accepted, AttentionEngine
-from services.attn_worker.kv_cache import OpenResult
 from services.attn_worker.metrics import AttentionMetrics
-from services.common.channel import Channel, ChannelSpec
-from services.common.channel.factory import create_channel
+from services.channel import Channel, ChannelSpec
+from services.channel.factory import create_channel
 from services.common.config import AttentionSection
 from services.common.errors import (
     CapacityError,
@@ -31,10 +31,10 @@ from services.common.errors import (
 )
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
-from services.common.server import until_over
-from services.common.tracing import Tracer
-from services.common.watchdog import OnStall, Progress, Watchdog
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
+from services.rpc.server import until_over
+from services.rpc.tracing import Tracer
+from services.rpc.watchdog import OnStall, Progress, Watchdog
 from services.step import NewSequence, SequenceOpened, StepPlan
 from services.step.codec import decode_plan, encode_accepted, encode_opened
 

@@ -126,7 +126,7 @@ class GatewaySection(Section):
     sibling_addresses: tuple[SocketAddress, ...] = ()  # local_address of these gateways: an Abort is passed on to them
     # how long requests under way may go on after SIGTERM; after SIGINT they end at once
     drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
-    api_keys_file: Path | None = None  # TOML, read again when it changes; see services/gateway/api_keys.py
+    api_keys_file: Path | None = None  # TOML, read again when it changes; see services/gateway/access/api_keys.py
     metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9100
     max_body_bytes: Count = 2 * 2**20  # of the body of one HTTP request
     max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; to parse so many takes 20 ms
@@ -307,7 +307,7 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def api_keys_of_environment() -> str:
-    """`NAME=KEY,NAME=KEY`, for keys that should not lie in a file; may be empty. See gateway/api_keys.py."""
+    """`NAME=KEY,NAME=KEY`, for keys that should not lie in a file; may be empty. See gateway/access/api_keys.py."""
     return os.environ.get(API_KEYS_VARIABLE, "")
 
 

@@ -1,7 +1,7 @@
 """Every error that input, capacity or a peer can cause, in one tree.
 
 Each class says what a client sees: `status_code` over gRPC, `http_status` over HTTP, and `code`, a word for programs
-that is the same on both. `services.common.error_details` and `services.gateway.http` do the mapping, each once.
+that is the same on both. `services.rpc.error_details` and `services.gateway.http` do the mapping, each once.
 A message names the offending value and the limit. `assert` remains for our own bugs.
 """
 

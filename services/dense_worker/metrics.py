@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.common.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S
-from services.dense_worker.observer import EngineCounts, StepStats
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
+from services.dense_worker.engine.observer import EngineCounts, StepStats
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
+from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S
 
 
 class DenseMetrics:

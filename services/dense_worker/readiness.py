@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common.server import GrpcServer
-from services.dense_worker.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2
+from services.rpc.server import GrpcServer
 
 log = structlog.get_logger()
 

@@ -9,32 +9,32 @@ from collections.abc import Sequence
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.common.channel import ChannelSpec
-from services.common.client import read_peer_tls
+from services.channel import ChannelSpec
 from services.common.config import Config, ModelSection
 from services.common.gpu import naming_what_needs_memory
-from services.common.metrics import new_registry, serve_metrics_once_free, serving_metrics
 from services.common.resolve import ResolvedModel, resolve_model, use_device
-from services.common.server import GrpcServer, run_together
-from services.common.tracing import Tracer, tracing
-from services.common.watchdog import Watchdog
-from services.dense_worker.attachment import Attachment
-from services.dense_worker.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.backends.select import select_backend
-from services.dense_worker.engine import Engine
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
+from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.observer import EngineObserver
+from services.dense_worker.engine.scheduler import SchedulerLimits
+from services.dense_worker.engine.step_log import writing_step_log
+from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.model_runner import ModelRunner
-from services.dense_worker.observer import EngineObserver
-from services.dense_worker.profiles import Limits
+from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights, weights_hash
 from services.dense_worker.readiness import Readiness
-from services.dense_worker.sampler import Sampler
-from services.dense_worker.scheduler import SchedulerLimits
+from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.servicer import DenseServicer
-from services.dense_worker.step_log import writing_step_log
-from services.dense_worker.step_report import StepReport
-from services.dense_worker.tracing import SequenceTracer
-from services.dense_worker.weights import ModelWeights, load_weights, random_weights, weights_hash
+from services.dense_worker.tensorrt.profiles import Limits
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.client import read_peer_tls
+from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
+from services.rpc.server import GrpcServer, run_together
+from services.rpc.tracing import Tracer, tracing
+from services.rpc.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -202,7 +202,7 @@ def _build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) -
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
     if model.device.type == "cpu":
         return selected.name, ModelRunner(selected.backend, sampler, layers, scheduler.max_num_seqs)
-    from services.dense_worker.cuda_model_runner import CudaModelRunner
+    from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     return selected.name, CudaModelRunner(
         selected.backend,

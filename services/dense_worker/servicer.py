@@ -15,15 +15,15 @@ from services.common.dense_info import dense_info_metadata
 from services.common.errors import PeerError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
-from services.common.server import until_over
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
-from services.common.watchdog import Watchdog
-from services.dense_worker.engine import Engine
+from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
+from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.step_report import StepReport
-from services.dense_worker.tracing import SequenceTracer
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.server import until_over
+from services.rpc.watchdog import Watchdog
 from services.step import PromptLogprobs
 
 log = structlog.get_logger()

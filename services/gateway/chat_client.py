@@ -20,8 +20,8 @@ import grpc
 
 from services.common.cli import dashed
 from services.common.config import API_KEY_VARIABLE, GatewaySection, api_key_of_environment
-from services.common.tls_arguments import add_tls_arguments, open_sync_channel, read_credentials
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from services.rpc.tls_arguments import add_tls_arguments, open_sync_channel, read_credentials
 
 INFO_TIMEOUT_S = 5.0
 MAX_STOP_AFTER_MS = 1e9

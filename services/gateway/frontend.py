@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest, TwostrokeError
-from services.common.tracing import Tracer
-from services.gateway.access import Access, Caller
-from services.gateway.admission import Admission
-from services.gateway.dense_client import ServedModel
-from services.gateway.dense_pool import DensePool
+from services.gateway.access.access import Access, Caller
+from services.gateway.access.admission import Admission
 from services.gateway.generation import Generation
-from services.gateway.journal import FinishReason, Journal
+from services.gateway.link.dense_client import ServedModel
+from services.gateway.link.dense_pool import DensePool
+from services.gateway.link.journal import FinishReason, Journal
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.request import (
@@ -28,8 +27,9 @@ from services.gateway.request import (
     read_request,
     read_text_or_chat,
 )
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
+from services.rpc.tracing import Tracer
 
 
 class Frontend:

@@ -15,14 +15,14 @@ from typing import Protocol
 import structlog
 
 from services.common.token_logprobs import TokenLogprobs
-from services.common.tracing import NoSpan, Span
-from services.gateway.admission import Ticket
-from services.gateway.detokenizer import Detokenizer
-from services.gateway.journal import FinishReason, Journal, JournalEntry, News
+from services.gateway.access.admission import Ticket
+from services.gateway.link.journal import FinishReason, Journal, JournalEntry, News
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
-from services.gateway.stop_strings import StopStrings
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.tokenizer import Tokenizer
+from services.rpc.tracing import NoSpan, Span
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from services.common.errors import TwostrokeError
-from services.common.metrics import LATENCY_BUCKETS_S
+from services.rpc.metrics import LATENCY_BUCKETS_S
 
 FINISHED = ("stop", "length", "abort")
 OUTCOMES = (*FINISHED, "cancelled", "error")

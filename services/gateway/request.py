@@ -13,7 +13,7 @@ from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUE
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
 from services.gateway.text.read_chat import read_chat
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 128

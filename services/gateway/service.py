@@ -9,30 +9,30 @@ from prometheus_client import CollectorRegistry
 
 from services.common.config import Config, api_keys_of_environment
 from services.common.errors import PeerError
-from services.common.metrics import new_registry, serving_metrics
 from services.common.model_config import load_model_config
-from services.common.server import GrpcServer, run_until
-from services.common.tls import is_exposed, tls_files
-from services.common.tracing import Tracer, tracing
-from services.common.watchdog import Watchdog
-from services.gateway.access import Access
-from services.gateway.admission import Admission
-from services.gateway.dense_pool import DensePool
-from services.gateway.dense_pulse import DensePulse
+from services.gateway.access.access import Access
+from services.gateway.access.admission import Admission
+from services.gateway.access.reception import Reception
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
-from services.gateway.journal import Journal
+from services.gateway.link.dense_pool import DensePool
+from services.gateway.link.dense_pulse import DensePulse
+from services.gateway.link.journal import Journal
+from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.loop_delay import measure_loop_delay
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.open_files import fit_connections
-from services.gateway.reception import Reception
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
-from services.gateway.tokenizer import load_tokenizer
-from services.gateway.worker_load import WorkerLoad
+from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2_grpc, stall_pb2
+from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.server import GrpcServer, run_until
+from services.rpc.tls import is_exposed, tls_files
+from services.rpc.tracing import Tracer, tracing
+from services.rpc.watchdog import Watchdog
 
 log = structlog.get_logger()
 

@@ -11,12 +11,12 @@ import grpc
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway import __version__
+from services.gateway.access.reception import current_caller
+from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt, is_large
-from services.gateway.journal import FinishReason
-from services.gateway.reception import current_caller
+from services.gateway.link.journal import FinishReason
 from services.gateway.siblings import Siblings
-from services.gateway.slow_reader import SlowReaders
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
@@ -30,7 +30,7 @@ FINISH_REASONS = {
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Answers clients that `Reception` lets in.
 
-    Errors leave as `TwostrokeError` and become statuses in `services.common.server`.
+    Errors leave as `TwostrokeError` and become statuses in `services.rpc.server`.
     """
 
     def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings | None = None) -> None:

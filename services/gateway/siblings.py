@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import grpc
 import structlog
 
-from services.common.client import open_channel
 from services.pb import gateway_pb2, gateway_pb2_grpc
+from services.rpc.client import open_channel
 
 log = structlog.get_logger()
 

@@ -10,10 +10,10 @@ import asyncio  # noqa: E402
 import sys  # noqa: E402
 
 from services.common.logs import configure_logs  # noqa: E402
-from services.common.server import run_service  # noqa: E402
 from services.launch import ctl  # noqa: E402
 from services.launch.arguments import parse_args  # noqa: E402
 from services.launch.supervise import launch  # noqa: E402
+from services.rpc.server import run_service  # noqa: E402
 
 
 def main() -> None:

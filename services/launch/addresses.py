@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from services.common.client import read_peer_tls
 from services.common.config import MAX_PORT, Config
 from services.common.errors import ConfigError
-from services.common.tls import tls_files
+from services.rpc.client import read_peer_tls
+from services.rpc.tls import tls_files
 
 
 def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import structlog
 
-from services.common.client import PeerTls, read_peer_tls
 from services.common.config import Config, dump_config
 from services.common.errors import PeerError
+from services.rpc.client import PeerTls, read_peer_tls
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ import itertools
 import os
 from pathlib import Path
 
-from services.common.server import check_socket_free
+from services.rpc.server import check_socket_free
 
 UNIX = "unix:"
 

@@ -20,12 +20,12 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.client import open_channel
 from services.common.config import WatchdogSection
 from services.common.errors import ConfigError
-from services.common.watchdog import describe_stall
 from services.launch.child import Child
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
+from services.rpc.client import open_channel
+from services.rpc.watchdog import describe_stall
 
 log = structlog.get_logger()
 

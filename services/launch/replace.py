@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 import structlog
 
-from services.common.client import open_channel
 from services.common.config import Config, load_config
 from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
 from services.launch.child import Child
@@ -28,6 +27,7 @@ from services.launch.dense_place import DensePlace
 from services.launch.probe import compute_one_token
 from services.launch.uninterrupted import uninterrupted
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+from services.rpc.client import open_channel
 
 log = structlog.get_logger()
 

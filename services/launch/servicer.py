@@ -6,11 +6,11 @@ from pathlib import Path
 
 import grpc
 
-from services.common.server import GrpcServer
 from services.launch.addresses import control_address
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
 from services.pb import launch_pb2, launch_pb2_grpc
+from services.rpc.server import GrpcServer
 
 MAX_MESSAGE_BYTES = 1 << 20
 SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
@@ -24,7 +24,7 @@ def make_control(run_dir: Path, children: Children, replacer: DenseReplacer) -> 
 
 
 class LauncherServicer(launch_pb2_grpc.LauncherServicer):
-    """Errors leave as `TwostrokeError` and become statuses in `services.common.server`."""
+    """Errors leave as `TwostrokeError` and become statuses in `services.rpc.server`."""
 
     def __init__(self, children: Children, replacer: DenseReplacer) -> None:
         self._children = children

@@ -19,13 +19,10 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channel.shm_cleanup import remove_stale_regions
-from services.common.client import open_channel
+from services.channel.shm_cleanup import remove_stale_regions
 from services.common.config import Config
 from services.common.errors import PeerError
 from services.common.logs import tell_people
-from services.common.metrics import new_registry, serving_metrics
-from services.common.server import GrpcServer
 from services.gateway import chat_client
 from services.launch.addresses import check_free, check_tls, place_sockets
 from services.launch.child import Child
@@ -33,13 +30,16 @@ from services.launch.children import Children
 from services.launch.dense_place import DensePlace
 from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
+from services.launch.mps import CONTROL, MpsDaemon, has_gpu, has_mps
 from services.launch.own_key import make_own_key
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import service_configs
 from services.launch.servicer import make_control
 from services.launch.uninterrupted import uninterrupted
-from services.mps import CONTROL, MpsDaemon, has_gpu, has_mps
+from services.rpc.client import open_channel
+from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.server import GrpcServer
 
 log = structlog.get_logger()
 

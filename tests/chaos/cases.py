@@ -17,9 +17,9 @@ import httpx2
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
-from tests.cluster import Cluster, request
-from tests.http_clients import socket_path
-from tests.streams import Collected
+from tests.support.clients.http_clients import socket_path
+from tests.support.clients.streams import Collected
+from tests.support.cluster import Cluster, request
 
 MAX_PROMPT_CHARACTERS = 1200
 STOPS = (". ", " the", "\n", "not in any text")

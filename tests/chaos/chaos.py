@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2
 from tests.chaos.cases import GRPC_TRANSPORTS, TRANSPORTS, Cancelled, draw_messages, send
 from tests.chaos.ends import ends_told_by, unordered_ends
 from tests.chaos.monkey import Monkey
-from tests.cluster import Cluster, children_of, free_port, request, running_cluster
-from tests.http_clients import client
-from tests.streams import Collected, collect
+from tests.support.clients.http_clients import client
+from tests.support.clients.streams import Collected, collect
+from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
 
 POOL_SEED = 0  # of the messages that all runs choose from
 POLICIES = ("guaranteed_no_evict", "max_utilization")

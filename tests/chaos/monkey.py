@@ -15,7 +15,7 @@ from random import Random
 import grpc
 
 from services.pb import launch_pb2, launch_pb2_grpc
-from tests.cluster import Cluster, children_of
+from tests.support.cluster import Cluster, children_of
 
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 MAX_PAUSE_S = 0.8  # before the next deed

@@ -15,7 +15,7 @@ import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY
 
 ROOT = REPOSITORY / ".clients"
 PINS = Path(__file__).parent

@@ -20,7 +20,7 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.clients.environments import NODE, Environment
-from tests.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
 
 MODEL = EMBEDDED_MODEL.name
 PROMPT = "San Francisco is a"

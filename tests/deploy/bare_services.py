@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY
 
 START_TIMEOUT_S = 90.0
 HEALTH_TIMEOUT_S = 30.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]

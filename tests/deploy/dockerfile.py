@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY
 
 DOCKERFILE = REPOSITORY / "deploy" / "docker" / "Dockerfile"
 

@@ -218,7 +218,7 @@ def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict
             "attn_worker": config.attention.address,
         }
         probe = service["healthcheck"]["test"]
-        assert probe[:4] == ["CMD", "python", "-m", "services.probe"]
+        assert probe[:4] == ["CMD", "python", "-m", "services.rpc.probe"]
         probed = probe[probe.index("--address") + 1]
         assert probed == local[name], "a socket, that needs no certificate and that no client reaches"
         assert mount(service, "/run/twostroke") == "run", "the sockets"

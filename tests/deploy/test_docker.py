@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import REPOSITORY
 from tests.deploy.dockerfile import DOCKERFILE, read_stages
+from tests.support.cluster import REPOSITORY
 
 TARGETS = ["cpu", "cuda"]
 
@@ -30,7 +30,7 @@ def test_a_final_image_runs_as_nobody_special_and_can_be_watched_and_stopped(tar
     assert stage.last("STOPSIGNAL") == "SIGTERM"
     assert stage.exec_form("ENTRYPOINT") == ["python", "-m"]
     assert stage.exec_form("CMD")[0] == "services.launch"
-    assert stage.exec_form("HEALTHCHECK")[:3] == ["python", "-m", "services.probe"]
+    assert stage.exec_form("HEALTHCHECK")[:3] == ["python", "-m", "services.rpc.probe"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

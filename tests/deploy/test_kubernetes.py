@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from services.common.config import Config, load_config
-from services.common.server import LIVENESS
+from services.rpc.server import LIVENESS
 from tests.deploy.dockerfile import read_stages
 from tests.deploy.kustomize import (
     BASE,

@@ -20,11 +20,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services import probe
-from services.common.server import LIVENESS
-from tests.cluster import REPOSITORY
-from tests.running_gateway import run as run_async
-from tests.running_gateway import running_gateway
+from services.rpc import probe
+from services.rpc.server import LIVENESS
+from tests.support.cluster import REPOSITORY
+from tests.support.running_gateway import run as run_async
+from tests.support.running_gateway import running_gateway
 
 NAME = "some.Service"
 DEADLINE_MS = "20000"  # generous: the machine may be busy
@@ -139,7 +139,7 @@ def test_a_gateway_without_a_worker_is_alive_though_not_ready(tmp_path: Path) ->
 def test_the_command_is_light(server: HealthServer) -> None:
     heavy = ("torch", "transformers", "numpy", "pydantic")
     code = (
-        "import sys; from services import probe; assert probe.main(sys.argv[1:]) == 0; "
+        "import sys; from services.rpc import probe; assert probe.main(sys.argv[1:]) == 0; "
         f"loaded = [name for name in {heavy} if name in sys.modules]; sys.exit(' '.join(loaded) or 0)"
     )
     command = [sys.executable, "-c", code, "--address", server.address, "--timeout-ms", DEADLINE_MS]

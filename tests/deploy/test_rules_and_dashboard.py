@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.dashboard import DASHBOARD, PROMETHEUS, dashboard_queries, rules, unknown_names
 from tests.deploy.compose_file import load_compose
+from tests.support.dashboard import DASHBOARD, PROMETHEUS, dashboard_queries, rules, unknown_names
 
 TIMEOUT_S = 60.0
 PROVISIONING = DASHBOARD.parents[1] / "provisioning"

@@ -13,14 +13,14 @@ import grpc
 import httpx2
 import pytest
 
-from services.mps import has_mps
+from services.launch.mps import has_mps
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.certificates import Authority
-from tests.cluster import REPOSITORY, REQUEST_TIMEOUT_S, START_TIMEOUT_S, request
 from tests.deploy.bare_services import BareServices
 from tests.deploy.compose_file import COMPOSE_FILES, DEPLOY, config_file, load_compose, mount, seconds
 from tests.deploy.dockerfile import Stage, read_stages
 from tests.deploy.kustomize import BASE, Manifest, containers_of, manifests_of, rendered
+from tests.support.certificates import Authority
+from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, START_TIMEOUT_S, request
 
 GRPC_ADDRESS = "0.0.0.0:50051"
 HTTP_ADDRESS = "0.0.0.0:8080"

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from services.common.channel import Channel, ChannelSpec, Flag
-from services.common.channel.factory import map_channel
+from services.channel import Channel, ChannelSpec, Flag
+from services.channel.factory import map_channel
 from services.common.errors import TwostrokeError
 
 SPEC = ChannelSpec(max_tokens=256, qkv_size=768, attn_size=256, dtype=torch.bfloat16)

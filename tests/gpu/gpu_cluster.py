@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.mps import CONTROL, has_mps
-from tests.cluster import Cluster, running_cluster
+from services.launch.mps import CONTROL, has_mps
+from tests.support.cluster import Cluster, running_cluster
 
 DEVICE = "cuda"
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"

@@ -12,7 +12,7 @@ import torch
 from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.select import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS
 from services.attn_worker.backends.torch_attention import TorchAttention
-from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.model_config import ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use

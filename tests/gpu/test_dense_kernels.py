@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from services.common.model_config import ModelConfig, RopeConfig
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.weights import ModelWeights, random_weights
+from services.dense_worker.model.weights import ModelWeights, random_weights
 
 pytest.importorskip("triton", reason="needs triton")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.mps import CONTROL
-from tests.cluster import REPOSITORY
+from services.launch.mps import CONTROL
 from tests.gpu.gpu_cluster import DEVICE
+from tests.support.cluster import REPOSITORY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

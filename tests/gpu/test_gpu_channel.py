@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from services.common.channel import Channel, ChannelAborted, ChannelSpec, Flag
-from services.common.channel.factory import create_channel
+from services.channel import Channel, ChannelAborted, ChannelSpec, Flag
+from services.channel.factory import create_channel
 from services.common.errors import CapacityError
 from services.common.gpu import gpu_uuid
-from tests.cluster import REPOSITORY
 from tests.gpu.channel_peer import DONE, MAPPED, SPEC, WAIT_TIMEOUT_S, answer_to, own_stream
+from tests.support.cluster import REPOSITORY
 
 NUM_ROUNDS = 40
 REPLY_TIMEOUT_S = 60.0  # a process imports torch and makes its CUDA context
@@ -55,7 +55,7 @@ class Devices:
     def make_channel(self, spec: ChannelSpec, attachment_id: int) -> Channel:
         if self.kind == "shm":
             return create_channel(self.owner, "", spec, EPOCH, attachment_id, 0, WAIT_TIMEOUT_S)
-        from services.common.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
+        from services.channel.cuda_ipc import CudaIpcChannel  # needs cuda-bindings
 
         return CudaIpcChannel.create(self.owner, self.kind, spec, EPOCH, attachment_id, 0)
 
@@ -393,7 +393,7 @@ def test_the_region_lies_on_the_device_that_was_asked_for() -> None:
 @pytest.mark.gpu
 def test_a_process_without_mps_polls_only_if_the_peer_has_a_gpu_of_its_own() -> None:
     """The tests run without MPS; `test_gpu_parity` starts a cluster with it."""
-    from services.common.channel.cuda_ipc import choose_kind
+    from services.channel.cuda_ipc import choose_kind
 
     device = torch.device("cuda:0")
     assert choose_kind(device, gpu_uuid(device)) == "cuda_ipc_queued"

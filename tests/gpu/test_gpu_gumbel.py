@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.dense_worker import gumbel
-from services.dense_worker.philox import token_words
+from services.dense_worker.sampling import gumbel
+from services.dense_worker.sampling.philox import token_words
 
 pytest.importorskip("triton", reason="needs triton")
 

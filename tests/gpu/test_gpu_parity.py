@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cluster import Cluster
 from tests.gpu.gpu_cluster import DEVICE, assert_mps_clients, gpu_cluster
-from tests.reference import make_served_model, random_prompts, reference_model, reference_tokens
+from tests.support.cluster import Cluster
+from tests.support.reference import make_served_model, random_prompts, reference_model, reference_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

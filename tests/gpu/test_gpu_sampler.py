@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.sampler import SampledTokens, Sampler
+from services.dense_worker.sampling.sampler import SampledTokens, Sampler
 
 pytestmark = pytest.mark.gpu
 

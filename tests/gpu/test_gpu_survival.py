@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from services.pb import dense_pb2
-from tests.cluster import Cluster, ctl, free_port, is_alive, request
 from tests.gpu.gpu_cluster import DEVICE, WORKERS, assert_mps_clients, gpu_cluster
-from tests.reference import make_served_model, random_prompts, reference_tokens
-from tests.scrape import Scrape
-from tests.streams import Collected, collect, collect_all
+from tests.support.clients.streams import Collected, collect, collect_all
+from tests.support.cluster import Cluster, ctl, free_port, is_alive, request
+from tests.support.reference import make_served_model, random_prompts, reference_tokens
+from tests.support.scrape import Scrape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

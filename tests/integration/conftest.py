@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import Cluster, free_port, running_cluster
-from tests.observed import Observed, running_observed
+from tests.support.cluster import Cluster, free_port, running_cluster
+from tests.support.observed import Observed, running_observed
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from services.gateway.http.schemas.chat import ChatRequest
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.schemas.sampling import StreamOptions
 from services.gateway.http.schemas.tokens import DetokenizeBody, TokenizeBody
-from tests.cluster import REPOSITORY
-from tests.documents import DOCS, PAGES, README, anchors, linked_file, links, page_name
+from tests.support.cluster import REPOSITORY
+from tests.support.documents import DOCS, PAGES, README, anchors, linked_file, links, page_name
 
 MAX_README_LINES = 150
 API = DOCS / "api.md"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.common.config import Config
-from tests.cluster import REPOSITORY
-from tests.documents import (
+from tests.support.cluster import REPOSITORY
+from tests.support.documents import (
     LIFE_OF_A_TOKEN,
     PAGES,
     function_references,

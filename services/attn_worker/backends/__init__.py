@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from services.attn_worker.step_metadata import StepMetadata
+from services.attn_worker.runner.step_metadata import StepMetadata
 
 
 class AttentionBackend(Protocol):

@@ -19,7 +19,7 @@ import torch
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import NUM_STAGING_BUFFERS, StepUpload
 from services.attn_worker.backends.triton_rope_append import append_prefill, rotate_queries
-from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import ModelConfig
 

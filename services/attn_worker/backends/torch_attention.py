@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.backends.padded_groups import PaddedGroup, build_padded_groups
-from services.attn_worker.rope import RotaryEmbedding
-from services.attn_worker.step_metadata import StepMetadata
+from services.attn_worker.backends.rope import RotaryEmbedding
+from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
 

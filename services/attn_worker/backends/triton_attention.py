@@ -30,7 +30,7 @@ from services.attn_worker.backends.work_items import (
     fill_decode_items,
     prefill_items,
 )
-from services.attn_worker.step_metadata import StepMetadata, build_step_metadata
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
 

@@ -17,7 +17,7 @@ from services.dense_worker.backends.triton_gemv import MAX_IN_FEATURES, gemv
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
-from services.dense_worker.weights import LayerWeights, ModelWeights
+from services.dense_worker.model.weights import LayerWeights, ModelWeights
 
 _STREAMED_DTYPES = (torch.bfloat16, torch.float16)
 _MEASURED_LAYERS = 8  # of a step that is timed

@@ -9,9 +9,9 @@ import torch
 
 from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig
-from services.dense_worker.optional_packages import require
-from services.dense_worker.segments import bind_weights
-from services.dense_worker.weights import ModelWeights
+from services.dense_worker.model.segments import bind_weights
+from services.dense_worker.model.weights import ModelWeights
+from services.dense_worker.tensorrt.optional_packages import require
 
 
 class OnnxRuntimeBackend:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from services.common.model_config import ModelConfig
-from services.dense_worker.segments import First, Last, Middle
-from services.dense_worker.weights import ModelWeights
+from services.dense_worker.model.segments import First, Last, Middle
+from services.dense_worker.model.weights import ModelWeights
 
 if TYPE_CHECKING:
     from services.dense_worker.backends.cuda_backend import CudaBackend

@@ -12,21 +12,21 @@ from services.common.errors import ConfigError
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.segment_runner import torch_segments
-from services.dense_worker.backends.tensorrt_backend import TensorRTBackend
-from services.dense_worker.backends.tensorrt_segments import TensorRTSegments
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.gpu import Gpu, current_gpu, current_stream, on_device, synchronize
-from services.dense_worker.measure import (
+from services.dense_worker.model.weights import ModelWeights
+from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
+from services.dense_worker.tensorrt.backend import TensorRTBackend
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
+from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, on_device, synchronize
+from services.dense_worker.tensorrt.measure import (
     known_measurements,
     measure_segments,
     store_measurements,
     time_on_gpu,
 )
-from services.dense_worker.optional_packages import require
-from services.dense_worker.plan_cache import PlanCache
-from services.dense_worker.profiles import Limits, check_cover, parse_profiles
-from services.dense_worker.tensorrt_api import INSTALL, TensorRT, is_installed, load_tensorrt
-from services.dense_worker.weights import ModelWeights
+from services.dense_worker.tensorrt.optional_packages import require
+from services.dense_worker.tensorrt.profiles import Limits, check_cover, parse_profiles
 
 log = structlog.get_logger()
 
@@ -93,14 +93,14 @@ def _tensorrt_backend(
     gpu: Gpu,
 ) -> TensorRTBackend:
     # Here, because a worker that runs torch does without the packages of requirements-export.txt.
-    from services.dense_worker.onnx_segments import export_networks
-    from services.dense_worker.plan_builder import PlanBuilder
+    from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
+    from services.dense_worker.tensorrt.onnx_segments import export_networks
 
     profiles = parse_profiles(section.profiles)
     check_cover(profiles, limits)
-    cache = PlanCache(section.plan_dir.expanduser())
-    command = f"python -m services.dense_worker.build --model {path} --output-dir {cache.directory}"
-    plans = PlanBuilder(api, gpu, profiles, cache).find_or_build(
+    cache = EnginePlanCache(section.plan_dir.expanduser())
+    command = f"python -m services.dense_worker.tensorrt.build --model {path} --output-dir {cache.directory}"
+    plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(
         export_networks(model.config, model.dtype),
         model.dtype,
         None if section.build == "auto" else command,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from services.common.model_config import ModelConfig
-from services.dense_worker.segments import First, Last, Middle
-from services.dense_worker.weights import ModelWeights
+from services.dense_worker.model.segments import First, Last, Middle
+from services.dense_worker.model.weights import ModelWeights
 
 
 class TorchBackend:

@@ -1,7 +1,7 @@
 """The draw of a token by the Gumbel-max trick, on a GPU: random bits, noise and argmax of a row in one pass.
 
-Reference: `dense_worker/gumbel.py`, with the same random bits and, but for the rounding of the noise to float32,
-the same scores. Which token a row gets does not depend on the other rows.
+Reference: `sampling/gumbel.py`, with the same random bits and, but for the rounding of the noise to float32, the
+same scores. Which token a row gets does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.dense_worker.philox import TOKENS_PER_BLOCK
-from services.dense_worker.upload import upload
+from services.dense_worker.runner.upload import upload
+from services.dense_worker.sampling.philox import TOKENS_PER_BLOCK
 
 _BLOCKS_PER_PROGRAM = 256  # of the generator
 _STEP = tl.constexpr(2.0**-32)  # of the uniform numbers

@@ -15,7 +15,7 @@ from services.gateway.http.routes.metrics import metrics_routes
 from services.gateway.http.routes.page import page_routes
 from services.gateway.http.routes.server import server_routes
 from services.gateway.http.routes.tokens import token_routes
-from services.gateway.worker_load import WorkerLoad
+from services.gateway.link.worker_load import WorkerLoad
 
 
 def build_app(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import Unauthenticated
-from services.gateway.access import Access
+from services.gateway.access.access import Access
 from services.gateway.http.errors import error_response
 
 # What probes, scrapers and browsers ask without a key; none of it tells of anybody's requests.

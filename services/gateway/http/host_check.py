@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from services.common.config import GatewaySection
 from services.common.errors import PermissionDenied
-from services.common.tls import is_exposed
+from services.rpc.tls import is_exposed
 
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 MAX_QUOTED = 80  # characters of a wrong value in an error

@@ -16,12 +16,12 @@ from starlette.types import ASGIApp
 
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError
-from services.common.server import check_socket_free
-from services.common.tls import TlsFiles, warn_if_exposed
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
+from services.rpc.server import check_socket_free
+from services.rpc.tls import TlsFiles, warn_if_exposed
 
 log = structlog.get_logger()
 

@@ -14,13 +14,13 @@ from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import AttentionServicer
-from services.common.channel import Channel
-from services.common.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel import Channel
+from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
 from services.common.resolve import resolve_model
-from services.common.tracing import NoTracer
 from services.pb import attn_pb2, stall_pb2
+from services.rpc.tracing import NoTracer
 
 EPOCH = 0x5EA1_ED5E_0000_0001
 TIMEOUT_S = 60.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.kv_cache import KVCache
+from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
-from tests.plans import make_plan
+from tests.support.plans import make_plan
 
 
 class CountingEngine:

@@ -10,14 +10,14 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.kv_cache import KVCache
-from services.attn_worker.layer_runner import EagerLayerRunner
+from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.runner.layer_runner import EagerLayerRunner
 from services.attn_worker.servicer import AttentionServicer
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import InvalidRequest
 from services.common.resolve import resolve_model
-from services.common.tracing import NoTracer
 from services.pb import attn_pb2, stall_pb2, step_pb2
+from services.rpc.tracing import NoTracer
 
 EPOCH = 0x5EA1_ED5E_0000_0002
 TIMEOUT_S = 60.0

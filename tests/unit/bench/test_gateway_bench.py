@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.gateway import TOKEN_IDS, TOKEN_MARK, main
-from bench.process_load import children, cpu_s, num_files, resident_bytes
-from bench.stats import WireRun, gateway_figures
-from bench.wire_clients import GrpcConnection, SseConnection, WireError
+from bench.load.process_load import children, cpu_s, num_files, resident_bytes
+from bench.load.stats import WireRun, gateway_figures
+from bench.load.wire_clients import GrpcConnection, SseConnection, WireError
 from services.common.config import EMBEDDED_MODEL
-from services.gateway.tokenizer import load_tokenizer
+from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.device_rates import require_gpu
+from bench.gpu.device_rates import require_gpu
 
 BENCH = Path(__file__).parents[3] / "bench"
 PROGRAMS = [file.name for file in sorted(BENCH.glob("*.py")) if "argparse.ArgumentParser(" in file.read_text()]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import handoff, peer
-from bench.peer import MAX_STEPS_AHEAD, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
-from services.common.channel import Channel, ChannelAborted, ChannelTimeout
-from services.common.channel.shm_cleanup import SHM_DIR
+from bench import handoff
+from bench.gpu import peer
+from bench.gpu.peer import MAX_STEPS_AHEAD, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
+from services.channel import Channel, ChannelAborted, ChannelTimeout
+from services.channel.shm_cleanup import SHM_DIR
 from services.common.errors import PeerError
 
 

@@ -13,9 +13,9 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed, see requi
 
 from matplotlib.figure import Figure
 
-from bench import plots
-from bench.reference import VLLM_RUNS
-from bench.stats import RequestRecord, ServingFigures, WireRun, gateway_figures, itls_ms, serving_figures
+from bench.load import plots
+from bench.load.reference import VLLM_RUNS
+from bench.load.stats import RequestRecord, ServingFigures, WireRun, gateway_figures, itls_ms, serving_figures
 
 MS = 1_000_000
 SECOND = 1_000_000_000

@@ -14,17 +14,17 @@ import grpc
 import httpx2
 import pytest
 
-from bench.http_transport import HttpTransport
-from bench.load import Load, replay, shares
+from bench.load.http_transport import HttpTransport
+from bench.load.load import Load, replay, shares
+from bench.load.stats import RequestRecord, ServingFigures, Summary, num_output_tokens
+from bench.load.transport import PROTOCOLS, RequestError, TimedRequest, Transport, open_transport
 from bench.serving import format_table, main
-from bench.stats import RequestRecord, ServingFigures, Summary, num_output_tokens
-from bench.transport import PROTOCOLS, RequestError, TimedRequest, Transport, open_transport
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.to_message import completion_messages
 from services.pb import gateway_pb2, sampling_pb2
-from tests.fake_dense import FakeDense
-from tests.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
-from tests.scripted_gateway import ScriptedGateway, served
+from tests.support.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
+from tests.support.scripted_gateway import ScriptedGateway, served
+from tests.support.workers.fake_dense import FakeDense
 
 TABLE = """\
 ============ Serving Benchmark Result ============

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from bench.load.stats import trend
 from bench.soak import ROLES, Sample, SoakRequest, _parser, format_report, judge, window_medians
-from bench.stats import trend
 
 MINUTE = 60.0
 

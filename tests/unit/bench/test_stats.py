@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from bench.stats import (
+from bench.load.stats import (
     RequestRecord,
     Summary,
     itls_ms,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.step_timeline import Kernel, Span, format_timeline, make_timeline
+from bench.gpu.step_timeline import Kernel, Span, format_timeline, make_timeline
 
 HANDOFF_US, ATTENTION_US = 4.0, 100.0
 CLOCK_OFFSET_US = 17.0  # of the attention worker's process

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.workload import LengthDistribution, WorkloadError, arrival_times, dataset_prompts, random_prompts
+from bench.load.workload import LengthDistribution, WorkloadError, arrival_times, dataset_prompts, random_prompts
 
 MANY = 20_000
 FIVE_SIGMA = 5.0

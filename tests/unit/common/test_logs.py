@@ -89,7 +89,7 @@ def test_a_pipe_without_a_reader_or_without_room_costs_lines_alone() -> None:
 def test_a_process_whose_log_is_full_ends_well() -> None:
     program = (
         "import structlog; from services.common.config import LogSection;"
-        "from services.common.logs import configure_logs, tell_people; from services.common.server import run_service\n"
+        "from services.common.logs import configure_logs, tell_people; from services.rpc.server import run_service\n"
         "async def main(): structlog.get_logger().error('lost'); tell_people('lost')\n"
         "configure_logs(LogSection(), 'test'); run_service(main())"
     )

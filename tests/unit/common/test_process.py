@@ -31,7 +31,7 @@ def test_a_process_whose_parent_ended_before_it_could_ask_ends_too() -> None:
 SERVICE = """
 import asyncio, os, sys
 from services.common.cli import parse_service_args
-from services.common.server import run_service
+from services.rpc.server import run_service
 async def serve():
     print(os.getpid(), flush=True)
     try:

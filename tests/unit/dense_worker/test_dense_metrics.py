@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.observer import EngineCounts, StepStats
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
+from services.dense_worker.engine.step_report import note_times
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.observer import EngineCounts, StepStats
-from services.dense_worker.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.step_report import note_times
 
 
 def make_stats(**fields: Any) -> StepStats:

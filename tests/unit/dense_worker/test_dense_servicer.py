@@ -9,15 +9,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from services.common.metrics import new_registry
-from services.common.tracing import NoTracer
+from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.sequence import Sequence, SequenceOutput
 from services.dense_worker.servicer import DenseServicer
-from services.dense_worker.step_report import StepReport
-from services.dense_worker.tracing import SequenceTracer
 from services.pb import dense_pb2
-from tests.dense_stream import submit
+from services.rpc.metrics import new_registry
+from services.rpc.tracing import NoTracer
+from tests.support.clients.dense_stream import submit
 
 TIMEOUT_S = 10.0
 

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from services.common.config import EMBEDDED_MODEL
 from services.gateway import chat_client
 from services.pb import dense_pb2
-from tests.fake_dense import FakeDense
-from tests.running_gateway import ServiceProcess, run, running_gateway, until
+from tests.support.running_gateway import ServiceProcess, run, running_gateway, until
+from tests.support.workers.fake_dense import FakeDense
 
 BIDI_CONTROLS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # of Unicode's annex 9
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)

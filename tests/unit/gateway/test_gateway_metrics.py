@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, Unauthenticated
 from services.common.sampling_params import SamplingParams
-from services.gateway.access import Access
+from services.gateway.access.access import Access
 from services.gateway.generation import Generation
-from services.gateway.journal import FinishReason, Journal, JournalEntry
+from services.gateway.link.journal import FinishReason, Journal, JournalEntry
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
-from services.gateway.tokenizer import load_tokenizer
-from tests.generation_requests import make_request
+from services.gateway.text.tokenizer import load_tokenizer
+from tests.support.clients.generation_requests import make_request
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 

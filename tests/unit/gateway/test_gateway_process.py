@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.fake_dense import FakeDense
-from tests.running_gateway import ServiceProcess, run, until
+from tests.support.running_gateway import ServiceProcess, run, until
+from tests.support.workers.fake_dense import FakeDense
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])

@@ -13,11 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.common.errors import ConfigError
-from services.common.tls import is_exposed, tls_files
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.certificates import Authority, Pair
-from tests.fake_dense import FakeDense
-from tests.running_gateway import RunningGateway, run, running_gateway
+from services.rpc.tls import is_exposed, tls_files
+from tests.support.certificates import Authority, Pair
+from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 
 def free_address() -> str:

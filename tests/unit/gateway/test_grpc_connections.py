@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 
 from services.pb import gateway_pb2_grpc
-from tests.cluster import free_port
-from tests.fake_dense import FakeDense
-from tests.gateway_calls import request
-from tests.http2_frames import begin
-from tests.running_gateway import RunningGateway, run, running_gateway
+from tests.support.clients.gateway_calls import request
+from tests.support.clients.http2_frames import begin
+from tests.support.cluster import free_port
+from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 MAX_CONNECTIONS = 20
 

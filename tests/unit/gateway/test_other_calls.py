@@ -11,8 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
-from tests.fake_dense import FakeDense
-from tests.gateway_calls import (
+from tests.support.clients.gateway_calls import (
     ANSWER,
     EOS,
     REFERENCE,
@@ -22,7 +21,8 @@ from tests.gateway_calls import (
     stream,
     with_gateway,
 )
-from tests.running_gateway import RunningGateway, until
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.workers.fake_dense import FakeDense
 
 
 def test_tokenize_gives_what_the_model_would_see(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from services.common.errors import InvalidRequest
-from tests.fake_dense import FakeDense
-from tests.gateway_calls import request, with_gateway
-from tests.running_gateway import RunningGateway
+from tests.support.clients.gateway_calls import request, with_gateway
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
 
 
 def test_no_cycle_keeps_what_was_refused(tmp_path: Path) -> None:

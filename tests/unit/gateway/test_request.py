@@ -14,7 +14,7 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest, Twostr
 from services.common.sampling_params import SamplingParams
 from services.gateway.model_names import ModelNames
 from services.gateway.request import GenerationRequest, ModelLimits, read_request, read_text_or_chat
-from services.gateway.tokenizer import load_tokenizer
+from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 
 LIMITS = ModelLimits(

@@ -13,8 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.fake_dense import FakeDense
-from tests.gateway_calls import (
+from tests.support.clients.gateway_calls import (
     ANSWER,
     EOS,
     REFERENCE,
@@ -25,7 +24,8 @@ from tests.gateway_calls import (
     text_of,
     with_gateway,
 )
-from tests.running_gateway import RunningGateway, until
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.workers.fake_dense import FakeDense
 
 
 def test_streamed_text_is_the_decoded_text(tmp_path: Path) -> None:

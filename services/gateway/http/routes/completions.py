@@ -10,9 +10,9 @@ from fastapi.responses import Response
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.frontend import Frontend
-from services.gateway.http.answer import Answer
-from services.gateway.http.chat_format import ChatFormat
-from services.gateway.http.completion_format import CompletionFormat
+from services.gateway.http.answers.answer import Answer
+from services.gateway.http.answers.chat_format import ChatFormat
+from services.gateway.http.answers.completion_format import CompletionFormat
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from services.gateway.frontend import Frontend
 from services.gateway.http.page import load_page
 from services.gateway.http.schemas.stats import Stats
-from services.gateway.worker_load import WorkerLoad
+from services.gateway.link.worker_load import WorkerLoad
 
 
 def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:

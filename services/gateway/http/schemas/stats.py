@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from services.gateway.worker_load import CacheLoad, RequestLoad
+from services.gateway.link.worker_load import CacheLoad, RequestLoad
 
 
 class Stats(TypedDict):

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client
-from tests.running_gateway import RunningGateway, run, running_gateway
+from tests.support.clients.http_clients import async_client
+from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 CHATS, TOKENIZE = "/v1/chat/completions", "/tokenize"

@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.config import GatewaySection
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client, connect, events
-from tests.running_gateway import RunningGateway, run, running_gateway
+from tests.support.clients.http_clients import async_client, connect, events
+from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 PAGE = "https://app.example"
 COMPLETIONS = "/v1/completions"

@@ -10,9 +10,9 @@ import httpx2
 import pytest
 
 from services.pb import dense_pb2
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client, events
-from tests.running_gateway import RunningGateway, run, running_gateway
+from tests.support.clients.http_clients import async_client, events
+from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BODIES: Mapping[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ import pytest
 
 from services.common.config import GatewaySection
 from services.gateway.http.host_check import HostCheck
-from tests.cluster import free_port
-from tests.fake_dense import FakeDense
-from tests.running_gateway import run, running_gateway
+from tests.support.cluster import free_port
+from tests.support.running_gateway import run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 LOCAL = ["localhost", "LOCALHOST:8080", "localhost.", "app.localhost:1", "127.0.0.1:9", "127.9.9.9", "[::1]:8080"]
 FOREIGN = ["evil.example", "localhost.evil.example", "127.0.0.1.evil.eu", "8.8.8.8", "[::2]", ""]

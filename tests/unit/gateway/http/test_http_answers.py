@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, gateway_pb2
-from tests.fake_dense import FakeDense, fake_logprob
-from tests.http_clients import async_client, events
-from tests.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.clients.http_clients import async_client, events
+from tests.support.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.workers.fake_dense import FakeDense, fake_logprob
 
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 EOS = REFERENCE.eos_token_id

@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2
 
 from services.common.config import EMBEDDED_MODEL
 from services.gateway import __version__
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client, events
-from tests.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.clients.http_clients import async_client, events
+from tests.support.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.workers.fake_dense import FakeDense
 
 MODEL = EMBEDDED_MODEL.name
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

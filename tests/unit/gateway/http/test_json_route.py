@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from services.common.config import GatewaySection
 from services.gateway.http.json_route import MAX_STRINGS, count_values
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client
-from tests.running_gateway import run, running_gateway
+from tests.support.clients.http_clients import async_client
+from tests.support.running_gateway import run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 MAX_VALUES = GatewaySection().max_body_values
 TEXTS = st.text(alphabet='\\"[]{},:ab\n\u00e9')

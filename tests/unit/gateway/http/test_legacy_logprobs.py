@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from services.gateway.http.logprobs import LegacyLogprobsBuilder
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.http.answers.logprobs import LegacyLogprobsBuilder
+from services.gateway.text.tokenizer import Tokenizer
 
 WORDS = ["<s>", "</s>", "<unk>", "▁San", "▁Francisco", "▁is", "plain"]
 BOS, SAN, FRANCISCO, IS = 0, 3, 4, 5

@@ -13,9 +13,9 @@ import pytest
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client, events
-from tests.running_gateway import RunningGateway, run, running_gateway
+from tests.support.clients.http_clients import async_client, events
+from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 NAMES = ("gpt-tiny", "org/tiny")
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

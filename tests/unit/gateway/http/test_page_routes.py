@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx2
 
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client, socket_path
-from tests.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.clients.http_clients import async_client, socket_path
+from tests.support.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.workers.fake_dense import FakeDense
 
 
 async def get(gateway: RunningGateway, path: str) -> httpx2.Response:

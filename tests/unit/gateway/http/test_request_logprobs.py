@@ -8,8 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.fake_dense import FakeDense
-from tests.running_gateway import RunningGateway, until
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.workers.fake_dense import FakeDense
 from tests.unit.gateway.http.test_http_errors import CHAT, CHATS, COMPLETIONS, check_error, with_client
 
 

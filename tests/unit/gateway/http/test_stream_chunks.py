@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
-from tests.fake_dense import FakeDense, fake_logprob
-from tests.http_clients import async_client, events
-from tests.running_gateway import run, running_gateway
+from tests.support.clients.http_clients import async_client, events
+from tests.support.running_gateway import run, running_gateway
+from tests.support.workers.fake_dense import FakeDense, fake_logprob
 
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 EOS = REFERENCE.eos_token_id

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.fake_dense import FakeDense
-from tests.http_clients import connect, connect_socket, request_bytes
-from tests.running_gateway import run, running_gateway, until
+from tests.support.clients.http_clients import connect, connect_socket, request_bytes
+from tests.support.running_gateway import run, running_gateway, until
+from tests.support.workers.fake_dense import FakeDense
 
 TIMEOUT_S = 0.3
 BLOCKED_S = 2.0  # far beyond it

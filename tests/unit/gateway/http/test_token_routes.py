@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
-from tests.fake_dense import FakeDense
-from tests.gateway_calls import with_gateway
-from tests.http_clients import async_client
-from tests.running_gateway import RunningGateway
+from tests.support.clients.gateway_calls import with_gateway
+from tests.support.clients.http_clients import async_client
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
 
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 TEXTS = ["San Francisco", "</s> is special here", "日本 " * 600]  # the last one is encoded on a thread

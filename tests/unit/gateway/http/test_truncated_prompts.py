@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
-from tests.fake_dense import FakeDense
-from tests.http_clients import async_client
-from tests.running_gateway import run, running_gateway
+from tests.support.clients.http_clients import async_client
+from tests.support.running_gateway import run, running_gateway
+from tests.support.workers.fake_dense import FakeDense
 
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 MAX_MODEL_LEN = 200

@@ -14,7 +14,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.text import chat_template
 from services.gateway.text.chat_template import Chat, Message
 from services.gateway.text.read_chat import MAX_TEMPLATE_KWARGS_BYTES, read_chat
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 
 TEMPLATE = (

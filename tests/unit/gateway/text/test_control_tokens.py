@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
-from services.gateway import tokenizer as gateway_tokenizer
+from services.gateway.text import tokenizer as gateway_tokenizer
 from services.gateway.text.chat_template import Chat, Message
 
 TEXT = "Two strokes make one engine, don't they? <|Grüße|> aus </東京>, user assistant 👩‍👧 12 345\n  x = [1, 2];"

@@ -1,0 +1,201 @@
+"""Sends a workload to a gateway and notes when every chunk of every answer arrives.
+
+Runs in one or several client processes, which share the requests in turn and start together. While the load
+runs they do no more for a chunk than to keep its bytes and the time: requests are encoded before, chunks
+parsed after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from typing import Any
+
+import uvloop
+
+from bench.load.stats import NS_PER_S, RequestRecord
+from bench.load.transport import Answer, LoadError, RequestError, TimedRequest, Transport, open_transport, served_model
+from services.pb import gateway_pb2
+
+START_DELAY_NS = 100_000_000  # for the start time to reach every process
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one client process has to do, or all of them together."""
+
+    protocol: str  # one of PROTOCOLS
+    address: str  # of the gateway
+    warmup: list[TimedRequest]  # sent and awaited before the run, whatever their due times
+    requests: list[TimedRequest]  # by due time
+    max_concurrency: int | None  # requests in flight; one that is due waits for another to end
+    request_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What one client process saw, or all of them together."""
+
+    records: list[RequestRecord]  # by index
+    cpu_s: list[float]  # of each client process, from the start of the run to its last answer
+
+
+def run_load(load: Load, num_processes: int) -> LoadResult:
+    """Runs the load in `num_processes` new processes, each with its share of requests and concurrency.
+
+    Raises `LoadError` if a process cannot connect, a warm-up request fails or a process dies.
+    """
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(_client(context, share)) for share in shares(load, num_processes)]
+        for client in clients:
+            _receive(client)  # it is ready
+        start_ns = time.monotonic_ns() + START_DELAY_NS  # one clock for all processes of a host
+        for client in clients:
+            client.send(start_ns)
+        results: list[LoadResult] = [_receive(client) for client in clients]
+    records = sorted((record for result in results for record in result.records), key=lambda record: record.index)
+    return LoadResult(records, [cpu_s for result in results for cpu_s in result.cpu_s])
+
+
+def shares(load: Load, num_shares: int) -> list[Load]:
+    """The load dealt out in turn; `max_concurrency` is divided, so there are at most that many shares."""
+    if load.max_concurrency is not None:
+        num_shares = min(num_shares, load.max_concurrency)
+    return [
+        dataclasses.replace(
+            load,
+            warmup=load.warmup[share::num_shares],
+            requests=load.requests[share::num_shares],
+            max_concurrency=(
+                None if load.max_concurrency is None else (load.max_concurrency + num_shares - 1 - share) // num_shares
+            ),
+        )
+        for share in range(num_shares)
+    ]
+
+
+async def replay(transport: Transport, load: Load, start_ns: int) -> list[RequestRecord]:
+    """Sends `load.requests`, each when it is due after `start_ns` of the monotonic clock, and awaits them all."""
+    slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.requests)))
+    logs: list[_AnswerLog] = []
+
+    async def run(request: TimedRequest) -> None:
+        log = _AnswerLog(request, start_ns)
+        logs.append(log)
+        try:
+            await transport.send(request, load.request_timeout_s, log.add)
+        except RequestError as error:
+            log.error = str(error)
+        log.end_ns = time.monotonic_ns() - start_ns
+        slots.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for request in load.requests:
+            delay_s = (start_ns + request.due_ns - time.monotonic_ns()) / NS_PER_S
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            await slots.acquire()
+            tasks.create_task(run(request))
+    return [log.record(transport.parse(log.chunks)) for log in logs]
+
+
+class _AnswerLog:
+    """One answer as it comes in: times in ns since the start of the run, chunks not yet parsed."""
+
+    def __init__(self, request: TimedRequest, start_ns: int) -> None:
+        self._request = request
+        self._start_ns = start_ns
+        self._send_ns = self.end_ns = time.monotonic_ns() - start_ns
+        self._chunk_ns: list[int] = []
+        self.chunks: list[bytes] = []
+        self.error: str | None = None
+
+    def add(self, chunk: bytes) -> None:
+        self._chunk_ns.append(time.monotonic_ns() - self._start_ns)
+        self.chunks.append(chunk)
+
+    def record(self, answer: Answer) -> RequestRecord:
+        usage = answer.usage or gateway_pb2.Usage()
+        return RequestRecord(
+            index=self._request.index,
+            scheduled_ns=self._request.due_ns,
+            send_ns=self._send_ns,
+            end_ns=self.end_ns,
+            chunk_ns=self._chunk_ns,
+            chunk_num_tokens=answer.chunk_num_tokens,
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            error=self.error or answer.error or _inconsistency(answer),
+        )
+
+
+def _inconsistency(answer: Answer) -> str | None:
+    if answer.usage is None:
+        return "the stream ended without a finish"
+    num_tokens = sum(answer.chunk_num_tokens)
+    if num_tokens != answer.usage.num_output_tokens:
+        return f"{num_tokens} tokens came, the server counts {answer.usage.num_output_tokens}"
+    return None
+
+
+@contextlib.contextmanager
+def _client(context: SpawnContext, load: Load) -> Iterator[Connection]:
+    """A client process, killed at the end if it still runs."""
+    connection, far_end = context.Pipe()
+    process = context.Process(target=_run_client, args=(load, far_end), daemon=True)
+    process.start()
+    far_end.close()  # so that the death of the process is an end of file here
+    try:
+        yield connection
+    finally:
+        process.kill()
+        process.join()
+        connection.close()
+
+
+def _receive(client: Connection) -> Any:
+    try:
+        message = client.recv()
+    except EOFError:
+        raise LoadError("a client process died") from None
+    if isinstance(message, LoadError):
+        raise message
+    return message
+
+
+def _run_client(load: Load, parent: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
+    try:
+        parent.send(uvloop.run(_warm_up_and_replay(load, parent)))
+    except LoadError as error:
+        parent.send(error)
+
+
+async def _warm_up_and_replay(load: Load, parent: Connection) -> LoadResult:
+    async with open_transport(load.protocol, load.address) as transport:
+        await served_model(transport, load.address)  # connects
+        await _warm_up(transport, load)
+        gc.collect()
+        gc.disable()  # a collection would delay every chunk behind it
+        parent.send("ready")
+        start_ns = await asyncio.to_thread(parent.recv)
+        cpu_start_s = time.process_time()
+        records = await replay(transport, load, start_ns)
+        return LoadResult(records, [time.process_time() - cpu_start_s])
+
+
+async def _warm_up(transport: Transport, load: Load) -> None:
+    warmup = dataclasses.replace(load, requests=load.warmup)
+    for record in await replay(transport, warmup, start_ns=0):  # all are due already
+        if record.error is not None:
+            raise LoadError(f"a warm-up request failed: {record.error}")

@@ -1,0 +1,200 @@
+"""A dense worker without a model, as fast as the gateway under test needs it: one token a stream and step.
+
+Runs in a process of its own, behind the real gRPC API. Steps are paced, or go as fast as clients take their
+tokens: these report what they received, and no more than `max_backlog` steps are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from bench.load.stats import NS_PER_S
+from services.pb import dense_pb2, dense_pb2_grpc
+
+MAX_MODEL_LEN = 100_000_000  # no stream ends while it is measured
+RECEIPT = struct.Struct("<q")  # tokens that a client received since its last receipt
+READY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StubSettings:
+    """What the stub is to do."""
+
+    address: str  # to listen at
+    receipt_file: Path  # Unix datagram socket for the receipts of clients
+    token_ids: tuple[int, ...]  # emitted in turn, the same one to all streams of a step
+    pace_s: float  # from one step to the next; 0: as fast as clients take them
+    max_backlog: int  # steps under way, when not paced
+
+
+@dataclass(frozen=True, slots=True)
+class StubReport:
+    """What the stub did. Times in ns of the monotonic clock."""
+
+    step_ns: list[int]  # when each step was handed to gRPC
+    first_step: dict[tuple[int, ...], int]  # by prompt: index of the step with a stream's first token
+
+
+class Stub:
+    """A running stub process."""
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid = pid
+        self._connection = connection
+
+    def report(self) -> StubReport:
+        """What it did so far."""
+        self._connection.send("report")
+        return self._connection.recv()
+
+
+@contextlib.contextmanager
+def running_stub(settings: StubSettings) -> Iterator[Stub]:
+    """Starts a stub that listens, and kills it at the end."""
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    connection, far_end = context.Pipe()
+    process = context.Process(target=_run, args=(settings, far_end), daemon=True)
+    process.start()
+    far_end.close()
+    try:
+        if not connection.poll(READY_TIMEOUT_S):
+            raise TimeoutError(f"the stub was not ready after {READY_TIMEOUT_S:g} s")
+        connection.recv()
+        assert process.pid is not None
+        yield Stub(process.pid, connection)
+    finally:
+        process.kill()
+        process.join()
+        connection.close()
+
+
+def _run(settings: StubSettings, parent: Connection) -> None:
+    uvloop.run(_serve(settings, parent))
+
+
+async def _serve(settings: StubSettings, parent: Connection) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receipts:
+        receipts.bind(str(settings.receipt_file))
+        receipts.setblocking(False)
+        stub = _StubDense(settings, receipts)
+        server = grpc.aio.server()
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(stub, server)
+        server.add_insecure_port(settings.address)
+        await server.start()
+        asyncio.get_running_loop().add_reader(receipts, stub.take_receipts)
+        parent.send("ready")
+        while True:
+            await asyncio.to_thread(parent.recv)  # until it kills this process
+            parent.send(StubReport(stub.step_ns, stub.first_step))
+
+
+class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
+    def __init__(self, settings: StubSettings, receipts: socket.socket) -> None:
+        self.step_ns: list[int] = []
+        self.first_step: dict[tuple[int, ...], int] = {}
+        self._settings = settings
+        self._receipts = receipts
+        self._num_under_way = 0  # tokens sent and not yet received
+        self._news = asyncio.Event()
+
+    def take_receipts(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                [num_tokens] = RECEIPT.unpack(self._receipts.recv(RECEIPT.size))
+                self._num_under_way -= num_tokens
+                self._news.set()
+
+    async def GetInfo(
+        self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseInfo:
+        return dense_pb2.DenseInfo(
+            family="llama",
+            dtype="float32",
+            vocab_size=1024,
+            num_layers=1,
+            max_model_len=MAX_MODEL_LEN,
+            weights_hash="c0ffee",
+            backend="stub",
+            device="cpu",
+        )
+
+    async def Connect(
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[dense_pb2.StepOutput]:
+        streams: dict[int, _Stream] = {}  # by seq_id
+        reader = asyncio.create_task(self._read(requests, streams))
+        token_ids = self._settings.token_ids
+        due_ns = 0
+        try:
+            while True:
+                while not streams or self._is_full(len(streams)):
+                    self._news.clear()
+                    await self._news.wait()
+                if self._settings.pace_s:
+                    due_ns = max(due_ns + round(self._settings.pace_s * NS_PER_S), time.monotonic_ns())
+                    await asyncio.sleep((due_ns - time.monotonic_ns()) / NS_PER_S)
+                    if not streams:
+                        continue
+                step = len(self.step_ns)
+                output = _step_output(step, streams, token_ids[step % len(token_ids)])
+                self._num_under_way += len(output.seq_ids)
+                self._note_first_steps(step, output, streams)
+                self.step_ns.append(time.monotonic_ns())
+                yield output
+                for end in output.ended:
+                    streams.pop(end.seq_id, None)
+        finally:
+            reader.cancel()
+
+    def _is_full(self, num_streams: int) -> bool:
+        """Whether more tokens would exceed the backlog. A paced stub has no such limit."""
+        return not self._settings.pace_s and self._num_under_way > (self._settings.max_backlog - 1) * num_streams
+
+    def _note_first_steps(self, step: int, output: dense_pb2.StepOutput, streams: dict[int, _Stream]) -> None:
+        for start in output.started:
+            self.first_step[streams[start.seq_id].prompt] = step
+
+    async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], streams: dict[int, _Stream]) -> None:
+        async for message in requests:
+            if message.WhichOneof("message") == "submit":
+                submit = message.submit
+                streams[submit.seq_id] = _Stream(tuple(submit.prompt_token_ids), submit.max_tokens)
+            elif message.WhichOneof("message") == "cancel":
+                streams.pop(message.cancel.seq_id, None)
+            self._num_under_way = 0 if not streams else self._num_under_way  # nobody reports what was cancelled
+            self._news.set()
+
+
+class _Stream:
+    """One running sequence."""
+
+    __slots__ = ("is_started", "num_left", "prompt")
+
+    def __init__(self, prompt: tuple[int, ...], max_tokens: int) -> None:
+        self.prompt = prompt
+        self.num_left = max_tokens  # tokens
+        self.is_started = False
+
+
+def _step_output(step: int, streams: dict[int, _Stream], token_id: int) -> dense_pb2.StepOutput:
+    output = dense_pb2.StepOutput(step_id=step + 1, seq_ids=streams, token_ids=[token_id] * len(streams))
+    for seq_id, stream in streams.items():
+        stream.num_left -= 1
+        if not stream.is_started:
+            stream.is_started = True
+            output.started.add(seq_id=seq_id)
+        if not stream.num_left:
+            output.ended.add(seq_id=seq_id, reason=dense_pb2.SequenceEnd.LENGTH)
+    return output

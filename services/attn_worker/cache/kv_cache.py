@@ -1,0 +1,397 @@
+"""The sequences of the attention worker and where their keys and values lie.
+
+Called by the one engine thread only: `plan_step`, the layers run, `commit_step` or `abort_steps`. Steps may be
+planned ahead of those still running, as long as the device runs them, and nothing else, in order.
+The scheduler's ledger of free blocks is kept by the deltas that these calls return.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from services.attn_worker.cache.block_pool import BlockPool, block_digest, root_digest
+from services.attn_worker.cache.block_tables import NO_SEQUENCE, BlockTables
+from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
+from services.step import Fork, PlanEntry, StepPlan
+
+
+class KVCache:
+    """Block tables and lengths of all sequences, one numpy row each; prefixes are shared by full blocks.
+
+    `length_dependent_beyond`: prompts longer than this have keys that depend on the prompt's length
+    (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        *,
+        enable_prefix_cache: bool = True,
+        length_dependent_beyond: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks  # also the index of the null block
+        self.num_recovered_sequences = 0  # taken up again after their dense worker died, in all
+        self.num_recovered_tokens = 0  # that these had, and kept
+        self._weights_hash = b""
+        self._enable_prefix_cache = enable_prefix_cache
+        self._length_dependent_beyond = length_dependent_beyond
+        self._pool = BlockPool(num_blocks)
+        self._sequences: dict[int, CachedSequence] = {}
+        self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
+        self._tables = BlockTables(self._pool, block_size, -(-max_model_len // block_size))
+        self._sequence_of_row: dict[int, CachedSequence] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose content a new sequence may still find."""
+        return self._pool.num_cached_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._pool.num_used_blocks
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def held_blocks(self) -> dict[int, int]:
+        """Number of blocks of every sequence, by seq_id; shared ones count for each."""
+        num_held = self._tables.num_held_blocks.tolist()
+        return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
+
+    def use_weights(self, weights_hash: bytes) -> None:
+        """Name the weights that keys and values are made with; under others, all sequences are closed."""
+        if weights_hash != self._weights_hash:
+            self.close_sequences(list(self._sequences))
+            self._weights_hash = weights_hash
+
+    def open_sequence(
+        self,
+        seq_id: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        cache_salt: bytes = b"",
+        ignores_prefix_cache: bool = False,
+    ) -> OpenResult:
+        """Start a sequence on its longest cached prefix, or take up a known one where it was committed.
+
+        At least the last token is always left to compute. A known sequence (its dense worker died) keeps
+        its blocks if `token_ids` agree with what it holds; otherwise it starts as if new. One that
+        `ignores_prefix_cache` computes every token, even if it is known. Raises InvalidRequest for impossible
+        lengths.
+        """
+        if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
+            raise InvalidRequest(
+                f"sequence {seq_id} has {len(token_ids)} tokens, {num_prompt_tokens} of them prompt;"
+                f" 1 to max_model_len {self.max_model_len} are possible"
+            )
+        ids = array("I", token_ids)
+        root = self._root(num_prompt_tokens, cache_salt)
+        num_pinned = num_freed = 0
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None and not ignores_prefix_cache and _continues(sequence, root, ids):
+            num_freed = self._truncate(sequence, len(ids) - 1)
+            sequence.token_ids = ids
+            self.num_recovered_sequences += 1
+            self.num_recovered_tokens += int(self._tables.num_computed[sequence.row])
+        else:
+            num_freed = self._drop(seq_id)
+            sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
+            num_pinned = 0 if ignores_prefix_cache else self._pin_cached_prefix(sequence)
+        row = sequence.row
+        self._tables.num_prompt_tokens[row] = num_prompt_tokens
+        num_cached, num_held = int(self._tables.num_computed[row]), int(self._tables.num_held_blocks[row])
+        return OpenResult(num_cached, num_pinned, num_held, num_freed)
+
+    def plan_step(self, plan: StepPlan) -> PlannedStep:
+        """Confirm, close, fork, roll back and place: the blocks for every entry's tokens, as one batch in entry order.
+
+        A sequence that cannot run is reported in `errors` and left as it is. Confirmed tokens of unknown sequences
+        are ignored. Raises InvalidRequest, with nothing done, for an entry of no token or of more than max_model_len.
+        """
+        for entry in plan.entries:
+            if not 1 <= entry.num_tokens <= self.max_model_len:
+                raise InvalidRequest(
+                    f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
+                    " possible"
+                )
+        for seq_id, token_id in plan.confirmed:
+            if (sequence := self._sequences.get(seq_id)) is not None:
+                sequence.token_ids.append(token_id)
+        num_freed = self.close_sequences(plan.close_seq_ids)
+        errors: dict[int, TwostrokeError] = {}
+        block_copies = [copy for fork in plan.forks if (copy := self._fork(fork, errors)) is not None]
+
+        entries = plan.entries
+        seq_ids = [entry.seq_id for entry in entries]
+        num_tokens = np.array([entry.num_tokens for entry in entries], np.int64)
+        positions = np.array([entry.position for entry in entries], np.int64)
+        rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
+        self._find_errors(seq_ids, rows, num_tokens, positions, errors)
+        self._roll_back(seq_ids, rows, positions, errors)
+        self._allocate_blocks(seq_ids, rows, positions + num_tokens, errors)
+
+        has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
+        running = rows[~has_failed]
+        self._tables.num_computed[running] = (positions + num_tokens)[~has_failed]
+        self._in_flight.append(self._note_in_flight([entry for entry in entries if entry.seq_id not in errors]))
+        return PlannedStep(self._metadata(rows, num_tokens, has_failed), block_copies, num_freed, errors)
+
+    def commit_step(self) -> None:
+        """The oldest planned step ran through: keep its tokens, make full blocks of known tokens findable."""
+        step = self._in_flight.popleft()
+        pairs = zip(step.sequences, step.lengths, strict=True)
+        open_pairs = [(each.row, length) for each, length in pairs if self._sequence_of_row.get(each.row) is each]
+        if open_pairs:
+            open_rows, lengths = np.array(open_pairs, np.int64).T
+            self._tables.num_committed[open_rows] = lengths
+        rows = np.flatnonzero(self._tables.num_committed // self.block_size > self._tables.num_hashed_blocks)
+        for row in rows.tolist():
+            self._register_full_blocks(self._sequence_of_row[row])
+
+    def abort_steps(self) -> int:
+        """No planned step will run through: return to the last committed lengths; returns num_freed_blocks."""
+        planned = {id(sequence): sequence for step in self._in_flight for sequence in step.sequences}
+        self._in_flight.clear()
+        is_open = (sequence for sequence in planned.values() if self._sequence_of_row.get(sequence.row) is sequence)
+        return sum(self._truncate(sequence, self.max_model_len) for sequence in is_open)
+
+    def close_sequences(self, seq_ids: Iterable[int]) -> int:
+        """Forget sequences; unknown ones are ignored. Returns how many blocks became free."""
+        num_freed = 0
+        for seq_id in seq_ids:
+            if (sequence := self._sequences.get(seq_id)) is not None:
+                self._register_full_blocks(sequence)
+                num_freed += self._drop(seq_id)
+        return num_freed
+
+    def check_integrity(self) -> None:
+        """Count everything anew from the block tables; raises AssertionError on any disagreement."""
+        used_rows = {sequence.row for sequence in self._sequences.values()}
+        assert len(used_rows) == len(self._sequences) and used_rows == self._sequence_of_row.keys()
+        self._tables.check_integrity(used_rows)
+        assert self.num_free_blocks + self.num_used_blocks == self._pool.num_blocks
+        for sequence in self._sequences.values():
+            num_hashed = int(self._tables.num_hashed_blocks[sequence.row])
+            assert num_hashed * self.block_size <= self._tables.num_committed[sequence.row]
+            assert sequence.digests == [self._digest(sequence, index) for index in range(num_hashed)]
+
+    # Opening a sequence
+
+    def _root(self, num_prompt_tokens: int, cache_salt: bytes) -> bytes:
+        beyond = self._length_dependent_beyond
+        is_length_dependent = beyond is not None and num_prompt_tokens > beyond
+        return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
+
+    def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
+        sequence = CachedSequence(self._tables.take_row(), root, token_ids, digests=[])
+        self._sequence_of_row[sequence.row] = sequence
+        return sequence
+
+    def _pin_cached_prefix(self, sequence: CachedSequence) -> int:
+        """Returns how many of the pinned blocks were free."""
+        if not self._enable_prefix_cache:
+            return 0
+        row, num_pinned = sequence.row, 0
+        for index in range((len(sequence.token_ids) - 1) // self.block_size):
+            digest = self._digest(sequence, index)
+            block_id = self._pool.lookup(digest)
+            if block_id is None:
+                break
+            num_pinned += self._pool.pin(block_id)
+            self._tables.block_ids[row, index] = block_id
+            sequence.digests.append(digest)
+        num_hits = len(sequence.digests)
+        self._tables.num_held_blocks[row] = self._tables.num_hashed_blocks[row] = num_hits
+        self._tables.num_computed[row] = self._tables.num_committed[row] = num_hits * self.block_size
+        return num_pinned
+
+    def _drop(self, seq_id: int) -> int:
+        """Forget a sequence, if it is known; returns how many blocks became free."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is None:
+            return 0
+        del self._sequence_of_row[sequence.row]
+        return self._tables.free_row(sequence.row)
+
+    # Planning a step
+
+    def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> tuple[int, int] | None:
+        """Makes a sequence of another's tokens; returns the copy to make of its last block, if that is not full."""
+        parent, child_id = self._sequences.get(fork.parent_seq_id), fork.child_seq_id
+        if parent is None:
+            errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
+            return None
+        if child_id in self._sequences or not 1 <= fork.position <= self._tables.num_computed[parent.row]:
+            errors[child_id] = RequestAborted(
+                f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
+                f" {self._tables.num_computed[parent.row]} tokens, and the other one must be new"
+            )
+            return None
+        child = self._new_sequence(parent.root, parent.token_ids[:])
+        tables, row = self._tables, child.row
+        num_shared, num_left = divmod(fork.position, self.block_size)
+        tables.share_blocks(parent.row, row, num_shared)
+        try:
+            tables.add_blocks(row, int(num_left > 0))
+        except CapacityError as error:
+            del self._sequence_of_row[row]
+            tables.free_row(row)
+            errors[child_id] = error
+            return None
+        self._sequences[child_id] = child
+        child.digests = parent.digests[:num_shared]
+        tables.num_prompt_tokens[row] = tables.num_prompt_tokens[parent.row]
+        tables.num_computed[row] = fork.position
+        tables.num_committed[row] = min(fork.position, int(tables.num_committed[parent.row]))
+        tables.num_hashed_blocks[row] = len(child.digests)
+        for step in self._in_flight:  # what the parent waits for, the child does, too
+            if parent in step.sequences:
+                step.lengths.append(min(fork.position, step.lengths[step.sequences.index(parent)]))
+                step.sequences.append(child)
+        if not num_left:
+            return None
+        return int(tables.block_ids[parent.row, num_shared]), int(tables.block_ids[row, num_shared])
+
+    def _note_in_flight(self, entries: list[PlanEntry]) -> InFlight:
+        return InFlight(
+            [self._sequences[entry.seq_id] for entry in entries],
+            [entry.position + entry.num_tokens - len(entry.draft_token_ids) for entry in entries],
+        )
+
+    def _row(self, seq_id: int) -> int:
+        sequence = self._sequences.get(seq_id)
+        return NO_SEQUENCE if sequence is None else sequence.row
+
+    def _find_errors(
+        self,
+        seq_ids: list[int],
+        rows: np.ndarray,
+        num_tokens: np.ndarray,
+        positions: np.ndarray,
+        errors: dict[int, TwostrokeError],
+    ) -> None:
+        """Entries that contradict what is known here; one vectorised check, words only where it fails."""
+        held = self._tables.num_computed[rows]
+        is_wrong = (rows == NO_SEQUENCE) | (held < positions)
+        is_wrong |= positions + num_tokens > self.max_model_len
+        if len(set(seq_ids)) < len(seq_ids):
+            is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
+        for index in np.flatnonzero(is_wrong).tolist():
+            seq_id = seq_ids[index]
+            if rows[index] == NO_SEQUENCE:
+                errors.setdefault(seq_id, NotFound(f"sequence {seq_id} is not open"))
+            else:
+                errors[seq_id] = RequestAborted(
+                    f"{seq_ids.count(seq_id)} entries of a step plan {num_tokens[index]} tokens after"
+                    f" {positions[index]} for sequence {seq_id}; it has {held[index]} tokens,"
+                    f" max_model_len is {self.max_model_len}"
+                )
+
+    def _roll_back(
+        self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, errors: dict[int, TwostrokeError]
+    ) -> None:
+        """Forgets what sequences have beyond the plan's positions, as rejected drafts. Their blocks stay with them.
+
+        What others may still read cannot be written again: that is an error of the sequence.
+        """
+        for index in np.flatnonzero(self._tables.num_computed[rows] > positions).tolist():
+            if seq_ids[index] in errors:
+                continue
+            row, position = int(rows[index]), int(positions[index])
+            sequence = self._sequence_of_row[row]
+            first = position // self.block_size
+            held = self._tables.block_ids[row, first : self._tables.num_held_blocks[row]].tolist()
+            if any(self._pool.ref_count(block_id) > 1 for block_id in held):
+                errors[seq_ids[index]] = RequestAborted(
+                    f"sequence {seq_ids[index]} cannot go back to token {position}: it shares blocks from there on"
+                )
+                continue
+            for block_id in held[: max(0, len(sequence.digests) - first)]:
+                self._pool.unregister(block_id)
+            del sequence.digests[first:]
+            self._tables.num_hashed_blocks[row] = len(sequence.digests)
+            self._tables.num_computed[row] = position
+            self._tables.num_committed[row] = min(position, int(self._tables.num_committed[row]))
+
+    def _allocate_blocks(
+        self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
+    ) -> None:
+        """Give each sequence the blocks for `lengths` tokens; one that does not fit is added to `errors`."""
+        num_missing = -(-lengths // self.block_size) - self._tables.num_held_blocks[rows]
+        for index in np.flatnonzero(num_missing > 0).tolist():
+            if seq_ids[index] in errors:
+                continue
+            try:
+                self._tables.add_blocks(rows[index], int(num_missing[index]))
+            except CapacityError as error:
+                errors[seq_ids[index]] = error
+
+    def _metadata(self, rows: np.ndarray, num_tokens: np.ndarray, has_failed: np.ndarray) -> StepMetadata:
+        """Lengths already include this step; failed sequences read and write the null block only."""
+        starts = np.where(has_failed, 0, self._tables.num_computed[rows] - num_tokens)
+        longest = int((starts + num_tokens).max(initial=0))
+        tables = self._tables.block_ids[rows, : -(-longest // self.block_size)]
+        tables[has_failed] = self.num_blocks
+        return build_step_metadata(num_tokens, starts, self._tables.num_prompt_tokens[rows], tables, self.block_size)
+
+    # After a step
+
+    def _register_full_blocks(self, sequence: CachedSequence) -> None:
+        """Make the full blocks findable whose tokens are all committed and known."""
+        if not self._enable_prefix_cache:
+            return
+        row = sequence.row
+        num_known = min(int(self._tables.num_committed[row]), len(sequence.token_ids))
+        for index in range(len(sequence.digests), num_known // self.block_size):
+            digest = self._digest(sequence, index)
+            self._pool.register_hash(int(self._tables.block_ids[row, index]), digest)
+            sequence.digests.append(digest)
+        self._tables.num_hashed_blocks[row] = len(sequence.digests)
+
+    def _digest(self, sequence: CachedSequence, index: int) -> bytes:
+        """Of block `index`, whose parent's digest must be there."""
+        parent = sequence.digests[index - 1] if index else sequence.root
+        token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return block_digest(parent, np.array(token_ids, "<u4").tobytes())
+
+    def _truncate(self, sequence: CachedSequence, max_tokens: int) -> int:
+        """Roll back to the committed tokens, `max_tokens` at most; returns how many blocks became free.
+
+        The block that will be written next must be neither findable nor shared. If others share it, it is
+        given up whole: recomputing a few tokens is cheaper than copying a block in every layer.
+        """
+        row = sequence.row
+        num_tokens = min(int(self._tables.num_committed[row]), max_tokens)
+        index, offset = divmod(num_tokens, self.block_size)
+        if offset and index < len(sequence.digests):
+            block_id = int(self._tables.block_ids[row, index])
+            if self._pool.ref_count(block_id) > 1:
+                num_tokens -= offset
+            else:
+                self._pool.unregister(block_id)
+        del sequence.digests[index:]
+        self._tables.num_hashed_blocks[row] = len(sequence.digests)
+        self._tables.num_computed[row] = self._tables.num_committed[row] = num_tokens
+        return self._tables.release_blocks(row, first=-(-num_tokens // self.block_size))
+
+
+def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:
+    """Whether `token_ids` agree with all that is known of `sequence`, which may be shorter or longer."""
+    overlap = min(len(sequence.token_ids), len(token_ids))
+    return sequence.root == root and sequence.token_ids[:overlap] == token_ids[:overlap]

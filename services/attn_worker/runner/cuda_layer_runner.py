@@ -1,0 +1,101 @@
+"""`CudaLayerRunner`: decode steps as captured CUDA graphs, handoffs included; other steps kernel by kernel.
+
+No host waits between layers: the handoffs are the stream's own (see `channel/cuda_flags.py`). Runs on the engine
+thread, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.runner.layer_runner import RunningStep, run_layers
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.channel import Channel
+from services.common.batch_buckets import batch_buckets, bucket_for
+from services.common.cuda_graphs import StepGraphs
+
+
+class CudaLayerRunner:
+    """See `LayerRunner`. Graphs belong to one attachment, whose addresses they hold."""
+
+    def __init__(
+        self, backend: CapturableAttention, num_layers: int, max_num_seqs: int, *, captures_lazily: bool
+    ) -> None:
+        self._captures_lazily = captures_lazily
+        self._backend = backend
+        self._num_layers = num_layers
+        self._buckets = batch_buckets(max_num_seqs)
+        self._stream = torch.cuda.Stream()
+        self._channel: Channel | None = None
+        self._graphs: StepGraphs[int] | None = None
+
+    def attach(self, channel: Channel) -> None:
+        """See `LayerRunner`. Captures one graph per bucket, unless they shall be captured when they are needed."""
+        torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
+        self._channel = channel
+        self._graphs = None  # their memory is free before the new ones need it
+        backend, layers = self._backend, range(self._num_layers)
+
+        def warm_up(bucket: int) -> None:
+            backend.begin_step(_empty_step(), bucket)
+            # Not into the channel: the dense worker may still be reading the step before.
+            backend.forward(0, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
+
+        self._graphs = StepGraphs(
+            self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket)
+        )
+        if not self._captures_lazily:
+            self._graphs.capture_all(reversed(self._buckets))
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `LayerRunner`. Enqueued where the steps are."""
+        with torch.cuda.stream(self._stream):
+            self._backend.copy_blocks(copies)
+
+    @torch.inference_mode()
+    def launch(self, step: StepMetadata) -> RunningStep:
+        """See `LayerRunner`. Waits for the device only to capture a graph."""
+        channel, graphs = self._channel, self._graphs
+        assert channel is not None and graphs is not None, "steps need an attachment"
+        with torch.cuda.stream(self._stream):
+            if self._backend.is_decode_only(step):
+                bucket = bucket_for(self._buckets, len(step.num_tokens))
+                graph = graphs.find(bucket)
+                self._backend.begin_step(step, bucket)
+                graph.replay()
+            else:
+                self._backend.begin_step(step)
+                run_layers(self._backend, channel, range(self._num_layers), len(step.positions))
+            event = torch.cuda.Event()
+            event.record()
+        return _Launched(event, channel)
+
+
+class _Launched:
+    def __init__(self, event: torch.cuda.Event, channel: Channel) -> None:
+        self._event = event
+        self._channel = channel
+
+    def is_done(self) -> bool:
+        if not self._event.query():
+            return False
+        self._channel.check()
+        return True
+
+
+def _empty_step() -> StepMetadata:
+    """A decode step without sequences: all its rows are padding."""
+    int32, int64 = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    return StepMetadata(
+        num_tokens=int32,
+        context_lens=int32,
+        block_tables=np.zeros((0, 1), np.int32),
+        slot_mapping=int64,
+        positions=int32,
+        rope_lens=int32,
+    )

@@ -1,0 +1,211 @@
+"""The two ways in which a stream sets a flag, or waits for one. Both can be captured in a CUDA graph.
+
+`FlagKernels` poll a flag in device memory from a kernel of one thread: the peer's stream goes on 1 to 2 µs after
+the flag is set. `StreamMemoryOperations` leave the waiting to the GPU's front end, which takes 5 µs longer but keeps
+no kernel running: a matrix product that wants the whole GPU has it, and a process that has only its turn on the GPU,
+without MPS, does not spend that turn waiting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import Any, Protocol
+
+import torch
+from cuda.bindings import driver
+
+from services.channel import Flag
+from services.channel.region import ABORT_WORD, WORD_BYTES, SharedRegion, flag_word
+from services.common.errors import DeviceError
+
+FLAG_BYTES = 128  # of device memory, for each flag: a cache line of its own
+_POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; a look at the abort mark goes to the host's memory
+_RELEASE_INTERVAL_S = 50e-6  # of the waits of a step under way, which has one for each layer
+_RELEASE_S = 2.0  # after which such a step has ended
+_LATE_RELEASE_INTERVAL_S = 1e-3  # of those of a step that is launched even later
+
+# A dependent launch starts a kernel before the one ahead of it has ended; `griddepcontrol.wait` is that end.
+_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+# Drivers compile PTX for any later GPU, but this version of it has no names for those.
+_PTX = """
+.version 8.0
+.target {target}
+.address_size 64
+
+.visible .entry set_flag(.param .u64 flag_address)
+{{
+    .reg .u64 %flag;
+    ld.param.u64 %flag, [flag_address];
+    {await_kernel_before}
+    st.release.sys.global.u32 [%flag], 1;
+    ret;
+}}
+
+.visible .entry take_flag(.param .u64 flag_address, .param .u64 abort_address)
+{{
+    .reg .u64 %flag, %abort;
+    .reg .u32 %value, %polls, %remainder;
+    .reg .pred %is_set, %goes_on;
+    ld.param.u64 %flag, [flag_address];
+    ld.param.u64 %abort, [abort_address];
+    mov.u32 %polls, 0;
+    {await_kernel_before}
+poll:
+    ld.acquire.sys.global.u32 %value, [%flag];
+    setp.ne.u32 %is_set, %value, 0;
+    @%is_set bra take;
+    add.u32 %polls, %polls, 1;
+    and.b32 %remainder, %polls, {last_poll};
+    setp.ne.u32 %goes_on, %remainder, 0;
+    @%goes_on bra poll;
+    ld.volatile.global.u32 %value, [%abort];
+    setp.eq.u32 %goes_on, %value, 0;
+    @%goes_on bra poll;
+take:
+    st.relaxed.sys.global.u32 [%flag], 0;
+    {start_kernel_after}
+    ret;
+}}
+"""
+
+
+class CudaFlags(Protocol):
+    """Sets and takes the flags of one channel, in the order of the current stream."""
+
+    def signal(self, flag: Flag) -> None:
+        """Enqueues setting the flag, after all that was enqueued before, and visible after it."""
+
+    def wait(self, flag: Flag) -> None:
+        """Enqueues waiting until the flag is set, or the channel aborted, and clearing it."""
+
+    def release(self) -> None:
+        """Ends this process's waits, also of steps that are launched later, once the region is marked as aborted."""
+
+    def close(self) -> None:
+        """The device is done with the flags."""
+
+
+class StreamMemoryOperations:
+    """Flags in host memory that both processes have registered: a CPU's store releases a wait."""
+
+    def __init__(self, region: SharedRegion, header_pointer: int) -> None:
+        self._region = region
+        self._header_pointer = header_pointer
+        self._is_closed = threading.Event()
+        self._release: threading.Thread | None = None  # after an abort
+        self._release_lock = threading.Lock()  # an abort comes from any thread, also beside `close`
+
+    def signal(self, flag: Flag) -> None:
+        """See `CudaFlags`."""
+        check(driver.cuStreamWriteValue32(_current_stream(), self._address(flag), 1, 0))
+
+    def wait(self, flag: Flag) -> None:
+        """See `CudaFlags`."""
+        stream, equal = _current_stream(), driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        check(driver.cuStreamWaitValue32(stream, self._address(flag), 1, equal))
+        check(driver.cuStreamWriteValue32(stream, self._address(flag), 0, 0))
+
+    def release(self) -> None:
+        """See `CudaFlags`. A thread is at it until `close`, for each side: who aborted first may be dead by now."""
+        with self._release_lock:
+            if self._release is None and not self._is_closed.is_set():
+                self._release = threading.Thread(target=self._release_waits, name="release", daemon=True)
+                self._release.start()
+
+    def close(self) -> None:
+        """See `CudaFlags`."""
+        with self._release_lock:
+            self._is_closed.set()
+        if self._release is not None:
+            self._release.join()
+
+    def _address(self, flag: Flag) -> int:
+        return self._header_pointer + flag_word(flag) * WORD_BYTES
+
+    def _release_waits(self) -> None:
+        late = time.monotonic() + _RELEASE_S
+        words = self._region.words
+        while not self._is_closed.is_set():
+            for flag in Flag:
+                words[flag_word(flag)] = 1
+            time.sleep(_RELEASE_INTERVAL_S if time.monotonic() < late else _LATE_RELEASE_INTERVAL_S)
+
+
+class FlagKernels:
+    """Flags in the memory of the attention worker's GPU; the abort mark in the host's memory ends every wait.
+
+    Flags that take long to come are left to `queued`, which has no kernel running meanwhile.
+    """
+
+    def __init__(
+        self, device: torch.device, flags_pointer: int, header_pointer: int, queued: StreamMemoryOperations
+    ) -> None:
+        """`device` is this process's, and current. Raises `DeviceError` when the driver refuses the kernels."""
+        self._queued = queued
+        capability = torch.cuda.get_device_capability(device)
+        overlaps = capability >= _DEPENDENT_LAUNCH_CAPABILITY
+        ptx = _PTX.format(
+            target="sm_90" if overlaps else "sm_70",
+            last_poll=_POLLS_BEFORE_ABORT_CHECK - 1,
+            await_kernel_before="griddepcontrol.wait;" if overlaps else "",
+            start_kernel_after="griddepcontrol.launch_dependents;" if overlaps else "",
+        )
+        image = ctypes.create_string_buffer(ptx.encode())
+        module = check(driver.cuModuleLoadData(ctypes.addressof(image)))
+        self._set = check(driver.cuModuleGetFunction(module, b"set_flag"))
+        self._take = check(driver.cuModuleGetFunction(module, b"take_flag"))
+        self._abort_pointer = header_pointer + ABORT_WORD * WORD_BYTES
+        self._flags_pointer = flags_pointer
+        self._launch = driver.CUlaunchConfig()
+        launch = self._launch
+        launch.gridDimX = launch.gridDimY = launch.gridDimZ = 1
+        launch.blockDimX = launch.blockDimY = launch.blockDimZ = 1
+        if overlaps:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            launch.attrs, launch.numAttrs = [attribute], 1
+
+    def signal(self, flag: Flag) -> None:
+        """See `CudaFlags`."""
+        if flag is Flag.LONG_STEP_QKV_READY:
+            self._queued.signal(flag)
+        else:
+            self._run(self._set, self._address(flag))
+
+    def wait(self, flag: Flag) -> None:
+        """See `CudaFlags`."""
+        if flag is Flag.LONG_STEP_QKV_READY:
+            self._queued.wait(flag)
+        else:
+            self._run(self._take, self._address(flag), self._abort_pointer)
+
+    def release(self) -> None:
+        """See `CudaFlags`: the kernels look at the mark themselves."""
+        self._queued.release()
+
+    def close(self) -> None:
+        """See `CudaFlags`. The kernels stay loaded: graphs that are still to be destroyed know them."""
+        self._queued.close()
+
+    def _address(self, flag: Flag) -> int:
+        return self._flags_pointer + flag * FLAG_BYTES
+
+    def _run(self, kernel: Any, *addresses: int) -> None:
+        self._launch.hStream = _current_stream()
+        arguments = (addresses, (ctypes.c_void_p,) * len(addresses))
+        check(driver.cuLaunchKernelEx(self._launch, kernel, arguments, 0))
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a CUDA call; raises `DeviceError` naming the error."""
+    error, *values = result
+    if int(error) != 0:
+        raise DeviceError(f"a CUDA call failed: {error.name}")
+    return values[0] if values else None
+
+
+def _current_stream() -> int:
+    return torch.cuda.current_stream().cuda_stream

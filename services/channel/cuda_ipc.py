@@ -1,0 +1,227 @@
+"""`CudaIpcChannel`: the seam between two processes on one GPU, or on two that reach each other's memory.
+
+The data region is device memory that the attention worker allocates outside torch's allocator and exports
+by CUDA IPC. Beside it there is a page of host memory that both processes register with the driver: what a CPU
+writes there ends all waits when the peer is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from typing import Self
+
+import torch
+from cuda.bindings import runtime
+
+from services.channel import QUEUED, SPINNING, ChannelAborted, ChannelSpec, Flag, align_up
+from services.channel.cuda_flags import (
+    FLAG_BYTES,
+    CudaFlags,
+    FlagKernels,
+    StreamMemoryOperations,
+    check,
+)
+from services.channel.region import HEADER_BYTES, SharedRegion
+from services.common.errors import CapacityError, ConfigError, PeerError
+from services.common.gpu import gpu_uuid, naming_what_needs_memory
+
+_OFFER = struct.Struct("64s36s")  # the memory's IPC handle, and the UUID of its GPU
+_OFFER_OFFSET = 2048  # in the region's header
+_NO_PEER_ACCESS = (
+    runtime.cudaError_t.cudaErrorPeerAccessUnsupported,
+    runtime.cudaError_t.cudaErrorMapBufferObjectFailed,
+)
+_NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
+# A matrix product reads its input once for each of its tiles, and a peer's memory is not cached here: from here on
+# to copy it first is faster, as `bench/seam.py` finds with two GPUs.
+_COPIED_FROM_TOKENS = 5
+_ALIGNMENT = 512  # of attn_out and the flags within the data region
+
+
+def choose_kind(device: torch.device, peer_gpu: str) -> str:
+    """What is faster between this process on `device` and one on the GPU with the UUID `peer_gpu`.
+
+    Processes that take turns on one GPU, without MPS, must not spend them polling.
+    """
+    takes_turns = peer_gpu == gpu_uuid(device)
+    if takes_turns:
+        attribute = runtime.cudaDeviceAttr.cudaDevAttrMpsEnabled
+        takes_turns = not check(runtime.cudaDeviceGetAttribute(attribute, device.index))
+    return QUEUED if takes_turns else SPINNING
+
+
+class CudaIpcChannel:
+    """See `services.channel.Channel`. Use `create` in the attention worker, `map` in the dense one.
+
+    `signal` and `wait` enqueue on torch's current stream. Either process can release both streams.
+    """
+
+    waited_s = None
+
+    def __init__(
+        self,
+        device: torch.device,
+        kind: str,
+        region: SharedRegion,
+        spec: ChannelSpec,
+        device_pointer: int,
+        *,
+        is_owner: bool,
+        lies_on_peer: bool = False,
+    ) -> None:
+        """`device` is where this process computes, and current; the memory may lie on a peer of it."""
+        self.kind = kind
+        self._region = region
+        self._device = device
+        self.num_waits: int | None = None
+        self.is_waiting = False
+        self._is_owner = is_owner
+        self._device_pointer = device_pointer
+        attn_out_pointer = device_pointer + _attn_out_offset(spec)
+        attn_out_shape = (spec.max_tokens, spec.attn_size)
+        with naming_what_needs_memory("attention's output"):
+            self._near_attn_out = torch.empty(attn_out_shape, dtype=spec.dtype, device=device) if lies_on_peer else None
+        self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
+        address = ctypes.addressof(self._host)
+        flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
+        check(runtime.cudaHostRegister(address, HEADER_BYTES, flags))
+        try:
+            header_pointer = int(check(runtime.cudaHostGetDevicePointer(address, 0)))
+            self._flags = _make_flags(kind, device, region, header_pointer, device_pointer + _flags_offset(spec))
+        except BaseException:
+            runtime.cudaHostUnregister(address)
+            raise
+        self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
+        self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, attn_out_shape, device)
+
+    @classmethod
+    def create(
+        cls, device: torch.device, kind: str, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int
+    ) -> Self:
+        """Allocates the region, of one of CUDA_KINDS, on `device`; raises `CapacityError` when memory is short."""
+        torch.cuda.init()
+        with torch.cuda.device(device), contextlib.ExitStack() as undo:
+            error, pointer = runtime.cudaMalloc(_data_bytes(spec))
+            if error == runtime.cudaError_t.cudaErrorMemoryAllocation:
+                free, _ = torch.cuda.mem_get_info()
+                raise CapacityError(f"data region needs {_data_bytes(spec)} bytes of GPU memory, {free} are free")
+            check((error,))
+            undo.callback(runtime.cudaFree, pointer)
+            check(runtime.cudaMemset(int(pointer) + _flags_offset(spec), 0, _NUM_FLAG_BYTES))
+            check(runtime.cudaStreamSynchronize(0))
+            handle = check(runtime.cudaIpcGetMemHandle(pointer))
+            region = SharedRegion.create(HEADER_BYTES, epoch, attachment_id, lane)
+            undo.callback(region.close)
+            _OFFER.pack_into(region.memory, _OFFER_OFFSET, bytes(handle.reserved), gpu_uuid(device).encode())
+            channel = cls(device, kind, region, spec, int(pointer), is_owner=True)
+            undo.pop_all()
+            return channel
+
+    @classmethod
+    def map(
+        cls, device: torch.device, kind: str, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int
+    ) -> Self:
+        """Maps the peer's region, of its `kind`, for work on `device`; raises `StaleEpoch` for another one.
+
+        Raises `ConfigError` where `device` has no access to the memory of the peer's GPU, and `CapacityError` where
+        it has no room to copy from there.
+        """
+        torch.cuda.init()
+        with torch.cuda.device(device), contextlib.ExitStack() as undo:
+            region = SharedRegion.open(handle.decode(), HEADER_BYTES, epoch, attachment_id)
+            undo.callback(region.close)
+            ipc_handle = runtime.cudaIpcMemHandle_t()
+            ipc_handle.reserved, gpu = _OFFER.unpack_from(region.memory, _OFFER_OFFSET)
+            lies_on_peer = gpu.decode() != gpu_uuid(device)
+            error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+            if error != runtime.cudaError_t.cudaSuccess:
+                cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the other may be dead just now
+                raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}")
+            undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
+            channel = cls(device, kind, region, spec, int(pointer), is_owner=False, lies_on_peer=lies_on_peer)
+            undo.pop_all()
+            return channel
+
+    @property
+    def handle(self) -> bytes:
+        """What the peer passes to `map`."""
+        return self._region.name.encode()
+
+    def signal(self, flag: Flag) -> None:
+        """See `Channel.signal`."""
+        self._flags.signal(flag)
+
+    def wait(self, flag: Flag) -> None:
+        """See `Channel.wait`."""
+        self._flags.wait(flag)
+
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """See `Channel.fetch_attn_out`. Enqueues a copy if the memory lies on a peer and the rows are many."""
+        attn_out = self.attn_out[:num_tokens]
+        if self._near_attn_out is None or num_tokens < _COPIED_FROM_TOKENS:
+            return attn_out
+        # A kernel: as `copy_` it would be a graph's copy node, which takes 10 µs more.
+        return torch.mul(attn_out, 1.0, out=self._near_attn_out[:num_tokens])
+
+    def check(self) -> None:
+        """See `Channel.check`."""
+        if self._region.is_aborted:
+            raise ChannelAborted("the peer went away in the middle of a step")
+
+    def add_errors(self, count: int) -> None:
+        """See `Channel.add_errors`."""
+        self._region.add_errors(count)
+
+    @property
+    def num_errors(self) -> int:
+        """See `Channel.num_errors`."""
+        return self._region.num_errors
+
+    def abort(self) -> None:
+        """See `Channel.abort`."""
+        self._region.abort()
+        self._flags.release()
+
+    def close(self) -> None:
+        """See `Channel.close`. The device must be done with the region."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self._flags.close()
+            del self.qkv, self.attn_out, self._near_attn_out
+            check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
+            del self._host
+            if self._is_owner:
+                check(runtime.cudaFree(self._device_pointer))
+            else:
+                check(runtime.cudaIpcCloseMemHandle(self._device_pointer))
+        self._region.close()
+
+
+def _make_flags(
+    kind: str, device: torch.device, region: SharedRegion, header_pointer: int, flags_pointer: int
+) -> CudaFlags:
+    queued = StreamMemoryOperations(region, header_pointer)
+    return FlagKernels(device, flags_pointer, header_pointer, queued) if kind == SPINNING else queued
+
+
+def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """A tensor over memory that torch does not own. It passes for one on `device`, even where the memory lies on
+    a peer: any public way would take the memory's own device, and kernels of `device` would refuse it.
+    """
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))
+
+
+def _attn_out_offset(spec: ChannelSpec) -> int:
+    return align_up(spec.qkv_bytes, _ALIGNMENT)
+
+
+def _flags_offset(spec: ChannelSpec) -> int:
+    return _attn_out_offset(spec) + align_up(spec.attn_out_bytes, _ALIGNMENT)
+
+
+def _data_bytes(spec: ChannelSpec) -> int:
+    return _flags_offset(spec) + _NUM_FLAG_BYTES

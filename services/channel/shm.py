@@ -1,0 +1,121 @@
+"""`ShmChannel`: the seam in POSIX shared memory, for two processes on one CPU host.
+
+Ordering: data is written before the flag by the same thread; x86-64 keeps stores in order, and on other
+CPUs the system calls around an engine's step do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from typing import Self
+
+import torch
+
+from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, align_up
+from services.channel.region import HEADER_BYTES, SharedRegion, flag_word
+
+# A wait spins for the time a layer of a small model takes, then lets other processes run, then naps.
+_SPIN_S = 20e-6
+_YIELD_S = 5e-3
+_NAP_S = 50e-6
+
+
+class ShmChannel:
+    """See `services.channel.Channel`. Use `create` in the attention worker, `map` in the dense one."""
+
+    kind = "shm"
+
+    def __init__(self, region: SharedRegion, spec: ChannelSpec, wait_timeout_s: float) -> None:
+        self._region = region
+        self._wait_timeout_s = wait_timeout_s
+        self.num_waits = 0
+        self.is_waiting = False
+        self.waited_s = 0.0
+        self.qkv = self._tensor(HEADER_BYTES, spec, spec.qkv_size)
+        self.attn_out = self._tensor(_attn_out_offset(spec), spec, spec.attn_size)
+
+    def _tensor(self, offset: int, spec: ChannelSpec, row_size: int) -> torch.Tensor:
+        count = spec.max_tokens * row_size
+        flat = torch.frombuffer(self._region.memory, dtype=spec.dtype, count=count, offset=offset)
+        return flat.view(spec.max_tokens, row_size)
+
+    @classmethod
+    def create(cls, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int, wait_timeout_s: float) -> Self:
+        """Allocates a region; raises `CapacityError` when shared memory cannot hold it."""
+        return cls(SharedRegion.create(_region_bytes(spec), epoch, attachment_id, lane), spec, wait_timeout_s)
+
+    @classmethod
+    def map(cls, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int, wait_timeout_s: float) -> Self:
+        """Maps the peer's region; raises `StaleEpoch` when it is not the one that was announced."""
+        region = SharedRegion.open(handle.decode(), _region_bytes(spec), epoch, attachment_id)
+        return cls(region, spec, wait_timeout_s)
+
+    @property
+    def handle(self) -> bytes:
+        """What the peer passes to `map`."""
+        return self._region.name.encode()
+
+    def signal(self, flag: Flag) -> None:
+        """Sets the flag; the peer has cleared it, since both sides strictly alternate."""
+        self._region.words[flag_word(flag)] = 1
+
+    def wait(self, flag: Flag) -> None:
+        """Blocks the calling thread until the flag is set, then clears it."""
+        words, index = self._region.words, flag_word(flag)
+        start = time.perf_counter()
+        self.is_waiting = True
+        try:
+            while not words[index]:
+                self.check()
+                waited = time.perf_counter() - start
+                if waited < _SPIN_S:
+                    continue
+                if waited < _YIELD_S:
+                    os.sched_yield()
+                    continue
+                if waited > self._wait_timeout_s:
+                    raise ChannelTimeout(f"no {flag.name} from the peer within {self._wait_timeout_s} s")
+                time.sleep(_NAP_S)
+            self.check()
+        finally:
+            self.is_waiting = False
+        words[index] = 0
+        self.num_waits += 1
+        self.waited_s += time.perf_counter() - start
+
+    def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
+        """See `Channel.fetch_attn_out`."""
+        return self.attn_out[:num_tokens]
+
+    def check(self) -> None:
+        """See `Channel.check`."""
+        if self._region.is_aborted:
+            raise ChannelAborted("the peer went away in the middle of a step")
+
+    def add_errors(self, count: int) -> None:
+        """See `Channel.add_errors`."""
+        self._region.add_errors(count)
+
+    @property
+    def num_errors(self) -> int:
+        """See `Channel.num_errors`."""
+        return self._region.num_errors
+
+    def abort(self) -> None:
+        """See `Channel.abort`."""
+        self._region.abort()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        del self.qkv, self.attn_out
+        self._region.close()
+
+
+def _attn_out_offset(spec: ChannelSpec) -> int:
+    return align_up(HEADER_BYTES + spec.qkv_bytes, mmap.PAGESIZE)
+
+
+def _region_bytes(spec: ChannelSpec) -> int:
+    return _attn_out_offset(spec) + align_up(spec.attn_out_bytes, mmap.PAGESIZE)

@@ -1,0 +1,230 @@
+"""`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
+
+Lives on the event loop. The engine thread calls `publish` from outside; everything that comes
+back goes through the `AttentionListener`, whose methods hand it to the engine thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import grpc
+import structlog
+import torch
+
+from services.channel import ChannelSpec
+from services.channel.factory import map_channel
+from services.common.config import PeerSection
+from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
+from services.common.gpu import gpu_uuid
+from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.pb import attn_pb2, attn_pb2_grpc
+from services.rpc.client import open_channel, read_peer_tls
+from services.rpc.server import run_together
+from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.step.codec import decode_answer, encode_plan
+
+log = structlog.get_logger()
+
+_RETRY_S = 0.2
+_REASON_S = 0.5  # how long the stream of plans may take to say why a handoff was broken off
+# What a later try may cure; any other answer is the attention worker's refusal. One that stops cancels its calls.
+_TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+_Message: TypeAlias = StepPlan | AttachmentEnd | Literal["ready"]  # from the engine
+
+
+class AttentionListener(Protocol):
+    """What the engine wants to know; called on the event loop."""
+
+    def on_attached(self, attachment: Attachment) -> None: ...
+    def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
+    def on_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None: ...
+
+
+class AttachmentWatcher(Protocol):
+    """Who tells gateways whether there is an attention worker; see `Readiness`."""
+
+    async def ready(self, attachment: Attachment) -> None: ...
+    async def detached(self, end: AttachmentEnd) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOptions:
+    """What this dense worker tells the attention worker when it attaches."""
+
+    weights_hash: str
+    model_fingerprint: str
+    max_num_seqs: int
+    spec: ChannelSpec
+    device: torch.device
+    wait_timeout_s: float
+
+
+class AttentionClient:
+    """One attachment at a time, renewed whenever it breaks, for `peers.connect_timeout_s` seconds at most.
+
+    `may_attach` is waited for before each one; it is cleared when another dense worker has attached.
+    """
+
+    def __init__(
+        self, address: str, options: AttachOptions, peers: PeerSection, may_attach: asyncio.Event
+    ) -> None:
+        self._may_attach = may_attach
+        self._address = address
+        self._options = options
+        self._connect_timeout_s = peers.connect_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
+        self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
+        self._attachment: Attachment | None = None
+        self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
+
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
+        """Attaches, serves until the attachment breaks, and again. Raises `PeerError` when nobody is there."""
+        try:
+            while True:
+                await self._may_attach.wait()
+                attachment = self._attachment = await self._attach()
+                listener.on_attached(attachment)
+                end = await self._serve(attachment, listener, watcher)
+                attachment.channel.abort()
+                if end.is_replaced:
+                    self._may_attach.clear()  # to attach again would throw the other one out
+                listener.on_detached(attachment, end)
+                await watcher.detached(end)
+        finally:
+            await self._grpc.close()
+
+    def abort(self) -> None:
+        """Releases an engine thread that waits for the attention worker. Called when all ends."""
+        if self._attachment is not None:
+            self._attachment.channel.abort()
+
+    def ready(self, attachment: Attachment) -> None:
+        """The engine can run steps. Called on the engine thread; never blocks."""
+        self._post(attachment, "ready")
+
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+        """Sends a plan. Called on the engine thread; never blocks."""
+        self._post(attachment, plan)
+
+    def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
+        """Gives the attachment up and makes a new one. Called on the engine thread; never blocks."""
+        self._post(attachment, end)
+
+    def _post(self, attachment: Attachment, message: _Message) -> None:
+        self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))
+
+    async def _attach(self) -> Attachment:
+        options = self._options
+        request = attn_pb2.AttachRequest(
+            weights_hash=options.weights_hash,
+            model_fingerprint=options.model_fingerprint,
+            dtype=str(options.spec.dtype).removeprefix("torch."),
+            max_num_batched_tokens=options.spec.max_tokens,
+            max_num_seqs=options.max_num_seqs,
+            gpu=gpu_uuid(options.device),
+        )
+        deadline = time.monotonic() + self._connect_timeout_s
+        while True:
+            try:
+                reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
+                return self._map(reply)
+            except (ConfigError, DeviceError):
+                raise  # no later try can cure it
+            except (grpc.aio.AioRpcError, TwostrokeError) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _TRANSIENT:
+                    raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error
+                if time.monotonic() > deadline:
+                    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                    raise PeerError(
+                        f"no attention worker at {self._address} within {self._connect_timeout_s} s: {reason}"
+                    ) from error
+                await asyncio.sleep(_RETRY_S)
+
+    def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
+        lane = reply.lanes[0]
+        return Attachment(
+            epoch=reply.epoch,
+            attachment_id=reply.attachment_id,
+            channel=map_channel(
+                self._options.device,
+                lane.kind,
+                lane.handle,
+                self._options.spec,
+                reply.epoch,
+                reply.attachment_id,
+                self._options.wait_timeout_s,
+            ),
+            block_size=reply.block_size,
+            num_blocks=reply.num_blocks,
+            num_free_blocks=reply.num_free_blocks,
+            held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+        )
+
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
+        """Until the attachment ends; returns why it did."""
+        call = self._stub.Execute(
+            metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
+        )
+        try:
+            # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
+            await run_together(
+                self._receive(attachment, call, listener),
+                self._handle_inbox(attachment, call, watcher),
+            )
+        except _Ended as ended:
+            return ended.end
+        finally:
+            call.cancel()
+        raise AssertionError("the stream's reader ends with an error")
+
+    async def _receive(
+        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, listener: AttentionListener
+    ) -> None:
+        try:
+            async for result in call:
+                if result.is_leaving:
+                    raise _Ended(AttachmentEnd("the attention worker was asked to stop", is_crash=False))
+                listener.on_answer(attachment, decode_answer(result))
+        except grpc.aio.AioRpcError as error:
+            is_replaced = error.code() is grpc.StatusCode.FAILED_PRECONDITION  # `StaleEpoch`
+            reason = f"running a step: {error.code().name}: {error.details()}"
+            raise _Ended(AttachmentEnd(reason, is_crash=not is_replaced, is_replaced=is_replaced)) from error
+        raise _Ended(AttachmentEnd("the attention worker ended the stream of plans", is_crash=True))
+
+    async def _handle_inbox(
+        self, attachment: Attachment, call: grpc.aio.StreamStreamCall, watcher: AttachmentWatcher
+    ) -> None:
+        """What the engine has posted, in order."""
+        while True:
+            wanted_by, message = await self._inbox.get()
+            if wanted_by is not attachment:
+                continue  # of an attachment that is gone
+            if message == "ready":
+                await watcher.ready(attachment)
+                continue
+            if isinstance(message, AttachmentEnd):
+                if message.is_crash:  # the engine saw a handoff broken off; the stream may be about to say why
+                    await asyncio.sleep(_REASON_S)
+                raise _Ended(message)
+            try:
+                await call.write(encode_plan(message))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                log.debug("a plan could not be sent", reason=repr(error))
+                return  # the stream is over, and `_receive` knows why
+
+
+class _Ended(Exception):
+    """Ends `_serve`."""
+
+    def __init__(self, end: AttachmentEnd) -> None:
+        super().__init__(end.reason)
+        self.end = end

@@ -1,0 +1,74 @@
+"""What the engine tells of its work: to the metrics, and to the step log if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step that has run; counts of sequences and blocks are as of its end."""
+
+    step_id: int
+    num_seqs: int
+    num_tokens: int  # computed in the step
+    num_sampled: int  # tokens that were sampled, rejected ones after a wrong draft included
+    num_running: int
+    num_waiting: int
+    num_preemptions: int  # in all, so far
+    num_blocks: int  # of the KV cache
+    num_free_blocks: int  # as the scheduler counts them, reserved ones included
+    num_reserved_blocks: int
+    launch_s: float  # host time to publish the plan and launch the step
+    duration_s: float  # from the end of the step before, or the launch if that was later, until its tokens were here
+    wait_s: float | None  # of it, for the attention worker; None on CUDA, where no host sees it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Of sequences now, and of steps and preemptions in all."""
+
+    num_waiting: int
+    num_opening: int
+    num_running: int
+    num_steps: int
+    num_preemptions: int
+    is_attached: bool  # to an attention worker
+
+
+class EngineObserver(Protocol):
+    """Called on the engine thread; must not block."""
+
+    def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
+        """A step has run. `started` ran for the first time, `outputs` are its tokens and ends."""
+
+    def on_handoff_abort(self) -> None:
+        """The attention worker was lost; steps in flight are void."""
+
+
+def describe_step(
+    plan: StepPlan, scheduler: Scheduler, launch_s: float, duration_s: float, wait_s: float | None
+) -> StepStats:
+    """The figures of a step that has just run; times as in `StepStats`."""
+    ledger = scheduler.session.ledger
+    return StepStats(
+        step_id=plan.step_id,
+        num_seqs=len(plan.entries),
+        num_tokens=plan.num_tokens,
+        num_sampled=sum(entry.num_logits for entry in plan.entries),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_preemptions=scheduler.num_preemptions,
+        num_blocks=ledger.num_blocks,
+        num_free_blocks=ledger.num_free_blocks,
+        num_reserved_blocks=ledger.num_reserved_blocks,
+        launch_s=launch_s,
+        duration_s=duration_s,
+        wait_s=wait_s,
+    )

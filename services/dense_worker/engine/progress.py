@@ -1,0 +1,29 @@
+"""What the watchdog may know of the engine, from any thread."""
+
+from __future__ import annotations
+
+from services.dense_worker.engine.observer import EngineCounts
+from services.dense_worker.engine.session import Session
+from services.rpc.watchdog import Progress
+from services.step import StepPlan
+
+
+def progress_of(
+    session: Session, plan: StepPlan | None, counts: EngineCounts, num_completed: int, num_layers: int
+) -> Progress | None:
+    """How far a step (`plan`, being launched or collected) has come, or None where there is nothing to do."""
+    channel = session.attachment.channel
+    num_waits = channel.num_waits
+    counter = (session.attachment.attachment_id, counts.num_steps, num_completed, num_waits or 0)
+    if plan is not None:
+        return Progress(
+            counter,
+            step_id=plan.step_id,
+            layer=None if num_waits is None else num_waits % num_layers,
+            request_ids=tuple(session.request_ids.get(entry.seq_id, f"{entry.seq_id:x}") for entry in plan.entries),
+            waits_for="attn_worker" if channel.is_waiting else "",
+        )
+    # Between two steps only an answer can be missing; or blocks are, that other gateways may still claim.
+    if counts.num_running or counts.num_opening or (counts.num_waiting and session.claim_deadline_s is None):
+        return Progress(counter, waits_for="attn_worker")
+    return None

@@ -1,0 +1,400 @@
+"""`Scheduler`: which sequences advance by how many tokens. No torch, no gRPC, no asyncio; one engine thread.
+
+There is no prefill or decode phase. A sequence has tokens and computed tokens, and a step lets some
+sequences catch up, within a token budget; those that need a single token go first, so that a long prompt
+cannot stall running streams. A plan is made while the step before it still runs: it needs that step's
+lengths, not its tokens. Who goes first is `waiting_queue.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal
+
+from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
+from services.dense_worker.engine.drafts import DraftSource, StepBudget, room_for_drafts
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.session import NOWHERE, Opening, PlannedEntry, PublishedPlan, Session
+from services.dense_worker.engine.suspects import Suspects
+from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
+from services.step import PlanAccepted, PlanEntry, SequenceOpened, StepPlan, StepResult
+
+GATEWAY_SHIFT = 32  # of the gateway's number within a seq_id
+
+Policy = Literal["guaranteed_no_evict", "max_utilization"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of every step and of the queue; see `SchedulerSection` for their meaning."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_num_waiting: int
+    policy: Policy
+    max_num_waiting_tokens: int = 10_000_000
+    priority_ageing_s: float = 1.0
+
+
+class Scheduler:
+    """Continuous batching over one attention worker at a time: that of the `session`.
+
+    `guaranteed_no_evict` admits a sequence only when the cache can hold its last token; `max_utilization`
+    when it can hold the tokens it has now, and preempts the last one in order when blocks run out: that one is
+    closed and later computed anew. Both lists share one order, which no sequence ever changes, so the first of
+    all is never preempted: something always advances.
+
+    Each plan goes through `schedule`, `accepted`, `update`, one ahead of another; all else may come at any time.
+    """
+
+    def __init__(self, limits: SchedulerLimits, drafts: DraftSource | None = None) -> None:
+        self.limits = limits
+        self.session = Session(NOWHERE)  # until the first attachment
+        self.num_preemptions = 0
+        self._drafts = drafts
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue(
+            limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
+        )
+        self._suspects = Suspects()
+        self._next_step_id = 1
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step can be planned while the one before it runs."""
+        return self._drafts is None
+
+    @property
+    def num_steps(self) -> int:
+        """Plans made, in all."""
+        return self._next_step_id - 1
+
+    @property
+    def num_running(self) -> int:
+        return len(self.session.running)
+
+    @property
+    def num_opening(self) -> int:
+        """Those whose answer is still out, cancelled ones included."""
+        return len(self.session.openings)
+
+    def begin(self, session: Session) -> None:
+        """A new attachment: nothing is open but what it holds, and every live sequence waits in its order.
+
+        Plans in flight are void; their tokens were never known and will be sampled again, alike.
+        """
+        self.session = session
+        self._waiting.clear()
+        for sequence in self._sequences.values():
+            sequence.leave_cache()
+            sequence.num_pending_tokens = 0
+            self._waiting.push(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence; raises `CapacityError` or `InvalidRequest` when it can never run or not now."""
+        if sequence.seq_id in self._sequences:
+            raise InvalidRequest(f"sequence {sequence.seq_id:#x} is already open")
+        num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
+        if num_tokens > self.limits.max_model_len:
+            raise InvalidRequest(
+                f"prompt has {sequence.num_prompt_tokens} tokens and max_tokens is {sequence.max_tokens}, "
+                f"together {num_tokens}; max_model_len is {self.limits.max_model_len}"
+            )
+        ledger = self.session.ledger
+        num_blocks = ledger.blocks_for(sequence.max_num_cached_tokens)
+        if num_blocks > ledger.num_blocks:
+            raise CapacityError(
+                f"{num_tokens} tokens need {num_blocks} KV cache blocks, the cache has {ledger.num_blocks}"
+            )
+        self._waiting.admit(sequence)
+        self._sequences[sequence.seq_id] = sequence
+        self._suspects.add(sequence)
+        self._waiting.push(sequence)
+
+    def cancel(self, seq_id: int) -> None:
+        """Forgets a sequence; its blocks are closed by the next plan. Unknown ids are ignored."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            self._finish(sequence)
+
+    def expire(self, now_s: float) -> list[SequenceOutput]:
+        """Ends those that have waited for their first step as long as they may; `now_s` on the monotonic clock."""
+        outputs = []
+        for sequence, error in self._waiting.expired(now_s):
+            self._finish(sequence)
+            outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+        return outputs
+
+    def next_to_open(self) -> list[Sequence]:
+        """Sequences, in order, that fit now: their blocks are reserved and they become OPENING.
+
+        Those that hold blocks already, from before the attachment, come before all others: only they can make
+        good use of these blocks, and the others may need them. Suspects come first of all, one at a time.
+        """
+        session, chosen = self.session, list[Sequence]()
+        if session.is_short_of_blocks or self._suspects.open() is not None:
+            return chosen
+        while self._waiting and len(session.openings) + len(session.running) < self.limits.max_num_seqs:
+            sequence = self._suspects.first() or self._waiting.first(session.held_blocks)
+            if sequence.num_pending_tokens or sequence.seq_id in session.closing:
+                break  # preempted a moment ago: its last token or its close is still on the way
+            num_blocks = self._blocks_to_reserve(sequence, session.held_blocks.get(sequence.seq_id, 0))
+            if num_blocks > session.ledger.num_available_blocks:
+                if not session.running and not session.openings and not session.closing:
+                    self._drop_held_blocks()  # nothing else can free any
+                break  # nobody overtakes: a small sequence would starve a large one
+            self._waiting.remove(sequence)
+            session.ledger.reserve(num_blocks)
+            sequence.num_reserved_blocks = num_blocks
+            sequence.status = SequenceStatus.OPENING
+            session.openings[sequence.seq_id] = Opening(sequence, sequence.describe(), time.monotonic())
+            chosen.append(sequence)
+            if sequence.is_suspect:
+                break
+        return chosen
+
+    def opened(self, answer: SequenceOpened) -> SequenceOutput | None:
+        """The attention worker knows the sequence now, or refused it: then it ends, unless it was cancelled.
+
+        Raises `PeerError` for an answer that nobody waits for.
+        """
+        session = self.session
+        opening = session.openings.pop(answer.seq_id, None)
+        if opening is None:
+            raise PeerError(f"sequence {answer.seq_id:x} is not being opened")
+        sequence = opening.sequence
+        self._release_reservation(sequence)
+        if answer.error is not None:
+            return self._refused(sequence, answer.error)
+        session.held_blocks.pop(sequence.seq_id, None)
+        session.ledger.give_back(answer.num_freed_blocks)
+        session.ledger.take(answer.num_pinned_blocks)  # among them what it may just have freed
+        num_missing = self._blocks_to_reserve(sequence, answer.num_held_blocks)
+        sequence.num_reserved_blocks = min(num_missing, session.ledger.num_available_blocks)
+        session.ledger.reserve(sequence.num_reserved_blocks)
+        sequence.num_blocks = answer.num_held_blocks
+        sequence.num_computed_tokens = answer.num_cached_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = answer.num_cached_tokens
+        if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
+            self._close(sequence)
+            return None
+        sequence.status = SequenceStatus.RUNNING
+        session.request_ids[sequence.seq_id] = sequence.request_id
+        insert(session.running, sequence)
+        return None
+
+    def schedule(self) -> PublishedPlan | None:
+        """The next step, or None when there is nothing to do. Plans without entries only close sequences."""
+        session = self.session
+        session.is_short_of_blocks = False
+        budget = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
+        planned: list[tuple[PlanEntry, PlannedEntry]] = []
+        scheduled: set[int] = set()
+        prefills = []
+        suspect = self._suspects.open()
+        for sequence in list(session.running):
+            if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
+                continue
+            num_remaining = sequence.num_remaining_tokens
+            if num_remaining > 1:
+                prefills.append((sequence, num_remaining))
+            elif num_remaining == 1:
+                self._plan(sequence, 1, True, budget, planned, scheduled)
+        for sequence, num_remaining in prefills:
+            if budget.num_tokens == 0:
+                break
+            num_tokens = min(num_remaining, budget.num_tokens)
+            self._plan(sequence, num_tokens, num_tokens == num_remaining, budget, planned, scheduled)
+        if not planned and not session.to_close:
+            return None
+        entries, own = zip(*planned, strict=True) if planned else ((), ())
+        plan = StepPlan(self._next_step_id, entries, tuple(session.to_close), tuple(session.confirmed))
+        self._next_step_id += 1
+        session.num_closing_plans += bool(session.to_close)
+        session.to_close.clear()
+        session.confirmed.clear()
+        published = session.published[plan.step_id] = PublishedPlan(plan, own)
+        return published
+
+    def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
+        """The attention worker took a plan: what it freed, and whose rows of it are meaningless."""
+        session = self.session
+        published = session.published.pop(answer.step_id, None)
+        if published is None:
+            raise PeerError(f"step {answer.step_id} was not published, or has been answered")
+        errors = answer.errors or {}
+        session.num_errors += len(errors)
+        session.ledger.give_back(answer.num_freed_blocks)
+        session.closing.difference_update(published.plan.close_seq_ids)
+        session.num_closing_plans -= bool(published.plan.close_seq_ids)
+        outputs = []
+        for sequence, num_taken_blocks in published.entries if errors else ():
+            if sequence.seq_id in errors:
+                session.ledger.give_back(num_taken_blocks)
+                if sequence.status is not SequenceStatus.FINISHED:
+                    self._finish(sequence)
+                    error = RequestAborted(errors[sequence.seq_id])
+                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+        return outputs
+
+    def update(self, published: PublishedPlan, result: StepResult) -> list[SequenceOutput]:
+        """The step ran: its tokens are appended, sequences go on or end."""
+        if not published.plan.close_seq_ids:
+            self.session.published.pop(published.plan.step_id, None)  # no answer comes any more
+        outputs = []
+        for entry, token_ids in zip(published.entries, result.token_ids, strict=True):
+            if token_ids:
+                output = self._append(entry.sequence, token_ids)
+                if output is not None:
+                    outputs.append(output)
+        return outputs
+
+    def _append(self, sequence: Sequence, token_ids: SequenceOf[int]) -> SequenceOutput | None:
+        sequence.num_pending_tokens -= 1
+        sequence.num_draft_tokens = 0
+        if sequence.status is SequenceStatus.FINISHED:
+            return None  # ended by an earlier step, or cancelled: the one wasted step
+        output_token_ids, first = sequence.output_token_ids, len(sequence.output_token_ids)
+        finish_reason = None
+        for token_id in token_ids:
+            output_token_ids.append(token_id)
+            if token_id in sequence.stop_token_ids:
+                finish_reason = FinishReason.STOP
+                break
+            if len(output_token_ids) == sequence.max_tokens:
+                finish_reason = FinishReason.LENGTH
+                break
+        self._suspects.clear(sequence)
+        if finish_reason is not None:
+            self._finish(sequence)
+            return SequenceOutput(sequence, output_token_ids[first:], finish_reason)
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.num_computed_tokens += len(token_ids) - 1  # the drafts among them
+            for token_id in token_ids:
+                self.session.confirmed.append((sequence.seq_id, token_id))
+        return SequenceOutput(sequence, token_ids, None)
+
+    def close_unclaimed(self, gateway: int | None = None) -> None:
+        """Closes the sequences of an earlier dense worker that nobody, or not this gateway, submitted again."""
+        unclaimed = [seq_id for seq_id in self.session.held_blocks if seq_id not in self._sequences]
+        self._close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
+
+    def _drop_held_blocks(self) -> None:
+        """Gives up what the last waiting sequence in order kept from before; it will be computed anew."""
+        holders = [seq_id for seq_id in self.session.held_blocks if seq_id in self._sequences]
+        if holders:
+            self._close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
+
+    def _close_held(self, seq_ids: SequenceOf[int]) -> None:
+        for seq_id in seq_ids:
+            del self.session.held_blocks[seq_id]
+        self.session.to_close.extend(seq_ids)
+        self.session.closing.update(seq_ids)
+
+    def _blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int) -> int:
+        guaranteed = self.limits.policy == "guaranteed_no_evict"
+        num_tokens = sequence.max_num_cached_tokens if guaranteed else sequence.num_tokens
+        return max(0, self.session.ledger.blocks_for(num_tokens) - num_held_blocks)
+
+    def _plan(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        is_last: bool,
+        budget: StepBudget,
+        planned: list[tuple[PlanEntry, PlannedEntry]],
+        scheduled: set[int],
+    ) -> None:
+        """Adds an entry for `num_tokens` known or pending tokens; after the last one, for drafts, if there is room."""
+        drafts: tuple[int, ...] = ()
+        if is_last and self._drafts is not None:
+            room = room_for_drafts(sequence, self.session, budget)
+            drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
+        num_blocks = self._allocate(sequence, num_tokens + len(drafts), scheduled)
+        if num_blocks is None:
+            return
+        num_logits = is_last + len(drafts)
+        entry = PlanEntry(sequence.seq_id, sequence.num_computed_tokens, num_tokens + len(drafts), num_logits, drafts)
+        sequence.num_computed_tokens += num_tokens
+        sequence.num_pending_tokens += is_last
+        sequence.num_draft_tokens = len(drafts)
+        budget.num_tokens -= entry.num_tokens
+        budget.num_logits -= num_logits
+        planned.append((entry, PlannedEntry(sequence, num_blocks)))
+        scheduled.add(sequence.seq_id)
+
+    def _allocate(self, sequence: Sequence, num_tokens: int, scheduled: Collection[int]) -> int | None:
+        """Takes the blocks for `num_tokens` more tokens, preempting those later in order if there are too few.
+
+        Returns how many it took; None: the sequence cannot advance now.
+        """
+        session = self.session
+        ledger = session.ledger
+        if sequence.status is not SequenceStatus.RUNNING:
+            return None  # preempted in this very plan
+        num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks)
+        num_reserved = min(num_blocks, sequence.num_reserved_blocks)
+        if num_blocks - num_reserved > ledger.num_available_blocks:
+            session.is_short_of_blocks = True
+            if not session.num_closing_plans and not session.to_close:  # blocks on their way back come first
+                self._preempt_latest(scheduled)
+            return None
+        ledger.unreserve(num_reserved)
+        ledger.take(num_blocks)
+        sequence.num_reserved_blocks -= num_reserved
+        sequence.num_blocks += num_blocks
+        return num_blocks
+
+    def _preempt_latest(self, scheduled: Collection[int]) -> None:
+        for victim in reversed(self.session.running[1:]):
+            if victim.seq_id not in scheduled:
+                remove(self.session.running, victim)
+                self._close(victim)
+                self._waiting.push(victim)
+                self.num_preemptions += 1
+                return
+        if not scheduled:  # else the others advance, and will end or find no block themselves
+            self._drop_held_blocks()
+
+    def _finish(self, sequence: Sequence) -> None:
+        status, sequence.status = sequence.status, SequenceStatus.FINISHED
+        del self._sequences[sequence.seq_id]
+        self._suspects.clear(sequence)
+        if status is SequenceStatus.RUNNING:
+            remove(self.session.running, sequence)
+            self._close(sequence)
+        elif status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+            if sequence.seq_id in self.session.held_blocks:
+                self._close_held([sequence.seq_id])
+        else:
+            self.session.closing.add(sequence.seq_id)  # being opened; closed as soon as it is
+
+    def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
+        self.session.closing.discard(sequence.seq_id)
+        if sequence.status is SequenceStatus.FINISHED:
+            return None
+        sequence.status = SequenceStatus.FINISHED
+        del self._sequences[sequence.seq_id]
+        self._suspects.clear(sequence)
+        return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
+
+    def _close(self, sequence: Sequence) -> None:
+        self._release_reservation(sequence)
+        sequence.leave_cache()
+        self.session.request_ids.pop(sequence.seq_id, None)
+        self.session.to_close.append(sequence.seq_id)
+        self.session.closing.add(sequence.seq_id)
+
+    def _release_reservation(self, sequence: Sequence) -> None:
+        self.session.ledger.unreserve(sequence.num_reserved_blocks)
+        sequence.num_reserved_blocks = 0

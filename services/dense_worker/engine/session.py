@@ -1,0 +1,69 @@
+"""`Session`: everything that lives as long as one attachment. A new attachment gets a new one; nothing is reset."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.block_ledger import BlockLedger
+from services.dense_worker.engine.sequence import Sequence
+from services.step import NewSequence, StepPlan
+
+# How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
+CLAIM_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A sequence that the attention worker has been asked to open."""
+
+    sequence: Sequence
+    new: NewSequence  # what was sent
+    asked_s: float  # on the monotonic clock
+
+
+class PlannedEntry(NamedTuple):
+    """The scheduler's side of a plan's entry; a tuple, like that."""
+
+    sequence: Sequence
+    num_taken_blocks: int  # that left the ledger for it
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPlan:
+    """A plan on its way, until its result and, if it closes sequences, its answer are here."""
+
+    plan: StepPlan
+    entries: tuple[PlannedEntry, ...]  # aligned with the plan's
+
+
+# Of a worker that has not attached yet. It has no blocks, so that nothing runs.
+NOWHERE = Attachment(
+    epoch=0, attachment_id=0, channel=None, block_size=1, num_blocks=0, num_free_blocks=0, held_blocks={}
+)
+
+
+class Session:
+    """Owned by the engine thread; the scheduler keeps here what is true of this attachment alone."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
+        self.running: list[Sequence] = []  # in the order of the waiting queue
+        self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
+        self.published: dict[int, PublishedPlan] = {}  # by step_id
+        self.under_way: tuple[StepPlan, ...] = ()  # published and not completed, or not when the session ended
+        self.num_errors = 0  # in the answers that have come
+        self.request_ids: dict[int, str] = {}  # by seq_id, of those running; for messages, from any thread
+
+        # Sequences of an earlier dense worker, their blocks, and until when they may be claimed.
+        self.held_blocks = dict(attachment.held_blocks)  # by seq_id
+        self.claim_deadline_s = time.monotonic() + CLAIM_S if attachment.held_blocks else None
+
+        self.to_close: list[int] = []  # by the next plan
+        self.closing: set[int] = set()  # not to be opened again before the attention worker closed them
+        self.num_closing_plans = 0  # published ones with closes, whose answer is still out
+        self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
+        self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody

@@ -1,0 +1,56 @@
+"""`SequenceTracer`: the dense worker's part of a request's trace. Runs on the event loop.
+
+A sequence is one span, from its arrival to its end, with queue, prefill and decode below it; the engine thread only
+leaves their times in the sequence.
+"""
+
+from __future__ import annotations
+
+import time
+
+from services.dense_worker.engine.sequence import Sequence
+from services.rpc.tracing import Span, Tracer
+
+
+class SequenceTracer:
+    """Knows the spans of all sequences that have not ended."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._open: dict[int, tuple[Sequence, Span]] = {}  # by seq_id
+
+    def begin(self, sequence: Sequence, traceparent: str) -> None:
+        """It has arrived, as part of the gateway's trace; from now on `sequence.traceparent` names its own span."""
+        if not self._tracer.is_enabled:
+            return
+        self.end(sequence.seq_id, "replaced")
+        span = self._tracer.start(
+            "sequence",
+            traceparent,
+            sequence.arrival_s,
+            request_id=sequence.request_id,
+            seq_id=f"{sequence.seq_id:x}",
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            is_recovered=bool(sequence.output_token_ids),
+        )
+        sequence.traceparent = span.traceparent
+        self._open[sequence.seq_id] = sequence, span
+
+    def end(self, seq_id: int, outcome: str, error: str | None = None) -> None:
+        """It is over; unknown ones are ignored."""
+        sequence, span = self._open.pop(seq_id, (None, None))
+        if sequence is None or span is None:
+            return
+        now_s = time.monotonic()
+        started_s, first_token_s = sequence.started_s, sequence.first_token_s
+        span.add_child("queue", sequence.arrival_s, now_s if started_s is None else started_s)
+        if started_s is not None:
+            span.add_child("prefill", started_s, now_s if first_token_s is None else first_token_s)
+        if first_token_s is not None:
+            span.add_child("decode", first_token_s, now_s)
+        span.end(
+            error,
+            outcome=outcome,
+            num_output_tokens=len(sequence.output_token_ids),
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )

@@ -1,0 +1,151 @@
+"""`CudaModelRunner`: the dense worker's steps on a GPU, one step enqueued while the one before it runs.
+
+Steps are captured CUDA graphs, one per number of tokens, handoffs included: to launch a step kernel by kernel
+takes longer than to run it, up to a prompt of a few hundred tokens. The token a sequence got stays on the
+device as the input of its next step; the host reads it from pinned memory when an event says so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from services.channel import Channel
+from services.common.batch_buckets import bucket_for, token_buckets
+from services.common.cuda_graphs import StepGraphs
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, StepInput, run_layers
+from services.dense_worker.runner.step_tokens import PendingTokens
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import StepPlan, StepResult
+
+_NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet
+FEW_SAMPLED = 16  # rows
+
+
+class CudaModelRunner(ModelRunner):
+    """See `ModelRunner`. Graphs belong to one attachment, whose addresses they hold."""
+
+    def __init__(
+        self,
+        backend: DenseBackend,
+        sampler: Sampler,
+        config: ModelConfig,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        *,
+        captures_lazily: bool,
+    ) -> None:
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs)
+        self._buckets = token_buckets(max_num_seqs, max_num_tokens)
+        self._stream = torch.cuda.Stream()
+        self._captures_lazily = captures_lazily
+        self._graphs: StepGraphs[tuple[int, int]] | None = None  # by numbers of tokens and sampled rows
+        # One step's input, packed so that one copy moves it; see `_unpack`.
+        self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
+        self._stages = [
+            torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)
+        ]
+        # Graphs leave their logits here, so that they can share all other memory.
+        self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
+        self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
+        self._num_launched = 0
+
+    def attach(self, channel: Channel) -> None:
+        """Captures the graphs, unless they shall be captured when they are needed."""
+        torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
+        super().attach(channel)
+        self._graphs = None  # their memory is free before the new ones need it
+
+        def run(size: tuple[int, int]) -> None:
+            self._logits[: size[1]] = self._run_rows(channel, *size)
+
+        self._graphs = StepGraphs(self._stream, lambda size: self._warm_up(channel, *size), run)
+        if not self._captures_lazily:
+            sizes = [(rows, sampled) for rows in reversed(self._buckets) for sampled in self._sampled_sizes(rows)]
+            self._graphs.capture_all(sizes)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Enqueues the whole step; waits for the device only to capture a graph."""
+        channel = self._channel
+        assert channel is not None, "steps need an attachment"
+        stage = self._num_launched % _NUM_STAGES
+        self._num_launched += 1
+        tokens = None
+        with torch.cuda.stream(self._stream):
+            step = self.prepare(self.bind(plan))
+            if plan.entries:
+                tokens = self._enqueue(step, channel, stage)
+            event = torch.cuda.Event()
+            event.record()
+        return _Launched(event, channel, tokens)
+
+    def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
+        num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
+        # Prompts' log-probabilities ask for `last` again, which needs the residual that a graph keeps to itself.
+        is_captured = num_tokens <= self._buckets[-1] and not step.stretches
+        num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
+        graph = self._find_graph(num_rows, num_sampled) if is_captured else None
+        token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
+        token_ids[:num_tokens] = step.token_ids
+        token_ids[num_tokens:] = 0  # padding: any token will do, and any row
+        fed_slots.fill_(-1)
+        fed_slots[step.fed_rows] = step.fed_slots
+        sampled_rows[:num_sampled] = step.sampled_rows
+        sampled_rows[num_sampled:] = 0
+        # Both sides are contiguous and the host's is pinned: the copy is asynchronous.
+        self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
+        if graph is not None:
+            graph.replay()
+            logits = self._logits
+        else:
+            logits = self._run_rows(channel, num_rows, num_sampled)
+        return self.finish(step, logits[:num_sampled], channel, self._outputs[stage][:num_sampled])
+
+    def _find_graph(self, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
+        assert self._graphs is not None, "steps need an attachment"
+        return self._graphs.find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
+
+    def _run_rows(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.Tensor:
+        """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size]."""
+        token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
+        fed = self._sampler.last_token[fed_slots.clamp(min=0)]
+        token_ids = torch.where(fed_slots < 0, token_ids, fed)
+        return run_layers(self._backend, channel, self._num_layers, token_ids, sampled_rows[:num_sampled])
+
+    def _sampled_sizes(self, num_rows: int) -> list[int]:
+        """Numbers of sampled rows to capture: most prompts' steps yield few tokens, decode steps one a row."""
+        most = min(num_rows, self._max_num_seqs)
+        return sorted({min(most, FEW_SAMPLED), most})
+
+    def _warm_up(self, channel: Channel, num_rows: int, num_sampled: int) -> None:
+        """Each segment once without handoffs: compiles kernels and lets libraries choose theirs."""
+        qkv, attn_out = channel.qkv[:num_rows], channel.attn_out[:num_rows]
+        self._input.zero_()  # an earlier attachment's steps, packed for other numbers of rows, are no token ids
+        token_ids, _, sampled_rows = _unpack(self._input, num_rows)
+        attn_out.zero_()
+        self._backend.first(token_ids, qkv)
+        if self._num_layers > 1:
+            self._backend.middle(0, channel.fetch_attn_out(num_rows), qkv)
+        self._backend.last(attn_out, sampled_rows[:num_sampled])
+
+
+def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids; the slot each is fed from, or -1; rows to sample: views of int64 [num_rows] each."""
+    token_ids, fed_slots, sampled_rows = packed[: 3 * num_rows].view(3, num_rows)
+    return token_ids, fed_slots, sampled_rows
+
+
+class _Launched:
+    def __init__(self, event: torch.cuda.Event, channel: Channel, tokens: PendingTokens | None) -> None:
+        self._event = event
+        self._channel = channel
+        self._tokens = tokens
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def collect(self) -> StepResult:
+        self._channel.check()
+        return self._tokens.read() if self._tokens is not None else StepResult(())

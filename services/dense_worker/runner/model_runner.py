@@ -1,0 +1,216 @@
+"""`ModelRunner`: turns a plan into one dense stroke after another, and logits into tokens.
+
+Runs on the engine thread, and knows plans alone: of every sequence it keeps what it was told and the tokens it got.
+A running sequence has a *slot*: its row in the sampler's state, where the last token it got stays on the device as
+the input of its next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from services.channel import Channel, Flag, qkv_flag
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
+from services.dense_worker.sampling.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import NewSequence, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """A plan and the sequences that its ids mean; later ones of the same ids are others."""
+
+    plan: StepPlan
+    sequences: SequenceOf[KnownSequence]  # aligned with the plan's entries
+    closed: SequenceOf[KnownSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step needs beside the device's own state. Rows are the step's tokens, in batch order."""
+
+    bound: BoundPlan
+    token_ids: torch.Tensor  # int64 [num_tokens]; rows fed from the device hold anything
+    fed_rows: torch.Tensor  # int64 [num_fed]: rows whose token an earlier step leaves on the device
+    fed_slots: torch.Tensor  # int64 [num_fed]: where it lies
+    sampled_rows: torch.Tensor  # int64 [num_sampled]: the rows whose logits the plan wants
+    sampled_slots: np.ndarray  # int64 [num_sampled]
+    positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
+    output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
+    stretches: list[PromptStretch]  # of prompts whose log-probabilities are wanted
+
+
+class RunningStep(Protocol):
+    """A step that has been launched."""
+
+    def is_done(self) -> bool:
+        """Whether nothing keeps `collect` from going ahead."""
+
+    def collect(self) -> StepResult:
+        """What the step yields, once it is there. Raises what `Channel.wait` raises."""
+
+
+class ModelRunner:
+    """Drives a `DenseBackend` through the layers, meeting the attention worker after each."""
+
+    def __init__(self, backend: DenseBackend, sampler: Sampler, num_layers: int, max_num_seqs: int) -> None:
+        self._backend = backend
+        self._sampler = sampler
+        self._num_layers = num_layers
+        self._max_num_seqs = max_num_seqs
+        self._free_slots = list(range(max_num_seqs))
+        self._sequences: dict[int, KnownSequence] = {}  # by seq_id
+        self._used_slots: set[int] = set()
+        self._channel: Channel | None = None
+
+    def attach(self, channel: Channel) -> None:
+        """Meets the attention worker in `channel` from now on; every sequence is forgotten."""
+        for slot in list(self._used_slots):
+            self._release_slot(slot)
+        self._sequences.clear()
+        self._channel = channel
+
+    def open(self, new: NewSequence) -> None:
+        """Plans may name this sequence from now on, until one closes it."""
+        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids))
+
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """On a CPU nothing can run beside the host: the step runs when it is collected, in plan order."""
+        return _LazyStep(self, self.bind(plan))
+
+    def bind(self, plan: StepPlan) -> BoundPlan:
+        """Finds the sequences of a plan, after its closings and forks. Called as soon as it is published."""
+        closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
+        for fork in plan.forks:
+            parent = self._sequences[fork.parent_seq_id]
+            self._sequences[fork.child_seq_id] = KnownSequence(parent.new, list(parent.token_ids))
+        return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
+
+    def prepare(self, bound: BoundPlan) -> StepInput:
+        """Gives slots and builds the step's input from what is known on the host. Called in plan order."""
+        for sequence in bound.closed:
+            if sequence.slot is not None:  # else it never ran
+                self._release_slot(sequence.slot)
+        token_ids: list[int] = []
+        fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
+        stretches: list[PromptStretch] = []
+        for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
+            slot = sequence.slot
+            if slot is None:
+                slot = self._assign_slot(sequence)
+            new = sequence.new
+            if new.num_prompt_logprobs is not None and (stretch := find_stretch(entry, new, len(token_ids))):
+                stretches.append(stretch)
+            _, position, num_tokens, num_logits, drafts = entry
+            known = sequence.token_ids[position : position + num_tokens - len(drafts)]
+            token_ids += known
+            if drafts:
+                assert len(known) + len(drafts) == num_tokens, "drafts follow tokens that are known"
+                token_ids += drafts
+            elif len(known) < num_tokens:
+                fed_rows.append(len(token_ids))
+                fed_slots.append(slot)
+                token_ids.append(0)
+            end, num_rows = position + num_tokens, len(token_ids)
+            for back in range(num_logits, 0, -1):
+                sampled_rows.append(num_rows - back)
+                sampled_slots.append(slot)
+                positions.append(end - back + 1)
+                output_lens.append(end - back + 1 - new.num_prompt_tokens)
+        return StepInput(
+            bound,
+            *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
+            *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
+            stretches,
+        )
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> StepResult:
+        """Runs all layers, and the sampler. Raises what `Channel.wait` raises."""
+        assert self._channel is not None, "steps need an attachment"
+        token_ids = step.token_ids
+        token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
+        logits = run_layers(self._backend, self._channel, self._num_layers, token_ids, step.sampled_rows)
+        return self.finish(step, logits, self._channel, torch.empty(len(logits), dtype=torch.int64)).read()
+
+    def finish(
+        self, step: StepInput, logits: torch.Tensor, channel: Channel, host_token_ids: torch.Tensor
+    ) -> PendingTokens:
+        """Samples, and ranks what is to be reported; all of it is on the host once the device has run it.
+
+        logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled
+        """
+        num_logprobs: dict[int, int] = {}
+        ranked = prompt_ranked = None
+        if len(step.sampled_rows):
+            sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
+            host_token_ids.copy_(sampled.token_ids, non_blocking=True)
+            num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
+        if step.stretches:
+            attn_out = channel.attn_out[: len(step.token_ids)]
+            prompt_ranked = rank_prompt_tokens(self._backend, attn_out, step.stretches, self._max_num_seqs).to_host()
+        entries, sequences = step.bound.plan.entries, step.bound.sequences
+        return PendingTokens(entries, sequences, host_token_ids, num_logprobs, ranked, step.stretches, prompt_ranked)
+
+    def _assign_slot(self, sequence: KnownSequence) -> int:
+        slot = sequence.slot = self._free_slots.pop()
+        self._used_slots.add(slot)
+        new, num_prompt_tokens = sequence.new, sequence.new.num_prompt_tokens
+        self._sampler.add(
+            slot,
+            new.sampling,
+            sequence.token_ids[:num_prompt_tokens],
+            sequence.token_ids[num_prompt_tokens:],
+            new.stop_token_ids,
+            new.num_logprobs,
+        )
+        return slot
+
+    def _release_slot(self, slot: int) -> None:
+        self._sampler.remove(slot)
+        self._used_slots.remove(slot)
+        self._free_slots.append(slot)
+
+
+def run_layers(
+    backend: DenseBackend,
+    channel: Channel,
+    num_layers: int,
+    token_ids: torch.Tensor,
+    sampled_rows: torch.Tensor,
+) -> torch.Tensor:
+    """Through all segments, one handoff each way between two of them.
+
+    token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size]
+    """
+    num_tokens = len(token_ids)
+    qkv = channel.qkv[:num_tokens]
+    qkv_ready = qkv_flag(num_tokens)
+    backend.first(token_ids, qkv)
+    for layer in range(num_layers):
+        channel.signal(qkv_ready)
+        channel.wait(Flag.ATTENTION_READY)
+        if layer + 1 < num_layers:
+            backend.middle(layer, channel.fetch_attn_out(num_tokens), qkv)
+    if not len(sampled_rows):
+        return torch.empty(0, 0)
+    return backend.last(channel.attn_out[:num_tokens], sampled_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _LazyStep:
+    runner: ModelRunner
+    bound: BoundPlan
+
+    def is_done(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        step = self.runner.prepare(self.bound)
+        return self.runner.run(step) if self.bound.plan.entries else StepResult(())

@@ -1,0 +1,63 @@
+"""What a step yields: `PendingTokens` on their way from the device, which become a `StepResult`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.sampling.logprobs import RankedTokens
+from services.dense_worker.sampling.prompt_logprobs import PromptStretch, read_prompt_logprobs
+from services.step import NewSequence, PlanEntry, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class KnownSequence:
+    """What the runner knows of a sequence."""
+
+    new: NewSequence
+    token_ids: list[int]  # all that are known on the host, the prompt's first
+    slot: int | None = None  # of the sampler; None until it runs
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Tensors on the host, which the device fills when it runs the step."""
+
+    entries: SequenceOf[PlanEntry]
+    sequences: SequenceOf[KnownSequence]  # aligned with the entries
+    token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan wants
+    num_logprobs: Mapping[int, int]  # likeliest tokens wanted beside the sampled one, by index in `token_ids`
+    ranked: RankedTokens | None  # one row for each of `num_logprobs`; None where that is empty
+    stretches: SequenceOf[PromptStretch]
+    prompt_ranked: RankedTokens | None  # one row for each token of `stretches`; None where these are empty
+
+    def read(self) -> StepResult:
+        """Not before the device has run the step. The sequences know their tokens then."""
+        sampled = self.token_ids.tolist()
+        ranked: dict[int, TokenLogprobs] = {}
+        if self.ranked is not None:
+            ranked = dict(zip(self.num_logprobs, self.ranked.read(list(self.num_logprobs.values())), strict=True))
+        token_ids: list[SequenceOf[int]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        first = 0
+        for entry, sequence in zip(self.entries, self.sequences, strict=True):
+            accepted = verify(entry.draft_token_ids, sampled[first : first + entry.num_logits])
+            sequence.token_ids += accepted
+            token_ids.append(accepted)
+            if first in ranked and accepted:
+                logprobs[entry.seq_id] = [ranked[first + index] for index in range(len(accepted))]
+            first += entry.num_logits
+        prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.stretches, self.prompt_ranked)
+        return StepResult(token_ids, logprobs, prompt_logprobs)
+
+
+def verify(draft_token_ids: SequenceOf[int], sampled: list[int]) -> list[int]:
+    """The sampled tokens that count: a row after a draft means something only if the draft was chosen, too."""
+    for index, draft in enumerate(draft_token_ids):
+        if sampled[index] != draft:
+            return sampled[: index + 1]
+    return sampled

@@ -1,0 +1,72 @@
+"""Log-probabilities of a prompt's own tokens: each is told of by the row of the token before it.
+
+A step computes a stretch of a prompt. Sampling needs the logits of one row a sequence; here they are computed
+for all rows of the stretch, some at a time, so that memory stays bounded however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.runner.upload import upload
+from services.dense_worker.sampling.logprobs import RankedTokens, concatenate, rank_tokens
+from services.step import NewSequence, PlanEntry, PromptLogprobs
+
+MAX_ROWS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStretch:
+    """Prompt tokens that a step tells of."""
+
+    seq_id: int
+    start: int  # index in the prompt of the first one, at least 1
+    token_ids: SequenceOf[int]
+    first_row: int  # of the step; tells of the first one, the next row of the next
+    num_logprobs: int  # likeliest tokens to report beside each
+
+
+def find_stretch(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptStretch | None:
+    """What an entry, whose tokens begin at `first_row` of the step, tells of a prompt that wants it; or nothing."""
+    assert new.num_prompt_logprobs is not None
+    start = entry.position + 1
+    token_ids = new.token_ids[start : min(start + entry.num_tokens, new.num_prompt_tokens)]
+    if not token_ids:
+        return None
+    return PromptStretch(entry.seq_id, start, token_ids, first_row, new.num_prompt_logprobs)
+
+
+def rank_prompt_tokens(
+    backend: DenseBackend, attn_out: torch.Tensor, stretches: SequenceOf[PromptStretch], max_num_rows: int
+) -> RankedTokens:
+    """One row for each token of the stretches, in order; called in place of `DenseBackend.last` or after it.
+
+    attn_out: [num_tokens, attn_size] of the last layer; max_num_rows: most that `last` may be asked for
+    """
+    rows, token_ids = [], []
+    for stretch in stretches:
+        rows.append(np.arange(stretch.first_row, stretch.first_row + len(stretch.token_ids)))
+        token_ids += stretch.token_ids
+    packed = np.stack([np.concatenate(rows), np.array(token_ids, dtype=np.int64)])
+    device_rows, device_token_ids = upload(packed, attn_out.device)
+    num_top = max(stretch.num_logprobs for stretch in stretches)
+    size = min(MAX_ROWS_AT_A_TIME, max_num_rows)
+    return concatenate(
+        rank_tokens(backend.last(attn_out, some_rows), some_token_ids, num_top)
+        for some_rows, some_token_ids in zip(device_rows.split(size), device_token_ids.split(size), strict=True)
+    )
+
+
+def read_prompt_logprobs(stretches: SequenceOf[PromptStretch], ranked: RankedTokens) -> list[PromptLogprobs]:
+    """What `rank_prompt_tokens` found, once it is on the host."""
+    num_top = [stretch.num_logprobs for stretch in stretches for _ in stretch.token_ids]
+    tokens = iter(ranked.read(num_top))
+    return [
+        PromptLogprobs(stretch.seq_id, stretch.start, [next(tokens) for _ in stretch.token_ids])
+        for stretch in stretches
+    ]

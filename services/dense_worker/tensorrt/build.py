@@ -1,0 +1,191 @@
+"""`python -m services.dense_worker.tensorrt.build`: TensorRT plans of a model's segments, or a look into them.
+
+What is built already is found again. No weights are read: a plan takes them as inputs, so one `middle` plan
+serves all layers and 33 layers take no longer than 3. On a GPU it also measures where torch is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.cli import dashed
+from services.common.config import DenseSection
+from services.common.errors import ConfigError, TwostrokeError
+from services.common.model_config import ModelConfig, load_model_config
+from services.dense_worker.backends.segment_runner import torch_segments
+from services.dense_worker.model.weights import random_weights, weights_hash
+from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
+from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
+from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
+from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, synchronize
+from services.dense_worker.tensorrt.manifest import read_manifest, read_networks
+from services.dense_worker.tensorrt.measure import (
+    known_measurements,
+    measure_segments,
+    store_measurements,
+    time_on_gpu,
+)
+from services.dense_worker.tensorrt.optional_packages import require
+from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profiles
+
+GPU = torch.device("cuda")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 1 after an error."""
+    parser = _parser()
+    arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
+    has_model = arguments.model is not None or arguments.onnx is not None
+    if not (has_model or arguments.inspect):
+        parser.error("one of --model DIR and --onnx OUT is needed, except with --inspect")
+    cache = EnginePlanCache(arguments.output_dir.expanduser())
+    try:
+        records = build(arguments, cache) if has_model else cache.records()
+        if arguments.inspect:
+            inspect(cache, records)
+    except TwostrokeError as error:
+        print(f"services.dense_worker.tensorrt.build: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EnginePlanRecord]:
+    """The model's plans, built where missing. Raises ModelError, ConfigError or CapacityError."""
+    require("onnx")
+    from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
+
+    profiles = parse_profiles(arguments.profiles)
+    config, dtype, networks = _read_networks(arguments)
+    api, gpu = load_tensorrt(), current_gpu(GPU)
+    print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
+    plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
+    if gpu is not None and config is not None:
+        _measure(api, plans, profiles, config, dtype, cache)
+    return [cached.record for cached in plans.values()]
+
+
+def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None:
+    """Prints what is known of each plan. Raises ConfigError where there is none."""
+    if not records:
+        raise ConfigError(f"{cache.directory} holds no plans")
+    for record in records:
+        _print_record(record)
+
+
+def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, torch.dtype, dict[str, bytes]]:
+    """The ONNX models, made now or exported earlier; the config is known only in the first case."""
+    if arguments.onnx is not None:
+        manifest = read_manifest(arguments.onnx)
+        if arguments.dtype not in ("auto", manifest.dtype):
+            raise ConfigError(
+                f"--dtype is {arguments.dtype}, {arguments.onnx} was exported in {manifest.dtype}"
+            )
+        return None, getattr(torch, manifest.dtype), read_networks(arguments.onnx, manifest)
+    from services.dense_worker.tensorrt.onnx_segments import export_networks
+
+    config = load_model_config(arguments.model, arguments.num_layers)
+    if arguments.load_format != "dummy":
+        weights_hash(arguments.model, config)  # a directory that the worker could not load is refused now
+    dtype = getattr(torch, config.checkpoint_dtype if arguments.dtype == "auto" else arguments.dtype)
+    return config, dtype, export_networks(config, dtype)
+
+
+def _measure(
+    api: TensorRT,
+    plans: Mapping[str, CachedEnginePlan],
+    profiles: Sequence[Profile],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    cache: EnginePlanCache,
+) -> None:
+    """Times the plans and torch with random weights of two layers: speed does not depend on either."""
+    limits = Limits(profiles[-1].high, profiles[-1].high)
+    if known_measurements(plans, limits) is not None:
+        return
+    print("measuring TensorRT and torch", flush=True)
+    config = replace(config, num_layers=min(config.num_layers, 2))
+    weights = random_weights(config, dtype, GPU, seed=0)
+    binaries = {name: cached.plan for name, cached in plans.items()}
+    runners = {
+        "tensorrt": TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream),
+        "torch": torch_segments(weights, config, limits.num_tokens),
+    }
+    synchronize()
+    measured = measure_segments(runners, config, dtype, GPU, limits, time_on_gpu)
+    store_measurements(cache, plans, measured)
+    for segment, times in measured.items():
+        for size, us in times.items():
+            print(f"  {segment} {size}: TensorRT {us['tensorrt']} µs, torch {us['torch']} µs")
+
+
+def _print_record(record: EnginePlanRecord) -> None:
+    key = record.key
+    print(f"{key.file_stem}.plan: {record.plan_bytes / 1e6:.2f} MB, built in {record.build_s} s")
+    print(f"  for       {key.tensorrt}, GPU {key.gpu}, {key.num_sms or 'any number of'} SMs, {key.dtype}")
+    print(f"  profiles  {key.profiles}")
+    for title, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):
+        print(f"  {title}")
+        for tensor in tensors:
+            print(f"    {tensor['name']:<16} {tensor['dtype']:<9} {tensor['shape']}")
+    print(f"  network   {', '.join(f'{count} {op}' for op, count in sorted(record.operators.items()))}")
+    if record.layers is None:
+        print("  layers    not known: the plan was built without a GPU, where no engine can be loaded")
+        return
+    print(f"  layers    {len(record.layers)}")
+    for layer in record.layers:
+        print(f"    {_describe_layer(layer)}")
+
+
+def _describe_layer(layer: Any) -> str:
+    """Type, tactic and name; of a fused kernel the name lists what it fuses."""
+    if not isinstance(layer, dict):
+        return str(layer)
+    parts = (layer.get("LayerType"), layer.get("TacticName"), layer.get("Name"))
+    return "  ".join(str(part) for part in parts if part)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="services.dense_worker.tensorrt.build", description=__doc__)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model directory")
+    source.add_argument("--onnx", type=Path, metavar="OUT", help="instead: what the export wrote")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=DenseSection().plan_dir,
+        metavar="PLANS",
+        help="default: dense.plan_dir",
+    )
+    parser.add_argument("--load-format", choices=("safetensors", "dummy"), default="safetensors")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto: the model's own",
+    )
+    parser.add_argument(
+        "--profiles",
+        default=DenseSection().profiles,
+        metavar="RANGES",
+        help="numbers of tokens, each range FROM-TO or FROM-TO@BEST; default: %(default)s",
+    )
+    parser.add_argument("--num-layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument(
+        "--inspect", action="store_true", help="print profiles, inputs, layers and fused kernels"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Finds the plans of a model's segments in a cache and builds what is missing; for `build` and the worker."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx
+import torch
+
+from services.common.errors import ConfigError
+from services.dense_worker.tensorrt.api import Sizes, TensorRT
+from services.dense_worker.tensorrt.engine_plan_cache import (
+    CachedEnginePlan,
+    EnginePlanCache,
+    EnginePlanKey,
+    EnginePlanRecord,
+)
+from services.dense_worker.tensorrt.gpu import Gpu
+from services.dense_worker.tensorrt.onnx_segments import describe_tensors
+from services.dense_worker.tensorrt.profiles import Profile, format_profiles
+
+Report = Callable[[str], None]
+
+
+class EnginePlanBuilder:
+    """One TensorRT on one GPU, with one set of profiles.
+
+    TensorRT-RTX needs no GPU to build, and its plans are for every GPU that it supports. Raises ConfigError
+    where TensorRT cannot build here.
+    """
+
+    def __init__(self, api: TensorRT, gpu: Gpu | None, profiles: Sequence[Profile], cache: EnginePlanCache) -> None:
+        if gpu is not None:
+            api.check_gpu(gpu)
+        elif not api.is_rtx:
+            raise ConfigError(f"{api.name} builds on the GPU that will run the plan, and torch sees none")
+        self._api = api
+        self._gpu = gpu
+        self._profiles = profiles
+        self._cache = cache
+
+    def find_or_build(
+        self, networks: Mapping[str, bytes], dtype: torch.dtype, build_command: str | None, report: Report
+    ) -> dict[str, CachedEnginePlan]:
+        """The plan of every segment's ONNX model, by name; `report` gets some lines for each.
+
+        Where `build_command` is given, nothing is built: a plan that is missing is a ConfigError that names
+        the command. Raises ConfigError, too, where a plan cannot be built, and CapacityError for a full disk.
+        """
+        self._api.check_dtype(dtype)
+        plans: dict[str, CachedEnginePlan] = {}
+        for name, network in networks.items():
+            title = f"[{len(plans) + 1}/{len(networks)}] {name}"
+            key = self._key(name, network, dtype)
+            cached = self._cache.find(key)
+            if cached is not None:
+                report(f"{title}: found {key.file_stem}.plan")
+            elif build_command is not None:
+                why = self._cache.why_missing(key)
+                raise ConfigError(
+                    f"{self._cache.directory} has no plan for the segment {name} ({why}) and dense.build is "
+                    f"'never': run `{build_command}`"
+                )
+            else:
+                with self._cache.lock(report):
+                    cached = self._cache.find(key)  # another process may have built it while this one waited
+                    if cached is None:
+                        report(f"{title}: building, {self._cache.why_missing(key)}")
+                        cached = self._build(key, network, dtype)
+                megabytes, seconds = cached.record.plan_bytes / 1e6, cached.record.build_s
+                report(f"{title}: built {key.file_stem}.plan, {megabytes:.2f} MB in {seconds} s")
+            plans[name] = cached
+        return plans
+
+    def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype) -> CachedEnginePlan:
+        start = time.monotonic()
+        sizes = [_input_sizes(key.segment, profile, self._profiles) for profile in self._profiles]
+        plan, timings = self._api.build(key.segment, network, sizes, dtype, self._cache.timing_cache(key))
+        build_s = time.monotonic() - start
+        graph = onnx.load_from_string(network).graph
+        layers = None if self._gpu is None else self._api.load(key.segment, plan).layers()
+        record = EnginePlanRecord(
+            key=key,
+            plan_sha256=hashlib.sha256(plan).hexdigest(),
+            plan_bytes=len(plan),
+            build_s=round(build_s, 2),
+            inputs=describe_tensors(graph.input),
+            outputs=describe_tensors(graph.output),
+            operators=dict(Counter(node.op_type for node in graph.node)),
+            layers=layers,
+        )
+        cached = CachedEnginePlan(record, plan)
+        self._cache.store(cached)
+        if timings:
+            self._cache.store_timing_cache(key, timings)
+        return cached
+
+    def _key(self, name: str, network: bytes, dtype: torch.dtype) -> EnginePlanKey:
+        return EnginePlanKey(
+            segment=name,
+            dtype=str(dtype).removeprefix("torch."),
+            tensorrt=self._api.name,
+            gpu="any" if self._api.is_rtx else self._gpu.name,
+            num_sms=0 if self._api.is_rtx else self._gpu.num_sms,
+            profiles=format_profiles(self._profiles),
+            network=hashlib.sha256(network).hexdigest(),
+        )
+
+
+def _input_sizes(segment: str, profile: Profile, profiles: Sequence[Profile]) -> dict[str, Sizes]:
+    """Dimension 0 of the dynamic inputs. `last` is sized by its rows, chosen from any number of tokens."""
+    sizes = (profile.low, profile.best, profile.high)
+    if segment == "first":
+        return {"token_ids": sizes}
+    if segment == "middle":
+        return {"attn_out": sizes, "residual": sizes}
+    tokens = (1, profile.best, profiles[-1].high)
+    return {"attn_out": tokens, "residual": tokens, "rows": sizes}

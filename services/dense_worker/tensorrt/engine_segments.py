@@ -1,0 +1,127 @@
+"""The segments run by TensorRT: every tensor, weights included, is bound by its address and never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from services.common.errors import ConfigError, TwostrokeError
+from services.common.model_config import ModelConfig
+from services.dense_worker.model.segments import Weights, bind_weights
+from services.dense_worker.model.weights import ModelWeights
+from services.dense_worker.tensorrt.api import TensorRT
+from services.dense_worker.tensorrt.engine import Engine, TensorType
+from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
+
+ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
+Binding = tuple[str, torch.Tensor]
+
+
+class TensorRTSegments:
+    """A SegmentRunner: one engine per segment, one execution context per engine and profile.
+
+    The contexts run one after another on the caller's stream, so they share one block of device memory.
+    Nothing waits for the device. To capture a CUDA graph, run the same sizes once before: TensorRT prepares
+    a new size with work that a graph cannot hold.
+    """
+
+    def __init__(
+        self,
+        api: TensorRT,
+        plans: Mapping[str, bytes],
+        profiles: Sequence[Profile],
+        weights: ModelWeights,
+        config: ModelConfig,
+        limits: Limits,
+        current_stream: Callable[[], int],
+    ) -> None:
+        """`plans` by segment name, built with `profiles`; `current_stream` gives the CUDA stream's handle.
+
+        Raises ConfigError for a plan that is not of this model, and for profiles that end below `limits`.
+        Contexts are made for the profiles that the limits reach, no more.
+        """
+        self._profiles = profiles
+        self._config = config
+        self._current_stream = current_stream
+        self._weights = bind_weights(config, weights)
+        self._engines = {name: api.load(name, plan) for name, plan in plans.items()}
+        for name, engine in self._engines.items():
+            _check_engine(name, engine, self._weights[name][0], len(profiles))
+        check_cover(profiles, limits)
+        max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
+        counts = {name: profile_index(profiles, size) + 1 for name, size in max_sizes.items()}
+        num_bytes = max(engine.context_bytes(counts[name]) for name, engine in self._engines.items())
+        device = weights.embed.device
+        self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
+        self._contexts = {
+            name: [engine.create_context(i, self._memory, current_stream()) for i in range(counts[name])]
+            for name, engine in self._engines.items()
+        }
+        self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}  # that each context was last set to
+
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+        """See SegmentRunner."""
+        residual = self._new_residual(qkv_out)
+        inputs = [("token_ids", token_ids.to(torch.int32))]
+        outputs = [("qkv", qkv_out), ("residual_out", residual)]
+        self._run("first", len(token_ids), inputs, outputs, self._weights["first"][0])
+        return residual
+
+    def middle(
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+    ) -> torch.Tensor:
+        """See SegmentRunner."""
+        next_residual = self._new_residual(qkv_out)
+        inputs = [("attn_out", attn_out), ("residual", residual)]
+        outputs = [("qkv", qkv_out), ("residual_out", next_residual)]
+        self._run("middle", len(attn_out), inputs, outputs, self._weights["middle"][layer])
+        return next_residual
+
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See SegmentRunner."""
+        logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
+        inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
+        self._run("last", len(rows), inputs, [("logits", logits)], self._weights["last"][0])
+        return logits
+
+    def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
+
+    def _run(
+        self, segment: str, size: int, inputs: list[Binding], outputs: list[Binding], weights: Weights
+    ) -> None:
+        """Enqueues a segment on the current stream; memory that goes out of use is reused in stream order."""
+        stream = self._current_stream()
+        assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
+        profile = profile_index(self._profiles, size)
+        context = self._contexts[segment][profile]
+        sizes = tuple(len(tensor) for _, tensor in inputs)
+        is_done = True
+        if self._sizes.pop((segment, profile), None) != sizes:
+            for name, tensor in inputs:
+                is_done &= context.set_input_shape(name, tuple(tensor.shape))
+        for name, tensor in (*inputs, *outputs, *weights.items()):
+            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, (
+                f"{name} is not aligned"
+            )
+            is_done &= context.set_tensor_address(name, tensor.data_ptr())
+        if not (is_done and context.execute_async_v3(stream)):
+            errors = self._engines[segment].take_errors()
+            raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
+        self._sizes[segment, profile] = sizes
+
+
+def _check_engine(segment: str, engine: Engine, weights: Weights, num_profiles: int) -> None:
+    """A plan that came from somewhere else must not read beyond the tensors it is given."""
+    if engine.num_profiles != num_profiles:
+        raise ConfigError(
+            f"the plan of {segment} has {engine.num_profiles} profiles, expected {num_profiles}"
+        )
+    found = engine.tensors()
+    for name, tensor in weights.items():
+        expected = TensorType(tensor.dtype, tuple(tensor.shape))
+        if found.get(name) != expected:
+            raise ConfigError(
+                f"the plan of {segment} is of another model: {name} is {expected}, not {found.get(name)}"
+            )

@@ -1,0 +1,118 @@
+"""Which of TensorRT and torch runs a segment faster, by number of tokens: a short measurement on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends.segment_runner import SegmentRunner
+from services.dense_worker.model.segments import segment_names
+from services.dense_worker.tensorrt.backend import Measurements
+from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
+from services.dense_worker.tensorrt.profiles import Limits
+
+SIZES = tuple(2**power for power in range(20))
+MAX_ROWS = 1024  # of logits, which take much memory
+NUM_CALLS, NUM_REPLAYS = 10, 5
+Call = Callable[[], object]
+MakeCall = Callable[[SegmentRunner], Call]
+Timer = Callable[[Call], float]  # microseconds of one call
+
+
+def measure_segments(
+    runners: Mapping[str, SegmentRunner],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: Limits,
+    time_us: Timer,
+) -> Measurements:
+    """Microseconds of each segment, at the powers of two up to the limits and there, by each of `runners`.
+
+    Inputs are random: on zeros a GPU is faster.
+    """
+    measured: dict[str, dict[int, dict[str, float]]] = {}
+    for segment, max_size in _max_sizes(segment_names(config), limits).items():
+        measured[segment] = {}
+        for size in (*(size for size in SIZES if size < max_size), max_size):
+            make_call = _CALLS[segment](config, dtype, device, size)
+            measured[segment][size] = {
+                name: round(time_us(make_call(runner)), 2) for name, runner in runners.items()
+            }
+    return measured
+
+
+def known_measurements(plans: Mapping[str, CachedEnginePlan], limits: Limits) -> Measurements | None:
+    """What was measured for these plans earlier, if it was with this torch and reaches the limits."""
+    measured: dict[str, dict[int, dict[str, float]]] = {}
+    for segment, max_size in _max_sizes(plans, limits).items():
+        record = plans[segment].record
+        measured[segment] = {int(size): times for size, times in (record.measured_us or {}).items()}
+        if record.measured_with != torch.__version__ or max(measured[segment], default=0) < max_size:
+            return None
+    return measured
+
+
+def store_measurements(cache: EnginePlanCache, plans: Mapping[str, CachedEnginePlan], measured: Measurements) -> None:
+    """Keeps the measurements of the plans beside them."""
+    for segment, times in measured.items():
+        by_size = {str(size): dict(us) for size, us in times.items()}
+        cache.update(replace(plans[segment].record, measured_us=by_size, measured_with=torch.__version__))
+
+
+def time_on_gpu(call: Call) -> float:
+    """Microseconds of one `call` as a part of a CUDA graph, which is where a step has it."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.inference_mode():
+        call()
+        call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(NUM_CALLS):
+                call()
+        graph.replay()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(NUM_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) * 1000 / (NUM_CALLS * NUM_REPLAYS)
+
+
+def _max_sizes(segments: Iterable[str], limits: Limits) -> dict[str, int]:
+    return {
+        name: min(limits.num_rows, MAX_ROWS) if name == "last" else limits.num_tokens for name in segments
+    }
+
+
+def _first(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:
+    token_ids = torch.randint(config.vocab_size, (size,), device=device)
+    qkv_out = torch.empty(size, config.qkv_size, dtype=dtype, device=device)
+    return lambda runner: lambda: runner.first(token_ids, qkv_out)
+
+
+def _middle(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:
+    attn_out, residual = _activations(config, dtype, device, size)
+    qkv_out = torch.empty(size, config.qkv_size, dtype=dtype, device=device)
+    return lambda runner: lambda: runner.middle(0, attn_out, residual, qkv_out)
+
+
+def _last(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:
+    attn_out, residual = _activations(config, dtype, device, size)
+    rows = torch.arange(size, device=device)
+    return lambda runner: lambda: runner.last(attn_out, residual, rows)
+
+
+def _activations(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    attn_out = torch.randn(size, config.attn_size, dtype=dtype, device=device)
+    return attn_out, torch.randn(size, config.hidden_size, dtype=dtype, device=device)
+
+
+_CALLS = {"first": _first, "middle": _middle, "last": _last}

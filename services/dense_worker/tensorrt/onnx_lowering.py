@@ -1,0 +1,186 @@
+"""From a graph that torch.export recorded to ONNX nodes: the few operators that the segments use, no more."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from services.dense_worker.tensorrt.api import FLOAT32_MARK
+
+ONNX_DTYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+}
+
+Node = torch.fx.Node
+_aten = torch.ops.aten
+
+
+class Lowering:
+    """ONNX nodes and constants of a recorded graph whose tensors are of dtype `dtype`, or wider.
+
+    `inputs` and `outputs` name the graph's placeholders and results, in order; a value in between keeps the
+    name that torch gave it, and a node is called after its operator and its value.
+    """
+
+    def __init__(
+        self, graph: torch.fx.Graph, dtype: torch.dtype, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        _drop_needless_casts(graph)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        results = next(node for node in graph.nodes if node.op == "output").args[0]
+        self.results: list[torch.Tensor] = [node.meta["val"] for node in results]
+        self._dtype = dtype
+        self._names: dict[Node, str] = dict(zip(placeholders, inputs, strict=True))
+        self._names |= zip(results, outputs, strict=True)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                assert node.target in _LOWERINGS, f"no ONNX lowering for {node.target}, which a segment uses"
+                _LOWERINGS[node.target](self, node)
+
+    def name(self, node: Node) -> str:
+        """What the value of `node` is called."""
+        return self._names.setdefault(node, node.name)
+
+    def rename(self, node: Node, name: str) -> None:
+        """The value of `node` is one that is there already."""
+        assert node not in self._names, f"result {self._names[node]} is only another name of {name}"
+        self._names[node] = name
+
+    def emit(self, op: str, inputs: Sequence[str], node: Node, output: str = "", **attributes: Any) -> str:
+        """Adds an operator that gives the value of `node`, or `output`, a step on the way there."""
+        output = output or self.name(node)
+        is_wider = op != "Cast" and node.meta["val"].dtype == torch.float32 != self._dtype
+        self._add(op, inputs, [output], FLOAT32_MARK if is_wider else "", **attributes)
+        return output
+
+    def emit_split(self, x: str, sizes: Sequence[int], dim: int, node: Node) -> None:
+        """Adds a split; its parts are called `node.name` and their number."""
+        parts = [f"{node.name}_{i}" for i in range(len(sizes))]
+        self._add("Split", [x, self.constant(sizes, node)], parts, axis=dim)
+
+    def constant(self, value: float | Sequence[int], node: Node) -> str:
+        """An operand of `node`: a number of its value's dtype, or a list of int64."""
+        name = f"constant_{node.name}"
+        if isinstance(value, Sequence):
+            tensor = helper.make_tensor(name, TensorProto.INT64, [len(value)], value)
+        else:
+            tensor = helper.make_tensor(name, ONNX_DTYPES[node.meta["val"].dtype], [], [value])
+        self.constants.append(tensor)
+        return name
+
+    def _add(
+        self, op: str, inputs: Sequence[str], outputs: list[str], mark: str = "", **attributes: Any
+    ) -> None:
+        self.nodes.append(helper.make_node(op, inputs, outputs, f"{mark}{op}_{outputs[0]}", **attributes))
+
+
+def _drop_needless_casts(graph: torch.fx.Graph) -> None:
+    """Casts to the dtype that a value has already, which float32 models are full of."""
+    for node in list(graph.nodes):
+        if node.target is _aten.to.dtype and node.args[0].meta["val"].dtype == node.args[1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _elementwise(op: str) -> Callable[[Lowering, Node], None]:
+    def lower(to: Lowering, node: Node) -> None:
+        left, right = node.args
+        other = to.name(right) if isinstance(right, Node) else to.constant(right, node)
+        to.emit(op, [to.name(left), other], node)
+
+    return lower
+
+
+def _embedding(to: Lowering, node: Node) -> None:
+    table, indices = node.args
+    to.emit("Gather", [to.name(table), to.name(indices)], node, axis=0)
+
+
+def _index_select(to: Lowering, node: Node) -> None:
+    x, dim, indices = node.args
+    to.emit("Gather", [to.name(x), to.name(indices)], node, axis=dim)
+
+
+def _linear(to: Lowering, node: Node) -> None:
+    to.emit("Gemm", [to.name(argument) for argument in node.args], node, transB=1)
+
+
+def _to_dtype(to: Lowering, node: Node) -> None:
+    x, dtype = node.args
+    to.emit("Cast", [to.name(x)], node, to=ONNX_DTYPES[dtype])
+
+
+def _square(to: Lowering, node: Node) -> None:
+    to.emit("Mul", [to.name(node.args[0])] * 2, node)
+
+
+def _mean(to: Lowering, node: Node) -> None:
+    x, dims, keepdim = node.args
+    to.emit("ReduceMean", [to.name(x)], node, axes=dims, keepdims=int(keepdim))
+
+
+def _rsqrt(to: Lowering, node: Node) -> None:
+    root = to.emit("Sqrt", [to.name(node.args[0])], node, f"{node.name}_root")
+    to.emit("Reciprocal", [root], node)
+
+
+def _silu(to: Lowering, node: Node) -> None:
+    x = to.name(node.args[0])
+    gate = to.emit("Sigmoid", [x], node, f"{node.name}_gate")
+    to.emit("Mul", [x, gate], node)
+
+
+def _split(to: Lowering, node: Node) -> None:
+    x, size, dim = node.args
+    width = x.meta["val"].shape[dim]
+    sizes = size if isinstance(size, Sequence) else [min(size, width - at) for at in range(0, width, size)]
+    to.emit_split(to.name(x), sizes, dim, node)
+
+
+def _getitem(to: Lowering, node: Node) -> None:
+    parts, index = node.args
+    to.rename(node, f"{parts.name}_{index}")
+
+
+def _view(to: Lowering, node: Node) -> None:
+    x, shape = node.args
+    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    to.emit("Reshape", [to.name(x), to.constant(sizes, node)], node)
+
+
+def _cat(to: Lowering, node: Node) -> None:
+    parts, dim = node.args
+    to.emit("Concat", [to.name(part) for part in parts], node, axis=dim)
+
+
+def _nothing(to: Lowering, node: Node) -> None:
+    """A check of torch's own, which computes nothing."""
+
+
+_LOWERINGS: dict[Callable[..., Any], Callable[[Lowering, Node], None]] = {
+    operator.getitem: _getitem,
+    _aten._assert_tensor_metadata.default: _nothing,
+    _aten.add.Tensor: _elementwise("Add"),
+    _aten.cat.default: _cat,
+    _aten.embedding.default: _embedding,
+    _aten.index_select.default: _index_select,
+    _aten.linear.default: _linear,
+    _aten.mean.dim: _mean,
+    _aten.mul.Tensor: _elementwise("Mul"),
+    _aten.rsqrt.default: _rsqrt,
+    _aten.silu.default: _silu,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.square.default: _square,
+    _aten.to.dtype: _to_dtype,
+    _aten.view.default: _view,
+}

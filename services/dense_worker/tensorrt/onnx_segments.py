@@ -1,0 +1,137 @@
+"""The segments as ONNX graphs, lowered from what torch.export records of `segments.py`: no second definition.
+
+No weight is needed: shapes come from the config, and what is traced lies on the meta device. Weights are
+graph inputs. Opset 17 is what TensorRT 8.6 and everything after it can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from services.common.model_config import ModelConfig
+from services.dense_worker.model.segments import First, Last, Middle, segment_names
+from services.dense_worker.model.weights import empty_weights
+from services.dense_worker.tensorrt.onnx_lowering import ONNX_DTYPES, Lowering
+
+OPSET = 17
+IR_VERSION = 8  # the one that came with opset 17
+NUM_TOKENS, NUM_ROWS = "num_tokens", "num_rows"  # the graphs' dynamic dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A segment, and inputs on the meta device to trace it with."""
+
+    module: First | Middle | Last
+    activations: dict[str, tuple[str, torch.Tensor]]  # name -> name of dimension 0, tensor
+    weights: tuple[torch.Tensor, ...]
+    outputs: tuple[str, ...]
+    output_rows: str  # name of their dimension 0
+
+
+def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.ModelProto:
+    """One of `segment_names(config)`, checked. Takes a second and no memory, whatever the model's size.
+
+    Inputs: the activations (`token_ids` and `rows` are int32, because TensorRT 8.6 has no int64), then the
+    weights in the order of the segment's `weight_names`. Outputs: `qkv` and `residual_out`, or `logits`.
+    The same arguments give the same bytes.
+    """
+    # Quantization will start here: Q/DQ pairs (FP8, INT8) around the Gemms of `onnx_lowering`, or an INT4
+    # weight input and its scales, dequantized before the Gemm (both need a later opset and TensorRT 10).
+    example = _EXAMPLES[name](config, dtype)
+    sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}
+    program = torch.export.export(
+        example.module,
+        (*(tensor for _, tensor in example.activations.values()), *example.weights),
+        dynamic_shapes=(
+            *({0: sizes[dim]} for dim, _ in example.activations.values()),
+            (None,) * len(example.weights),
+        ),
+    )
+    names = (*example.activations, *example.module.weight_names)
+    lowering = Lowering(program.graph, dtype, names, example.outputs)
+    inputs = [_value(name, tensor, dim) for name, (dim, tensor) in example.activations.items()]
+    inputs += map(_value, example.module.weight_names, example.weights)
+    outputs = [
+        _value(*output, example.output_rows) for output in zip(example.outputs, lowering.results, strict=True)
+    ]
+    graph = helper.make_graph(lowering.nodes, f"{config.family}_{name}", inputs, outputs, lowering.constants)
+    model = helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="twostroke",
+    )
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def export_networks(config: ModelConfig, dtype: torch.dtype) -> dict[str, bytes]:
+    """All segments of a model, serialized, by name."""
+    return {
+        name: export_segment(name, config, dtype).SerializeToString(deterministic=True)
+        for name in segment_names(config)
+    }
+
+
+def describe_tensors(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, Any]]:
+    """Name, dtype (torch's name) and shape (dynamic dimensions by name) of a graph's inputs or outputs."""
+    dtypes = {onnx_dtype: str(dtype).removeprefix("torch.") for dtype, onnx_dtype in ONNX_DTYPES.items()}
+    dtypes[TensorProto.INT32] = "int32"
+    return [
+        {
+            "name": value.name,
+            "dtype": dtypes[value.type.tensor_type.elem_type],
+            "shape": [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
+        }
+        for value in values
+    ]
+
+
+def _value(name: str, tensor: torch.Tensor, dynamic: str | None = None) -> onnx.ValueInfoProto:
+    dtype = TensorProto.INT32 if tensor.dtype == torch.int64 else ONNX_DTYPES[tensor.dtype]
+    shape = list(tensor.shape) if dynamic is None else [dynamic, *tensor.shape[1:]]
+    return helper.make_tensor_value_info(name, dtype, shape)
+
+
+def _first(config: ModelConfig, dtype: torch.dtype) -> _Example:
+    module = First(config)
+    return _Example(
+        module,
+        {"token_ids": (NUM_TOKENS, torch.empty(_TOKENS, dtype=torch.int64, device="meta"))},
+        module.select(empty_weights(config, dtype, _META)),
+        ("qkv", "residual_out"),
+        NUM_TOKENS,
+    )
+
+
+def _middle(config: ModelConfig, dtype: torch.dtype) -> _Example:
+    module = Middle(config)
+    weights = module.select(empty_weights(config, dtype, _META), 0)
+    return _Example(module, _stream(config, dtype), weights, ("qkv", "residual_out"), NUM_TOKENS)
+
+
+def _last(config: ModelConfig, dtype: torch.dtype) -> _Example:
+    module = Last(config)
+    rows = (NUM_ROWS, torch.empty(_ROWS, dtype=torch.int64, device="meta"))
+    weights = module.select(empty_weights(config, dtype, _META))
+    return _Example(module, _stream(config, dtype) | {"rows": rows}, weights, ("logits",), NUM_ROWS)
+
+
+def _stream(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[str, torch.Tensor]]:
+    sizes = {"attn_out": config.attn_size, "residual": config.hidden_size}
+    return {
+        name: (NUM_TOKENS, torch.empty(_TOKENS, size, dtype=dtype, device="meta"))
+        for name, size in sizes.items()
+    }
+
+
+_META = torch.device("meta")
+_TOKENS, _ROWS = 7, 5  # any but 0 and 1, which torch.export takes for constants
+_EXAMPLES = {"first": _first, "middle": _middle, "last": _last}

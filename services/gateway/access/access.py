@@ -1,0 +1,142 @@
+"""`Access`: from an `authorization` header to the `Caller` who sent it.
+
+Without API keys everybody is the same anonymous caller without limits. With keys, every request over HTTP and gRPC
+needs one but those for health, metrics and reflection. A changed file takes effect within `RELOAD_INTERVAL_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import structlog
+
+from services.common.errors import ConfigError, PermissionDenied, Unauthenticated
+from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
+from services.gateway.access.rate_limits import RateLimits, Usage
+from services.gateway.request import GenerationRequest
+
+log = structlog.get_logger()
+
+RELOAD_INTERVAL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `key` is None for the anonymous caller."""
+
+    key: ApiKey | None
+    usage: Usage
+
+    @property
+    def name(self) -> str:
+        """Empty for the anonymous caller."""
+        return "" if self.key is None else self.key.name
+
+    def adapt(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with what depends on its sender. Raises `PermissionDenied` for a too urgent one."""
+        key = self.key
+        if key is None:
+            return request
+        priority = key.priority if request.priority is None else request.priority
+        if priority < key.lowest_priority:
+            raise PermissionDenied(
+                f"priority is {priority}, the lowest of the API key {key.name!r} is {key.lowest_priority}", "priority"
+            )
+        # A space is in no salt of a key, so two keys' salts never mean the same, whatever requests add.
+        salt = f"salt:{key.cache_salt}" if key.cache_salt is not None else f"name:{key.name}"
+        return replace(request, priority=priority, cache_salt=f"{salt} {request.cache_salt}", caller=key.name)
+
+
+class Access:
+    """Knows all keys. `run` watches the file; everything runs in the event loop."""
+
+    def __init__(
+        self, file: Path | None, pairs: str, on_refusal: Callable[[Unauthenticated], None] | None = None
+    ) -> None:
+        """Keys of a file and of `NAME=KEY,NAME=KEY`. Raises `ConfigError` for keys that cannot be read."""
+        self._on_refusal = on_refusal
+        self._file = file
+        self._pairs = pairs
+        self._anonymous = Caller(None, Usage("", RateLimits()))
+        self._callers: list[tuple[bytes, Caller]] = []  # by digest
+        self._usage: dict[str, Usage] = {}  # by name; kept when a key goes, in case it comes back
+        self._version = _version(file)
+        self._set_keys(read_api_keys(file, pairs))
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether there are keys."""
+        return bool(self._callers)
+
+    def identify(self, authorization: str | None) -> Caller:
+        """The caller who sent this header. Raises `Unauthenticated`."""
+        try:
+            return self._find(authorization)
+        except Unauthenticated as error:
+            if self._on_refusal is not None:
+                self._on_refusal(error)
+            raise
+
+    def _find(self, authorization: str | None) -> Caller:
+        if not self._callers:
+            return self._anonymous
+        if authorization is None:
+            raise Unauthenticated("no API key: send the header `authorization: Bearer KEY`")
+        scheme, _, key = authorization.strip().partition(" ")
+        if scheme.lower() != "bearer":
+            raise Unauthenticated("the authorization is not of the form `Bearer KEY`")
+        digest, found = hash_key(key.strip()), None
+        for each, caller in self._callers:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(each, digest):
+                found = caller
+        if found is None:
+            raise Unauthenticated("the API key is not known here")
+        return found
+
+    def identify_call(self, context: grpc.aio.ServicerContext) -> Caller:
+        """The caller of a gRPC call, by its metadata. Raises `Unauthenticated`."""
+        values = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+        return self.identify(values[0] if values else None)
+
+    async def run(self) -> None:
+        """Reads the file again whenever it changes, until cancelled. One that is wrong changes nothing but the log."""
+        while self._file is not None:
+            await asyncio.sleep(RELOAD_INTERVAL_S)
+            self.reload_if_changed()
+
+    def reload_if_changed(self) -> None:
+        """Takes over a file that is not the one read last."""
+        version = _version(self._file)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._set_keys(read_api_keys(self._file, self._pairs))
+        except ConfigError as error:
+            log.error("the API keys stay as they were", error=str(error))
+
+    def _set_keys(self, keys: list[ApiKey]) -> None:
+        callers = []
+        for key in keys:
+            usage = self._usage.setdefault(key.name, Usage(key.name, key.limits))
+            usage.set_limits(key.limits)
+            callers.append((key.digest, Caller(key, usage)))
+        self._callers = callers
+        if keys:
+            log.info("API keys read", num_keys=len(keys), names=",".join(key.name for key in keys))
+
+
+def _version(file: Path | None) -> tuple[int, int, int] | None:
+    """Changes with the file, and when a link in its path leads elsewhere; None: there is none."""
+    if file is None:
+        return None
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,181 @@
+"""`Reception`: what a gRPC call meets before its message is read: the API key, and limits of receiving.
+
+gRPC itself reads and parses a unary call's message first, whoever sent it, and waits for it for ever. Here each
+call's handler reads the message itself: once the caller is known, within a time, and beside few others. Calls that need
+no key, of which some never end, are bounded in number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
+from services.gateway.access.access import Access, Caller
+
+log = structlog.get_logger()
+
+MAX_INLINE_BYTES = 2**16  # parsed at once; takes 1 ms at the most
+# Open calls that need no key, such as watches of health: shared evenly by the connections that have some, but so many
+# each in any case. One takes about 16 KiB.
+MAX_KEYLESS_CALLS = 256
+MIN_KEYLESS_CALLS = 4
+
+_caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task handles
+
+
+def current_caller() -> Caller:
+    """Who sent the call that is being handled. Raises `LookupError` outside of the calls of the guarded services."""
+    return _caller.get()
+
+
+class Reception(grpc.aio.ServerInterceptor):
+    """Between `GrpcServer`'s own interceptor, which turns errors into statuses, and the handlers."""
+
+    def __init__(self, access: Access, guarded_services: list[str], timeout_s: float, max_receiving: int) -> None:
+        """Calls of `guarded_services` (full proto names) need a key where there are keys.
+
+        A message is to arrive within `timeout_s`; of more than `max_receiving` at once the oldest is given up, which
+        is not one of those that come with their headers, as nearly all do; but these count while they are read. Calls
+        of other services, health and reflection, share `MAX_KEYLESS_CALLS`.
+        """
+        self._access = access
+        self._guarded = tuple(f"/{name}/" for name in guarded_services)
+        self._timeout_s = timeout_s
+        self._max_receiving = max_receiving
+        self._receiving: dict[asyncio.Timeout, None] = {}  # oldest first
+        self._keyless_calls = Counter[str]()  # open ones, by connection
+        self._parser = asyncio.Lock()  # of whoever parses a long message
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if not handler_call_details.method.startswith(self._guarded):
+            return grpc.stream_stream_rpc_method_handler(
+                self._keyless(handler), response_serializer=handler.response_serializer
+            )
+
+        async def receive(context: grpc.aio.ServicerContext) -> Any:
+            _caller.set(self._access.identify_call(context))
+            return await self._receive_one(context, handler)
+
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(
+                _after(receive, handler.unary_unary), response_serializer=handler.response_serializer
+            )
+        return grpc.stream_stream_rpc_method_handler(
+            _stream_after(receive, handler.unary_stream), response_serializer=handler.response_serializer
+        )
+
+    def _keyless(self, handler: grpc.RpcMethodHandler) -> Callable[..., Awaitable[None]]:
+        """Is over when the client has taken all of the answer, not before: that is a part of what it holds."""
+
+        async def requests(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            while (message := await self._receive(context)) is not grpc.aio.EOF:  # the next one, too, within the time
+                yield await self._parse(message, handler.request_deserializer)
+
+        async def handle(_: object, context: grpc.aio.ServicerContext) -> None:
+            with self._keyless_call(context.peer()):
+                if handler.request_streaming:  # reflection
+                    async for response in handler.stream_stream(requests(context), context):
+                        await context.write(response)
+                elif handler.response_streaming:  # a watch of health, which writes itself
+                    await handler.unary_stream(await self._receive_one(context, handler), context)
+                else:
+                    response = await handler.unary_unary(await self._receive_one(context, handler), context)
+                    await context.write(response)
+
+        return handle
+
+    @contextlib.contextmanager
+    def _keyless_call(self, peer: str) -> Iterator[None]:
+        """While one of the connection `peer` is open. Raises `CapacityError` beyond the connection's share.
+
+        Who has opened many is refused more, and whoever comes later still gets some: a call that waits for its client
+        cannot be ended, so nobody else could be made to give way.
+        """
+        calls = self._keyless_calls
+        calls[peer] += 1
+        try:
+            share = max(MIN_KEYLESS_CALLS, MAX_KEYLESS_CALLS // len(calls))
+            if calls[peer] > share:
+                raise CapacityError(
+                    f"{calls[peer]} calls without an API key are open in this connection, the limit is {share} "
+                    f"while {len(calls)} connections have some"
+                )
+            yield
+        finally:
+            calls[peer] -= 1
+            if not calls[peer]:
+                del calls[peer]
+
+    async def _receive(self, context: grpc.aio.ServicerContext) -> Any:
+        """A message's bytes, or `EOF`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                self._receiving[limit] = None
+                if len(self._receiving) > self._max_receiving:
+                    oldest = next(iter(self._receiving))
+                    del self._receiving[oldest]
+                    oldest.reschedule(loop.time())
+                message = await context.read()
+        except TimeoutError:
+            if limit.when() != deadline:
+                raise CapacityError(
+                    f"the message was not complete when {self._max_receiving} others began, the limit"
+                ) from None
+            raise DeadlineExceeded(f"the message was not complete within {self._timeout_s:g} s") from None
+        finally:
+            self._receiving.pop(limit, None)
+        return message
+
+    async def _receive_one(self, context: grpc.aio.ServicerContext, handler: grpc.RpcMethodHandler) -> Any:
+        """A unary call's message."""
+        message = await self._receive(context)
+        if message is grpc.aio.EOF:
+            raise RequestAborted("the call has no message")
+        return await self._parse(message, handler.request_deserializer)
+
+    async def _parse(self, data: bytes, deserialize: Callable[[bytes], Any]) -> Any:
+        try:
+            if len(data) <= MAX_INLINE_BYTES:
+                return deserialize(data)
+            async with self._parser:
+                message = deserialize(data)
+                await asyncio.sleep(0)  # of several that arrive together, others get their turn between two
+                return message
+        except DecodeError as error:
+            raise InvalidRequest(f"the message of {len(data)} bytes cannot be parsed: {error}") from None
+
+
+def _after(receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    async def handle(_: object, context: grpc.aio.ServicerContext) -> Any:
+        return await behaviour(await receive(context), context)
+
+    return handle
+
+
+def _stream_after(
+    receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., AsyncIterator[Any]]
+) -> Callable[..., Any]:
+    async def handle(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async for response in behaviour(await receive(context), context):
+            yield response
+
+    return handle

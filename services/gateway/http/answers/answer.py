@@ -1,0 +1,172 @@
+"""One request's answer as an ASGI response: a JSON object, or server-sent events while it grows.
+
+A small response of our own: Starlette's streaming response costs a task group and several coroutines a chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.gateway.access.access import Caller
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Chunk, Completion, Prompt, is_large
+from services.gateway.http.answers.generations import Generations
+from services.gateway.http.answers.json_pieces import json_pieces
+from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.errors import describe
+from services.pb import gateway_pb2
+
+log = structlog.get_logger()
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks proxies to pass each event on at once
+]
+
+
+class Format(Protocol):
+    """How one kind of answer looks. Places are those of prompts."""
+
+    param_names: Mapping[str, str]  # what fields of `GenerateRequest` are called here, where they differ
+
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        """Token ids of each prompt; called before all other methods."""
+
+    def opening(self) -> Sequence[Any]:
+        """Objects to send before all others."""
+
+    def chunk(self, place: int, chunk: Chunk) -> Sequence[Any]:
+        """Objects for a piece of an answer; none if it shows nothing."""
+
+    def closing(self) -> Sequence[Any]:
+        """Objects to send after all others."""
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
+        """The object for all answers, prompt by prompt."""
+
+
+class Answer(Response):
+    """Runs the request when the server calls it, and closes it with the connection."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        messages: Sequence[gateway_pb2.GenerateRequest],
+        answer_format: Format,
+        *,
+        is_stream: bool,
+        first_news_timeout_s: float,
+    ) -> None:
+        """`first_news_timeout_s`: the status line of a stream waits so long for a token or an error."""
+        super().__init__()
+        self._frontend = frontend
+        self._messages = messages
+        self._format = answer_format
+        self._is_stream = is_stream
+        self._first_news_timeout_s = first_news_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises a `TwostrokeError` as long as there is no status line; later ones are sent as an event."""
+        work = self._stream(scope, send) if self._is_stream else self._whole(scope, receive, send)
+        try:
+            await while_connected(receive, work)
+        except ClientGone:
+            log.debug("client is gone", request_id=scope["state"]["request_id"])
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generations = Generations()
+        try:
+            await self._start(generations, scope["state"]["caller"])
+            answers = await generations.completions()
+        finally:
+            await generations.close()
+        if is_large([each for completions, _ in answers for each in completions], [prompt for _, prompt in answers]):
+            body = await asyncio.to_thread(self._encode_whole, answers)
+        else:
+            body = to_json(self._format.whole(answers))
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _encode_whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> bytes:
+        return b"".join(json_pieces(self._format.whole(answers)))
+
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        generations = Generations()
+        try:
+            await self._start(generations, scope["state"]["caller"])
+            first = asyncio.ensure_future(generations.next_chunk())
+            try:
+                await asyncio.wait({first}, timeout=self._first_news_timeout_s)
+                if first.done():
+                    first.result()  # an error is still an answer of its own
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                await self._send_events(scope["state"]["send_body"], first, generations)
+            finally:
+                first.cancel()
+        finally:
+            await generations.close()
+
+    def _encode_chunk(self, place: int, chunk: Chunk) -> bytes:
+        objects = self._format.chunk(place, chunk)
+        return b"".join([piece for each in objects for piece in (b"data: ", *json_pieces(each), b"\n\n")])
+
+    async def _start(self, generations: Generations, caller: Caller) -> None:
+        if self._is_stream:
+            for message in self._messages:
+                _check_can_stream(message)
+        try:
+            await generations.start(self._frontend, self._messages, caller)
+        except TwostrokeError as error:
+            if error.param is not None:
+                error.param = self._format.param_names.get(error.param, error.param)
+            raise
+        self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
+
+    async def _send_events(
+        self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations
+    ) -> None:
+        """Each event goes out while the next one grows. `send` waits while the client does not read."""
+        form = self._format
+        body = events(form.opening())
+        try:
+            if body and not first.done():
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
+            news = await first
+            while news is not None:
+                place, chunk = news
+                if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
+                    body += await asyncio.to_thread(self._encode_chunk, place, chunk)
+                else:
+                    body += events(form.chunk(place, chunk))
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    body = b""
+                news = await generations.next_chunk()
+            end = events(form.closing()) + DONE
+        except Exception as error:  # whatever it is, the client must not take this for the end
+            end = events([describe(error)[1]])
+        await send({"type": "http.response.body", "body": body + end, "more_body": False})
+
+
+def events(objects: Sequence[Any]) -> bytes:
+    """Server-sent events, by the specification's "event stream interpretation"."""
+    return b"".join([b"data: " + to_json(each) + b"\n\n" for each in objects])
+
+
+def _check_can_stream(message: gateway_pb2.GenerateRequest) -> None:
+    if message.best_of > max(1, message.n):
+        raise InvalidRequest(
+            f"best_of is {message.best_of} and n is {max(1, message.n)}: the best answers are known only at the end, "
+            "so this cannot be streamed",
+            "best_of",
+        )

@@ -1,0 +1,141 @@
+"""Answers to chats, as OpenAI's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Chunk, Completion, Prompt
+from services.gateway.http.answers.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.http.answers.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.schemas.chat import (
+    ChatChoice,
+    ChatChunkObject,
+    ChatLogprobs,
+    ChatObject,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+)
+
+
+class ChatFormat:
+    """See `Format`. A chat is one prompt."""
+
+    param_names: ClassVar[Mapping[str, str]] = {
+        "chat": "messages",
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+        "prompt_token_ids": "messages",
+        "request_id": REQUEST_ID_HEADER,
+    }
+
+    def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = head(frontend, kind, f"chatcmpl-{request_id}", body.model)
+        self._tokenizer = frontend.tokenizer
+        self._eos_token_ids = frontend.eos_token_ids
+        self._body = body
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
+        self._usage = UsageCounter()
+        self._prompt: list[int] = []  # token ids
+        self._lead = _last_of_assistant(body) if body.echo else ""
+
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        [self._prompt] = prompts
+
+    def opening(self) -> Sequence[ChatChunkObject]:
+        """The role of every answer, and what it begins with."""
+        deltas: list[Delta] = [{"role": "assistant", "content": ""}]
+        if self._lead:
+            deltas.append({"content": self._lead})
+        objects = [
+            self._object({"index": i, "delta": delta, "logprobs": None, "finish_reason": None}, 0)
+            for delta in deltas
+            for i in range(self._body.n or 1)
+        ]
+        if self._body.return_token_ids:
+            objects[0]["prompt_token_ids"] = self._prompt
+        return objects
+
+    def chunk(self, place: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
+        choice: ChunkChoice = {
+            "index": chunk.index,
+            "delta": {"content": chunk.text},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.logprobs and chunk.token_ids:
+            choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
+        if self._body.return_token_ids:
+            choice["token_ids"] = chunk.token_ids
+        if chunk.finish is not None:
+            self._usage.add(place, chunk.finish)
+            choice["finish_reason"] = chunk.finish.reason.value
+            choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+        prompt = chunk.prompt
+        has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
+        if not chunk.text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
+            return ()  # half a character
+        whole = self._object(choice, chunk.num_output_tokens)
+        if has_prompt_logprobs:
+            whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
+        return (whole,)
+
+    def closing(self) -> Sequence[ChatChunkObject]:
+        return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ChatObject:
+        [(completions, prompt)] = answers
+        choices = []
+        for completion in completions:
+            assert completion.finish is not None
+            self._usage.add(0, completion.finish)
+            choices.append(self._choice(completion))
+        whole: ChatObject = {
+            **self._head,
+            "choices": choices,
+            "usage": self._usage.usage(),
+            "prompt_logprobs": None,
+        }
+        if prompt is not None and prompt.logprobs is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
+        if self._body.return_token_ids:
+            whole["prompt_token_ids"] = self._prompt
+        return whole
+
+    def _choice(self, completion: Completion) -> ChatChoice:
+        choice: ChatChoice = {
+            "index": completion.index,
+            "message": {"role": "assistant", "content": self._lead + completion.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": completion.finish.reason.value,
+            "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
+        }
+        if self._body.logprobs:
+            choice["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        has_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, token_ids, logprobs, has_ids=has_ids)
+
+    def _object(self, choice: ChunkChoice, num_output_tokens: int) -> ChatChunkObject:
+        whole: ChatChunkObject = {**self._head, "choices": [choice]}
+        if self._has_running_usage:
+            whole["usage"] = running_usage(len(self._prompt), num_output_tokens)
+        elif self._has_usage:
+            whole["usage"] = None
+        return whole
+
+
+def _last_of_assistant(body: ChatRequest) -> str:
+    """What the assistant said in the last message; empty if that is another's."""
+    last = body.messages[-1]
+    return last.text if last.role == "assistant" else ""

@@ -1,0 +1,121 @@
+"""Answers to requests for completions, as OpenAI's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Chunk, Completion, Prompt
+from services.gateway.http.answers.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.http.answers.logprobs import LegacyLogprobsBuilder, prompt_logprobs
+from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.schemas.completions import (
+    CompletionChoice,
+    CompletionObject,
+    CompletionRequest,
+    LegacyLogprobs,
+)
+
+
+class CompletionFormat:
+    """See `Format`. One a request: it remembers where each answer's text has got to."""
+
+    param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER}
+
+    def __init__(self, frontend: Frontend, body: CompletionRequest, request_id: str) -> None:
+        self._head = head(frontend, "text_completion", f"cmpl-{request_id}", body.model)
+        self._tokenizer = frontend.tokenizer
+        self._eos_token_ids = frontend.eos_token_ids
+        self._body = body
+        self._num_answers = body.n or 1  # to each prompt
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
+        self._usage = UsageCounter()
+        self._prompts: Sequence[list[int]] = ()
+        self._begun: set[int] = set()  # choices that had a chunk, if prompts' token ids are wanted
+        self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by choice
+
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        self._prompts = prompts
+
+    def opening(self) -> Sequence[CompletionObject]:
+        return ()
+
+    def chunk(self, place: int, chunk: Chunk) -> Sequence[CompletionObject]:
+        index = place * self._num_answers + chunk.index
+        choice: CompletionChoice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": None}
+        if self._body.logprobs is not None and (chunk.token_ids or chunk.prompt is not None):
+            choice["logprobs"] = self._legacy_logprobs(index, chunk.token_ids, chunk.logprobs or (), chunk.prompt)
+        if self._body.return_token_ids:
+            choice["token_ids"] = chunk.token_ids
+            if index not in self._begun:
+                self._begun.add(index)
+                choice["prompt_token_ids"] = self._prompts[place]
+        if self._body.prompt_logprobs is not None and chunk.prompt is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(chunk.prompt)
+        if chunk.finish is not None:
+            self._usage.add(place, chunk.finish)
+            choice["finish_reason"] = chunk.finish.reason.value
+            choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+        if not chunk.text and choice["logprobs"] is None and len(choice) == 4:
+            return ()  # half a character
+        whole: CompletionObject = {**self._head, "choices": [choice]}
+        if self._has_running_usage:
+            whole["usage"] = running_usage(len(self._prompts[place]), chunk.num_output_tokens)
+        elif self._has_usage:
+            whole["usage"] = None
+        return (whole,)
+
+    def closing(self) -> Sequence[CompletionObject]:
+        return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> CompletionObject:
+        choices = []
+        for place, (completions, prompt) in enumerate(answers):
+            for completion in completions:
+                assert completion.finish is not None
+                self._usage.add(place, completion.finish)
+                choices.append(self._choice(place, completion, prompt))
+        return {**self._head, "choices": choices, "usage": self._usage.usage()}
+
+    def _choice(self, place: int, completion: Completion, prompt: Prompt | None) -> CompletionChoice:
+        index = place * self._num_answers + completion.index
+        choice: CompletionChoice = {
+            "index": index,
+            "text": completion.text,
+            "logprobs": None,
+            "finish_reason": completion.finish.reason.value,
+            "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
+            "prompt_logprobs": None,
+        }
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._legacy_logprobs(index, completion.token_ids, completion.logprobs, prompt)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = self._prompts[place]
+        if self._body.prompt_logprobs is not None:  # the same for all answers to a prompt: the first has them
+            choice["prompt_logprobs"] = None if completion.index or prompt is None else self._prompt_logprobs(prompt)
+        return choice
+
+    def _legacy_logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], prompt: Prompt | None
+    ) -> LegacyLogprobs:
+        """Of new tokens; with `echo`, of the prompt before the first."""
+        builder = self._logprobs.get(index)
+        if builder is None:
+            builder = LegacyLogprobsBuilder(
+                self._tokenizer,
+                skip_special_tokens=self._body.skip_special_tokens is not False,
+                is_echo=bool(self._body.echo),
+                has_ids=bool(self._body.return_tokens_as_token_ids),
+            )
+            self._logprobs[index] = builder
+        if self._body.echo and prompt is not None:
+            token_ids = [*prompt.token_ids, *token_ids]
+            logprobs = [None, *(prompt.logprobs or [None] * (len(prompt.token_ids) - 1)), *logprobs]
+        return builder.append(token_ids, logprobs)
+
+    def _prompt_logprobs(self, prompt: Prompt) -> Any:
+        return None if prompt.logprobs is None else prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)

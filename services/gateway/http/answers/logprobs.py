@@ -1,0 +1,112 @@
+"""Log-probabilities as OpenAI shows them: aligned lists for completions, one object a token for chats."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.http.schemas.answers import PromptLogprobs
+from services.gateway.http.schemas.chat import ChatLogprobs
+from services.gateway.http.schemas.completions import LegacyLogprobs
+from services.gateway.text.detokenizer import token_bytes
+from services.gateway.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token for the eye; one that is no whole character as `bytes:\\xe2\\x80`, as OpenAI writes it."""
+    data = token_bytes(tokenizer.hf_tokenizer, token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def _token_name(tokenizer: Tokenizer, token_id: int, has_ids: bool) -> str:
+    """Its text, or by its id as vLLM writes it: several tokens may have one text."""
+    return f"token_id:{token_id}" if has_ids else token_text(tokenizer, token_id)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, has_ids: bool
+) -> ChatLogprobs:
+    """Of new tokens. `has_ids`: they are named by their ids."""
+
+    def describe(token_id: int, logprob: float) -> dict:
+        return {
+            "token": _token_name(tokenizer, token_id, has_ids),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(token_bytes(tokenizer.hf_tokenizer, token_id)),
+        }
+
+    return {
+        "content": [
+            {**describe(token_id, each.logprob), "top_logprobs": [describe(*pair) for pair in each.top]}
+            for token_id, each in zip(token_ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+class LegacyLogprobsBuilder:
+    """Of one answer to a request for completions, piece by piece: keeps count of where each token's text begins."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, is_echo: bool, has_ids: bool = False
+    ) -> None:
+        """`has_ids`: tokens are named by their ids."""
+        self._tokenizer = tokenizer
+        self._has_ids = has_ids
+        self._skip_special_tokens = skip_special_tokens
+        self._is_at_start = is_echo  # of the text, until it has a token's
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters of the text so far
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
+        """The lists for new tokens; None stands for one without, such as a prompt's first."""
+        lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, each in zip(token_ids, logprobs, strict=True):
+            lists["tokens"].append(_token_name(self._tokenizer, token_id, self._has_ids))
+            lists["text_offset"].append(self._offset)
+            lists["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
+            lists["top_logprobs"].append(None if each is None else self._top(token_id, each))
+            data = token_bytes(
+                self._tokenizer.hf_tokenizer,
+                token_id,
+                skip_special_tokens=self._skip_special_tokens,
+                is_first=self._is_at_start,
+            )
+            self._is_at_start = self._is_at_start and not data
+            self._offset += len(self._decoder.decode(data))
+        return lists
+
+    def _top(self, token_id: int, each: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and always the one that was chosen."""
+        top: dict[str, float] = {}
+        for other_id, logprob in (*each.top, (token_id, each.logprob)):
+            top.setdefault(_token_name(self._tokenizer, other_id, self._has_ids), max(logprob, LEAST_LOGPROB))
+        return top
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> PromptLogprobs:
+    """As vLLM shows those of a prompt: by token id, with ranks where they are known."""
+    entries: PromptLogprobs = [None]
+    for token_id, each in zip(token_ids[1:], logprobs, strict=True):
+        ranked = [(other_id, logprob, rank) for rank, (other_id, logprob) in enumerate(each.top, start=1)]
+        if all(other_id != token_id for other_id, _ in each.top):
+            ranked.append((token_id, each.logprob, None))
+        entries.append(
+            {
+                str(other_id): {
+                    "logprob": max(logprob, LEAST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": token_text(tokenizer, other_id),
+                }
+                for other_id, logprob, rank in ranked
+            }
+        )
+    return entries

@@ -1,0 +1,132 @@
+"""`MpsDaemon`: NVIDIA's Multi-Process Service for the two workers of one GPU.
+
+Without it two processes share a GPU by time slices, and a handoff takes hundreds of microseconds. The daemon
+gets a directory of its own and ends with who started it, the launcher or, in a container of its own,
+`python -m services.launch.mps --directory DIR`; no setting of the card is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from services.common.config import LogSection
+from services.common.errors import PeerError
+from services.common.logs import configure_logs
+from services.rpc.server import run_service
+
+log = structlog.get_logger()
+
+CONTROL = "nvidia-cuda-mps-control"
+ANSWER_TIMEOUT_S = 10.0
+WATCH_INTERVAL_S = 2.0
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU. Needs no torch, which takes seconds to import."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def has_mps() -> bool:
+    """Whether this machine has the daemon's program and an NVIDIA GPU."""
+    return shutil.which(CONTROL) is not None and has_gpu()
+
+
+class MpsDaemon:
+    """Started by `start`, ended by `stop`. Other processes need `environment` to become its clients."""
+
+    def __init__(self, directory: Path) -> None:
+        self._pipe, self._log = directory / "pipe", directory / "log"
+        self.environment = os.environ | {
+            "CUDA_MPS_PIPE_DIRECTORY": str(self._pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self._log),
+        }
+        # Both would count: a client's indices would be looked up among the devices that the daemon was left with.
+        self._own_environment = {k: v for k, v in self.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
+
+    def start(self) -> None:
+        """Raises `PeerError` when the daemon cannot be started or does not answer; then none is left behind."""
+        self._pipe.mkdir(parents=True, exist_ok=True)
+        self._log.mkdir(exist_ok=True)
+        try:
+            self._run([CONTROL, "-d"], None)
+            self.client_pids()
+        except PeerError:
+            with contextlib.suppress(PeerError):
+                self.stop()
+            raise
+
+    def client_pids(self) -> set[int]:
+        """Process ids of all that use the GPU through this daemon. Raises `PeerError` when it does not answer."""
+        servers = self._ask("get_server_list").split()
+        return {int(pid) for server in servers for pid in self._ask(f"get_client_list {server}").split()}
+
+    def stop(self) -> None:
+        """Ends the daemon and its server; its clients have ended before. Raises `PeerError` if it does not answer."""
+        self._ask("quit")
+
+    def _ask(self, command: str) -> str:
+        return self._run([CONTROL], f"{command}\n")
+
+    def _run(self, command: list[str], text: str | None) -> str:
+        try:
+            result = subprocess.run(
+                command,
+                input=text,
+                env=self._own_environment,
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            call = " ".join(command)
+            raise PeerError(f"the MPS daemon does not answer: {call} takes over {error.timeout} s") from error
+        except OSError as error:
+            raise PeerError(f"{command[0]} cannot be run: {error.strerror}") from error
+        if result.returncode != 0:
+            raise PeerError(f"{' '.join(command)} failed with {result.returncode}: {result.stderr or result.stdout}")
+        return result.stdout
+
+
+async def serve(daemon: MpsDaemon) -> None:
+    """Runs the daemon until cancelled, and logs who its clients are. Raises `PeerError` when it stops answering."""
+    await asyncio.to_thread(daemon.start)
+    known: set[int] = set()
+    try:
+        log.info("serving")
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            clients = await asyncio.to_thread(daemon.client_pids)
+            if clients != known:
+                log.info("clients changed", pids=",".join(map(str, sorted(clients))))
+                known = clients
+    finally:
+        await asyncio.to_thread(daemon.stop)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="services.launch.mps", description="Runs the MPS daemon until SIGTERM.")
+    parser.add_argument("--directory", type=Path, required=True, help="for its pipes and logs, alike for all clients")
+    parser.add_argument("--check", action="store_true", help="only ask a running one for an answer: status 0 or 1")
+    arguments = parser.parse_args(argv)
+    daemon = MpsDaemon(arguments.directory)
+    if not arguments.check:
+        configure_logs(LogSection(), "mps")
+        run_service(serve(daemon))
+    try:
+        daemon.client_pids()
+    except PeerError as error:
+        parser.exit(1, f"services.launch.mps: {error}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,63 @@
+"""How services of this project reach each other: one channel with quick reconnects and no proxy, in TLS if asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.config import BALANCED_SCHEMES, PeerSection
+from services.rpc.tls import TlsFiles, tls_files
+
+RECONNECT_MS = 50
+MAX_RECONNECT_MS = 500
+# Of workers on other machines: one that vanishes without a word is noticed within the sum of the two.
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+DENSE_WORKER = "twostroke.dense.v1.DenseWorker"
+# Every call goes to the next of those that answer `grpc.health.v1` that they serve.
+ROUND_ROBIN = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": DENSE_WORKER}}
+
+
+def is_balanced(address: str) -> bool:
+    """Whether an address stands for replicas of the dense worker, among which gRPC takes turns."""
+    return address.startswith(BALANCED_SCHEMES)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTls:
+    """How the services of one cluster know each other: every one has this certificate, or one by the same authority."""
+
+    files: TlsFiles
+    server_name: str | None  # in the workers' certificates; None: the host of the address, localhost of a socket
+
+
+def read_peer_tls(peers: PeerSection) -> PeerTls | None:
+    """None where the config asks for no TLS. Raises `ConfigError` for files that cannot be used."""
+    files = tls_files(peers.tls_certificate, peers.tls_key, peers.tls_ca)
+    return None if files is None else PeerTls(files, peers.tls_server_name)
+
+
+def open_channel(address: str, max_message_bytes: int, tls: PeerTls | None = None) -> grpc.aio.Channel:
+    """A channel to a peer that may come later or come back; `max_message_bytes` of one message, both ways."""
+    options: list[tuple[str, object]] = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.min_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
+    ]
+    if is_balanced(address):
+        options += [
+            ("grpc.service_config", json.dumps(ROUND_ROBIN)),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(address, tls.files.channel_credentials(), options=options)

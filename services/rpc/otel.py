@@ -1,0 +1,110 @@
+"""Tracing by OpenTelemetry: spans leave in batches over OTLP/gRPC, from a thread of their own.
+
+The queue is bounded: spans that a slow or absent collector cannot take are dropped, and no request waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from services.common.version import VERSION
+from services.rpc.tracing import Attribute
+
+MAX_NUM_PENDING = 2048  # spans
+EXPORT_INTERVAL_MS = 1000
+EXPORT_TIMEOUT_S = 1.0  # of one batch, tries included: also bounds the end of the process
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class OtelTracer:
+    """See `services.rpc.tracing.Tracer`."""
+
+    is_enabled = True
+
+    def __init__(self, endpoint: str, sample_ratio: float, service: str) -> None:
+        resource = Resource({SERVICE_NAME: f"twostroke-{service}", SERVICE_VERSION: VERSION})
+        sampler = ParentBased(TraceIdRatioBased(sample_ratio))  # a client's own decision counts first
+        self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S),
+                max_queue_size=MAX_NUM_PENDING,
+                max_export_batch_size=MAX_NUM_PENDING,  # one batch, and so one timeout, at the end
+                schedule_delay_millis=EXPORT_INTERVAL_MS,
+            )
+        )
+        self._tracer = self._provider.get_tracer("twostroke", VERSION)
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def start(self, name: str, traceparent: str, start_s: float | None = None, **attributes: Attribute) -> OtelSpan:
+        """See `Tracer`."""
+        return OtelSpan(self, name, traceparent, start_s, attributes)
+
+    def begin(
+        self, name: str, traceparent: str, start_s: float | None, attributes: dict[str, Attribute]
+    ) -> trace.Span:
+        """The library's span; names of attributes get the project's prefix."""
+        return self._tracer.start_span(
+            name,
+            context=_PROPAGATOR.extract({"traceparent": traceparent}),
+            attributes=prefixed(attributes),
+            start_time=None if start_s is None else self.to_ns(start_s),
+        )
+
+    def to_ns(self, at_s: float) -> int:
+        """Nanoseconds since 1970 of a time on the monotonic clock."""
+        return self._epoch_ns + int(at_s * 1e9)
+
+    def stop(self) -> None:
+        """Sends what is left; blocks for `EXPORT_TIMEOUT_S` and the batch that is under way at the most."""
+        self._provider.shutdown()
+
+
+class OtelSpan:
+    """See `services.rpc.tracing.Span`."""
+
+    def __init__(
+        self,
+        tracer: OtelTracer,
+        name: str,
+        traceparent: str,
+        start_s: float | None,
+        attributes: dict[str, Attribute],
+    ) -> None:
+        self._tracer = tracer
+        self._span = tracer.begin(name, traceparent, start_s, attributes)
+
+    @property
+    def traceparent(self) -> str:
+        """See `Span`."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))
+        return carrier["traceparent"]
+
+    def add_child(self, name: str, start_s: float, end_s: float) -> None:
+        """See `Span`."""
+        child = self._tracer.begin(name, self.traceparent, start_s, {})
+        child.end(self._tracer.to_ns(end_s))
+
+    def end(self, error: str | None = None, **attributes: Attribute) -> None:
+        """See `Span`."""
+        if not self._span.is_recording():
+            return
+        self._span.set_attributes(prefixed(attributes))
+        if error is not None:
+            self._span.set_status(trace.Status(trace.StatusCode.ERROR, error))
+        self._span.end()
+
+
+def prefixed(attributes: dict[str, Attribute]) -> dict[str, Attribute]:
+    """Names as they are sent."""
+    return {f"twostroke.{name}": value for name, value in attributes.items()}

@@ -1,0 +1,293 @@
+"""Life cycle of a gRPC service: bind, report health, serve, drain, stop. Everything opened is closed.
+
+Errors of the tree in `services.common.errors` become gRPC statuses here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.common.config import BALANCED_SCHEMES
+from services.common.errors import ConfigError, TwostrokeError
+from services.pb import stall_pb2
+from services.rpc.error_details import rich_status
+from services.rpc.health import HealthServicer
+from services.rpc.reflection import add_reflection
+from services.rpc.tls import TlsFiles, warn_if_exposed
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES = 107  # of Linux
+MIN_PING_INTERVAL_MS = 5_000  # of clients that make sure that we still live
+LIVENESS = "liveness"  # health name for who restarts us: it serves even while there is nothing to serve with
+
+Request = TypeVar("Request")
+Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+
+class GrpcServer:
+    """One listening server with health and reflection.
+
+    `service_names` are full proto names; they report SERVING between `set_serving(True)` and `(False)`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        service_names: list[str],
+        max_message_bytes: int,
+        tls: TlsFiles | None = None,
+        local_address: str | None = None,
+        options: Sequence[tuple[str, object]] = (),
+        *,
+        shares_port: bool = False,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """`local_address`: a Unix socket where it listens too, and without TLS. `shares_port`: with other processes.
+
+        `max_message_bytes` is of messages that come in; those that go out are limited by who receives them. What
+        `interceptors` raise becomes a status, too.
+        """
+        self._address = address
+        self._tls = tls
+        self._local_address = local_address
+        self._service_names = service_names
+        self._is_serving = False
+        self._stall: stall_pb2.Stall | None = None
+        self.server = grpc.aio.server(
+            interceptors=[_ErrorInterceptor(), *interceptors],
+            options=[
+                ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+                *options,
+                ("grpc.so_reuseport", int(shares_port)),  # else a second server on the same port is an error
+                ("grpc.max_receive_message_length", max_message_bytes),
+            ],
+        )
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        add_reflection(self.server, [*service_names, health.SERVICE_NAME])
+
+    async def start(self) -> str:
+        """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
+        if self._address.startswith(BALANCED_SCHEMES):
+            raise ConfigError(f"cannot listen on {self._address}: that is a name for clients")
+        port = self._bind(self._address, self._tls)
+        if self._local_address is not None:
+            self._bind(self._local_address, None)
+        if self._tls is None:
+            warn_if_exposed(self._address)
+        await self.set_serving(False)
+        self._set_health([LIVENESS], is_serving=True)
+        await self.server.start()
+        if self._address.startswith("unix:"):
+            return self._address
+        return f"{self._address.rpartition(':')[0]}:{port}"
+
+    def _bind(self, address: str, tls: TlsFiles | None) -> int:
+        if address.startswith("unix:"):
+            check_socket_free(address.removeprefix("unix:"))
+        try:
+            if tls is None:
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, tls.server_credentials())
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: port in use or address not of this host") from error
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What `grpc.health.v1` answers for the whole server and each of its services, unless it is stalled."""
+        self._is_serving = is_serving
+        self._set_health(["", *self._service_names], is_serving and self._stall is None)
+
+    async def set_stall(self, stall: stall_pb2.Stall | None) -> None:
+        """A stalled server does not serve; only one that waits for nobody would gain from a restart."""
+        self._stall = stall
+        self._set_health([LIVENESS], stall is None or bool(stall.waits_for))
+        await self.set_serving(self._is_serving)
+
+    def _set_health(self, names: list[str], is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        self._health.set(names, status.SERVING if is_serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
+        self._health.shut()
+        await self.server.stop(grace_s)
+
+
+async def until_over(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
+    """A call's requests; ends when the call does, whichever side ended it, and however."""
+    # What gRPC says to a reader that outlives its call: the second, if the call has ended with an error.
+    with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):
+        async for request in requests:
+            yield request
+
+
+def check_socket_free(path: str) -> None:
+    """A Unix socket, or a link to one, that a dead process left may be taken over: gRPC does not ask.
+
+    Raises `ConfigError` for one that answers, for anything else that is there, and for a path that cannot be one.
+    """
+    if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"cannot listen on unix:{path}: the path has {len(path.encode())} bytes, "
+            f"the limit is {MAX_SOCKET_PATH_BYTES}"
+        )
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"cannot listen on unix:{path}: there is no directory {Path(path).parent}")
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISSOCK(mode) and not stat.S_ISLNK(mode):
+            raise ConfigError(f"cannot listen on unix:{path}: a file is there that is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"cannot listen on unix:{path}: another process serves there")
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns a raised `TwostrokeError` into its gRPC status, and anything else into a logged INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        kinds = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, _guard_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, _guard_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, _guard_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
+        }
+        make_handler, behaviour, guard = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
+        if inspect.iscoroutinefunction(behaviour):
+            guard = _guard_unary  # streams may also be coroutines that write, as the health service's are
+        return make_handler(
+            guard(behaviour),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guard_unary(behaviour: Handler) -> Handler:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            status = _status_of(error)
+        del request  # or gRPC's own error, raised here, would keep it until the garbage collector comes
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Handler) -> Handler:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+            return
+        except Exception as error:
+            status = _status_of(error)
+        del request
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+    return guarded
+
+
+def _status_of(error: Exception) -> grpc.Status:
+    """What to abort a call with. Raises the error itself where the call has been aborted already."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, TwostrokeError):
+        return rich_status(error)
+    log.error("unexpected error in a call", exc_info=error)
+    return rich_status(TwostrokeError(f"internal error: {type(error).__name__}"))
+
+
+def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:
+    """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with 1.
+
+    With `drain`, the first SIGTERM sets that instead: the service ends itself when what runs has ended.
+    """
+    status = 0
+    try:
+        uvloop.run(_cancel_on_signal(main, drain))
+    except TwostrokeError as error:
+        log.error("stopped by an error", kind=type(error).__name__, error=str(error))
+        status = 1
+    except Exception as error:
+        log.critical("stopped by a bug", exc_info=error)
+        status = 70  # EX_SOFTWARE
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)  # all is closed; the interpreter would take a second to take torch apart
+
+
+async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Runs all to their ends, or until one fails: then the others are cancelled and its error is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_until(end: Coroutine[Any, Any, None], *coroutines: Coroutine[Any, Any, None]) -> None:
+    """Runs all until `end` returns, or until one fails: then its error is raised. The others are cancelled."""
+    others = asyncio.ensure_future(run_together(*coroutines))
+    until = asyncio.ensure_future(end)
+    try:
+        done, _ = await asyncio.wait([others, until], return_when=asyncio.FIRST_COMPLETED)
+        if until not in done:
+            others.result()  # raises what ended them; what returned early leaves the end to decide
+            await until
+        else:
+            until.result()
+    finally:
+        for task in (others, until):
+            task.cancel()
+        await asyncio.gather(others, until, return_exceptions=True)
+
+
+async def _cancel_on_signal(main: Coroutine[Any, Any, None], drain: asyncio.Event | None) -> None:
+    task = asyncio.ensure_future(main)
+    loop = asyncio.get_running_loop()
+
+    def terminate() -> None:
+        if drain is None or drain.is_set():
+            task.cancel()
+        else:
+            drain.set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        log.info("stopped by a signal")

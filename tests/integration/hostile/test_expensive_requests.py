@@ -1,0 +1,120 @@
+"""Small requests, within all limits or just beyond them, that cost much: nobody else may feel them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from services.common.config import GatewaySection
+from services.pb import gateway_pb2
+from tests.support.clients.http_clients import client
+from tests.support.clients.wire_format import field, repeated
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
+from tests.support.undisturbed import assert_undisturbed
+
+PATH = "/v1/completions"
+MESSAGE_BYTES = GatewaySection().max_message_bytes - 64  # what fits the limit, whatever is around it
+STOP = [f"{i:02}" + chr(ord("a") + i) * 254 for i in range(16)]
+MAX_GROWTH_BYTES = 160 * 2**20  # of large answers, some of it stays with the allocator
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    # Short steps: the gateway must keep nobody waiting, and a step with many prompt tokens takes long itself.
+    with running_cluster(tmp_path_factory.mktemp("expensive"), "scheduler.max_num_batched_tokens=128") as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "num_choices"),
+    [
+        ({"prompt": ["a"] * 64, "n": 4, "stop": STOP, "max_tokens": 2}, 256),
+        ({"prompt": ["word " * 450] * 4, "n": 16, "prompt_logprobs": 20, "max_tokens": 1}, 64),
+        ({"prompt": ["word " * 100] * 4, "n": 16, "logprobs": 20, "echo": True, "max_tokens": 1}, 64),
+        ({"prompt": [[7] * 2000] * 64, "max_tokens": 1}, 64),
+    ],
+    ids=["stop strings", "prompt_logprobs", "echo", "token ids"],
+)
+def test_many_answers(cluster: Cluster, body: dict[str, Any], num_choices: int) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            response = http.post(PATH, json=body)
+            assert response.status_code == 200, response.text[:500]
+            assert len(response.json()["choices"]) == num_choices
+
+    assert_undisturbed(cluster, attack, max_growth_bytes=MAX_GROWTH_BYTES)
+
+
+def test_more_answers_than_there_may_be(cluster: Cluster) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            for _ in range(3):
+                response = http.post(PATH, json={"prompt": ["a"] * 64, "n": 16, "stop": STOP})
+                assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+
+    assert_undisturbed(cluster, attack)
+
+
+REQUEST: type[Message] = gateway_pb2.GenerateRequest
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        repeated(REQUEST, "bad_words", b"", MESSAGE_BYTES),
+        repeated(REQUEST, "stop", b"", MESSAGE_BYTES),
+        field(REQUEST, "chat", repeated(gateway_pb2.Chat, "messages", b"", MESSAGE_BYTES)),
+        field(REQUEST, "prompt_token_ids", field(gateway_pb2.TokenIds, "ids", b"\x01" * MESSAGE_BYTES)),
+    ],
+    ids=["bad_words", "stop", "chat", "prompt_token_ids"],
+)
+def test_a_million_empty_elements(cluster: Cluster, message: bytes) -> None:
+    def attack() -> None:
+        with grpc.insecure_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/twostroke.v1.Gateway/Generate")(message, timeout=REQUEST_TIMEOUT_S)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    assert_undisturbed(cluster, attack)
+
+
+BODY_BYTES = GatewaySection().max_body_bytes - 64
+BODIES = {
+    "empty lists": ("/v1/completions", '{"prompt":[%s[]]}' % ("[]," * (BODY_BYTES // 3 - 8)), 413),
+    "keys": ("/v1/completions", "{" + ",".join(f'"{i:x}":1' for i in range(175_000)) + "}", 413),
+    "one-digit ids": ("/v1/completions", '{"prompt":[%s1]}' % ("1," * (BODY_BYTES // 2 - 8)), 413),
+    "as many ids as may be": ("/v1/completions", '{"prompt":[%s1]}' % ("1," * 399_999), 400),
+    "an id at the end that is none": ("/detokenize", '{"tokens":[%s""]}' % ("1," * 399_990), 400),
+    "parts": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1000}] * 12}),
+        400,
+    ),
+    "a text of quotes": ("/v1/completions", '{"prompt":"%s"}' % ('\\"' * (BODY_BYTES // 2 - 8)), 400),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BODIES.values(), ids=BODIES)
+def test_bodies_of_many_elements(cluster: Cluster, path: str, body: str, status: int) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            for _ in range(3):
+                response = http.post(path, content=body, headers={"content-type": "application/json"})
+                assert response.status_code == status, response.text[:500]
+
+    assert len(body) <= GatewaySection().max_body_bytes
+    assert_undisturbed(cluster, attack)
+
+
+def test_more_log_probabilities_than_there_may_be(cluster: Cluster) -> None:
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            response = http.post(PATH, json={"prompt": ["a"] * 16, "n": 16, "max_tokens": 1000, "logprobs": 20})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+
+    assert_undisturbed(cluster, attack)

@@ -1,0 +1,129 @@
+"""gRPC callers without an API key, or with half a message: what they cost the gateway and a bystander's stream."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common.config import GatewaySection
+from services.pb import gateway_pb2
+from tests.support.clients.stalling_proxy import stalling_proxy
+from tests.support.clients.steady_stream import LATE_S
+from tests.support.clients.wire_format import repeated
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.undisturbed import MAX_GROWTH_BYTES, assert_undisturbed
+
+KEY = "sk-aaaaaaaaaaaaaaaaaaaa"
+Metadata = tuple[tuple[str, str], ...]
+METADATA: Metadata = (("authorization", f"Bearer {KEY}"),)
+GENERATE = "/twostroke.v1.Gateway/Generate"
+HEALTH = "/grpc.health.v1.Health/Check"
+MESSAGE_BYTES = GatewaySection().max_message_bytes
+LIMIT_S = 2.5  # of receiving
+HALF_BYTES = MESSAGE_BYTES - 100_000
+NUM_HALVES = 60
+MAX_RECEIVING = 64  # the default
+BAD_WORDS = repeated(gateway_pb2.GenerateRequest, "bad_words", b"", 16 * 2**20)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("uninvited")
+    keys = directory / "keys.toml"
+    keys.write_text(f'[[keys]]\nname = "team"\nkey = "{KEY}"\n')
+    settings = (
+        f"gateway.api_keys_file={keys}",
+        f"gateway.body_timeout_s={LIMIT_S}",
+    )
+    with running_cluster(directory, *settings) as cluster:
+        yield cluster
+        cluster.wait_idle()
+
+
+@contextlib.contextmanager
+def bare_channel(address: str) -> Iterator[grpc.Channel]:
+    """A connection of its own, that sends messages of any size."""
+    with grpc.insecure_channel(
+        address, [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        yield channel
+
+
+def status_of(
+    channel: grpc.Channel, method: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()
+) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(method)(message, metadata=metadata, timeout=LATE_S)
+    return refused.value.code()
+
+
+def attack_of_thirty(cluster: Cluster, message: bytes, metadata: Metadata, code: grpc.StatusCode) -> None:
+    """Nobody feels thirty such calls at once, all refused with `code`."""
+
+    def attack() -> None:
+        with bare_channel(cluster.address) as channel, ThreadPoolExecutor(30) as threads:
+            codes = threads.map(lambda _: status_of(channel, GENERATE, message, metadata), range(30))
+            assert set(codes) == {code}
+
+    assert_undisturbed(cluster, attack, headers=dict(METADATA))
+
+
+@pytest.mark.parametrize("num_bytes", [MESSAGE_BYTES - 1, 16 * 2**20])
+def test_without_a_key_no_message_is_read(cluster: Cluster, num_bytes: int) -> None:
+    attack_of_thirty(cluster, BAD_WORDS[:num_bytes], (), grpc.StatusCode.UNAUTHENTICATED)
+
+
+def test_messages_above_the_limit_are_not_kept(cluster: Cluster) -> None:
+    attack_of_thirty(cluster, BAD_WORDS, METADATA, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_refused_messages_are_forgotten(cluster: Cluster) -> None:
+    attack_of_thirty(cluster, BAD_WORDS[: MESSAGE_BYTES - 1], METADATA, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+@pytest.mark.parametrize(
+    ("method", "metadata", "code"),
+    [
+        (GENERATE, (), grpc.StatusCode.UNAUTHENTICATED),
+        (GENERATE, METADATA, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (HEALTH, (), grpc.StatusCode.DEADLINE_EXCEEDED),
+    ],
+    ids=["no key", "key", "health"],
+)
+def test_half_a_message_on_each_of_many_connections(
+    cluster: Cluster, tmp_path: Path, method: str, metadata: Metadata, code: grpc.StatusCode
+) -> None:
+    message = BAD_WORDS[: MESSAGE_BYTES - 1]
+    paths = (tmp_path / f"{i}.sock" for i in range(9))
+
+    def attack() -> None:
+        start = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            proxy = stack.enter_context(stalling_proxy(next(paths), cluster.address, HALF_BYTES))
+            channels = [stack.enter_context(bare_channel(proxy)) for _ in range(NUM_HALVES)]
+            with ThreadPoolExecutor(NUM_HALVES) as threads:
+                codes = threads.map(lambda channel: status_of(channel, method, message, metadata), channels)
+                assert set(codes) == {code}
+        assert time.monotonic() - start < LATE_S
+
+    # What has arrived stays with the allocator for the next messages.
+    max_growth_bytes = 2 * NUM_HALVES * HALF_BYTES if method == HEALTH or metadata else MAX_GROWTH_BYTES
+    assert_undisturbed(cluster, attack, headers=dict(METADATA), max_growth_bytes=max_growth_bytes)
+
+
+def test_of_too_many_half_messages_the_oldest_go_first(cluster: Cluster, tmp_path: Path) -> None:
+    message = BAD_WORDS[: MESSAGE_BYTES - 1]
+    with stalling_proxy(tmp_path / "proxy.sock", cluster.address, HALF_BYTES) as proxy, contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(bare_channel(proxy)) for _ in range(MAX_RECEIVING + 10)]
+        with ThreadPoolExecutor(len(channels)) as threads:
+            codes = list(threads.map(lambda channel: status_of(channel, GENERATE, message, METADATA), channels))
+    # A whole message counts, too, while it is read: where the launcher asks for health meanwhile, one more goes.
+    num_given_up = codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert 10 <= num_given_up <= 12
+    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == len(codes) - num_given_up

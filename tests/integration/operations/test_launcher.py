@@ -1,0 +1,170 @@
+"""The launcher's own life: what it leaves behind, what it says when a service ends too often, how it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
+from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
+
+
+def test_a_killed_launchers_directory_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, signal\nfrom services.launch.run_directory import run_directory\n"
+        "with run_directory() as path:\n    print(path, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    left = Path(result.stdout.strip())
+    assert result.returncode == -signal.SIGKILL and left.parent == tmp_path and left.is_dir()
+    with run_directory() as own:
+        assert not left.exists() and own.is_dir()
+        assert remove_stale_directories() == []
+    assert not own.exists()
+
+
+def test_a_launcher_that_starts_beside_another_one_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real_flock = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert remove_stale_directories() == []
+        real_flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_directory() as own:
+        assert own.is_dir() and live_directories() == [own]
+
+
+def test_two_launchers_may_remove_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stale = tmp_path / "twostroke-stale"
+    stale.mkdir()
+    (stale / "lock").touch()
+    real_rmtree = shutil.rmtree
+
+    def rmtree_late(path: Path, **options: bool) -> None:
+        real_rmtree(path)  # by the other one
+        real_rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_late)
+    remove_stale_directories()
+    assert not stale.exists()
+
+
+def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_error(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    sockets = [f"{name}=unix:{tmp_path}/{name}.sock" for name in ("gateway.address", "gateway.http_address")]
+    command = [sys.executable, "-m", "services.launch"]
+    overrides = ["launch.max_restarts=1", "launch.restart_delay_s=0.01"]
+    for override in (*sockets, *overrides, f"dense.address=unix:{tmp_path}/dense.sock"):
+        command += ["--set", override]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+    try:
+        wait_for_log(process, log_file, "Serving ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while process.poll() is None:
+            with contextlib.suppress(OSError):  # some process has ended meanwhile
+                for pid in children.read_text().split():
+                    if "services.attn_worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                        os.kill(int(pid), signal.SIGKILL)
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        last = log_file.read_text().splitlines()[-1]
+        assert process.returncode == 1
+        assert "attn_worker" in last and "limit is 1 restarts" in last and "SIGKILL" in last
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("dense.device=cuda:99", r"device 'cuda:99' was asked for, torch \S+ sees \d+ CUDA devices"),
+        ("attention.device=cuda:99", r"device 'cuda:99' was asked for, torch \S+ sees \d+ CUDA devices"),
+        ("launch.mps=on", r"launch\.mps is 'on', but (this machine has no|the workers share no GPU)"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(setting: str, message: str) -> None:
+    command = [sys.executable, "-m", "services.launch", "--prompt", "a", "--set", "dense.device=cpu", "--set", setting]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 1 and result.stdout == ""
+    assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
+
+
+def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.launch", "--gateway-processes", "2"]
+    for name in ("gateway.address", "dense.address"):  # several gateways cannot share a Unix socket
+        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert result.returncode == 1 and "several processes can share a TCP port" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.4, 0.8])
+def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.launch", "--prompt", "a"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    # Python's own start may be interrupted, and the very import that puts an end to that.
+    assert "services" not in stderr or "Traceback" not in stderr or "import signal" in stderr
+
+
+def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    command = [sys.executable, "-m", "services.launch", "--set", "launch.stop_grace_s=2"]
+    for name in ("gateway.address", "gateway.http_address", "dense.address"):
+        command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+    children: dict[int, str] = {}
+    try:
+        wait_for_log(process, log_file, "Serving ")
+        children = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(process.pid)}
+        [stuck] = [pid for pid, command_line in children.items() if "services.dense_worker" in command_line]
+        os.kill(stuck, signal.SIGSTOP)  # it ends by SIGKILL alone
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert not os.path.lexists(tmp_path / "dense.address.sock")
+    finally:
+        process.kill()
+        process.wait()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_nobody_reading_the_answer_is_no_bug() -> None:
+    command = f"{sys.executable} -m services.launch --prompt 'San Francisco is a' --max-tokens 64 | true"
+    result = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert "bug" not in result.stderr and "Traceback" not in result.stderr

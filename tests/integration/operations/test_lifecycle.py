@@ -1,0 +1,222 @@
+"""Starting and stopping: the two commands of a newcomer, services on their own, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.channel.shm_cleanup import SHM_DIR
+from services.common.config import EMBEDDED_MODEL
+from services.pb import gateway_pb2_grpc
+from tests.support.cluster import (
+    REPOSITORY,
+    STOP_TIMEOUT_S,
+    children_of,
+    is_alive,
+    request,
+    running_cluster,
+    wait_for_log,
+)
+
+TIMEOUT_S = 100
+
+
+def run(*arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_one_prompt_is_answered_on_stdout_alone() -> None:
+    result = run("services.launch", "--prompt", "San Francisco is a", "--max_tokens", "7")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == " city in Northern California that is known\n"
+
+
+def test_the_chat_client_streams_from_a_running_gateway_and_stops_early(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        address = f"unix:{tmp_path}/gateway.sock"
+        client = ("services.gateway.chat_client", "--address", address)
+        answer = run(*client, "--prompt", "San Francisco is a", "--max_tokens=7")
+        assert (answer.returncode, answer.stdout) == (0, " city in Northern California that is known\n")
+        stopped = run(*client, "--prompt", "Count", "--max-tokens", "1900", "--stop-after-ms", "300")
+        assert stopped.returncode == 0, stopped.stderr
+        cluster.wait_idle()
+
+
+def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        stream = cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True))
+        next(stream)
+        start = time.monotonic()
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(STOP_TIMEOUT_S) == 0
+        assert time.monotonic() - start < 5.0  # a promise of docs/operations.md, not a speed
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+
+
+def test_the_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "services.launch", "--set", f"gateway.address=unix:{tmp_path}/gateway.sock"]
+    command += ["--set", f"gateway.http_address=unix:{tmp_path}/http.sock"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, text=True)
+    wait_for_log(process, log, "Serving ")
+    children = children_of(process.pid)
+    assert len(children) == 3
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while any(is_alive(child) for child in children):
+        assert time.monotonic() < deadline, "a service outlived its launcher"
+        time.sleep(0.05)
+
+
+def test_services_start_alone_in_any_order(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    processes = []
+    try:
+        for role in ("gateway", "dense_worker", "attn_worker"):  # the wrong way round
+            command = [sys.executable, "-m", f"services.{role}", "--config", str(config)]
+            with (tmp_path / role).open("w") as stderr:
+                processes.append(subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, text=True))
+            time.sleep(0.5)
+        wait_for_log(processes[0], tmp_path / "gateway", "event=serving")
+        with grpc.insecure_channel(f"unix:{tmp_path}/gateway.sock") as channel:
+            answer = gateway_pb2_grpc.GatewayStub(channel).Generate(request("San Francisco is a", 7))
+        assert answer.completions[0].text == " city in Northern California that is known"
+    finally:
+        for process in processes:
+            process.terminate()
+    assert [process.wait(STOP_TIMEOUT_S) for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("role", "peer"), [("gateway", "dense worker"), ("dense_worker", "attention worker")])
+def test_a_peer_that_never_comes_is_named_with_the_deadline(tmp_path: Path, role: str, peer: str) -> None:
+    config = write_config(tmp_path)
+    result = run(f"services.{role}", "--config", str(config), "--set", "peers.connect_timeout_s=1.5")
+    assert result.returncode == 1
+    error = result.stderr.splitlines()[-1]
+    assert peer in error and "1.5 s" in error and str(tmp_path) in error
+
+
+@pytest.mark.parametrize("role", ["gateway", "dense", "attention"])
+def test_a_port_in_use_is_named(tmp_path: Path, role: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run("services.launch", "--prompt", "a", "--set", f"{role}.address={address}")
+    assert result.returncode == 1
+    assert address in result.stderr and "port in use" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "/nowhere/model"), ("/nowhere/model", "not a directory")),
+        (("--set", "scheduler.max_num_seq=3"), ("unknown config key", "scheduler.max_num_seq")),
+        (("--set", "scheduler.max_num_seqs=0"), ("max_num_seqs", "greater than or equal to 1")),
+        (("--set", "scheduler.max_num_seqs=4096"), ("4096", "512")),
+        (("--set", "model.dtype=int3"), ("int3", "bfloat16")),
+        (("--config", "/nowhere/config.toml"), ("/nowhere/config.toml",)),
+        (("--num-layers", "99"), ("num_layers is 99", "1 to 4")),
+        (("--set", "model.max_model_len=4096"), ("4096", "2048")),
+        (("--set", "attention.kv_cache_bytes=100"), ("100", "block")),
+        (("--set", "dense.device=cuda"), ("cuda",)),
+    ],
+)
+def test_an_impossible_configuration_is_refused_by_name(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    if arguments[-1] == "dense.device=cuda":
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+    result = run("services.launch", "--prompt", "a", *arguments)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
+    truncated = shutil.copytree(EMBEDDED_MODEL, tmp_path / "truncated")
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    mismatched = shutil.copytree(EMBEDDED_MODEL, tmp_path / "mismatched")
+    config = json.loads((mismatched / "config.json").read_text())
+    (mismatched / "config.json").write_text(json.dumps(config | {"intermediate_size": 700}))
+    empty = shutil.copytree(EMBEDDED_MODEL, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    for path, word in ((truncated, "model.safetensors"), (mismatched, "700"), (empty, "safetensors")):
+        result = run("services.launch", "--prompt", "a", "--model", str(path))
+        assert result.returncode == 1
+        assert str(path) in result.stderr and word in result.stderr and "Traceback" not in result.stderr
+
+
+def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+    shutil.copy(EMBEDDED_MODEL / "config.json", tmp_path)
+    (tmp_path / "sockets").mkdir()
+    settings = (f"model.path={tmp_path}", "model.load_format=dummy", "model.num_layers=2")
+    with running_cluster(tmp_path / "sockets", *settings) as cluster:
+        assert len(cluster.generate([5, 6, 7], 9, ignore_eos=True).token_ids) == 9
+
+
+def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path) -> None:
+    space = os.statvfs(SHM_DIR)
+    too_many = space.f_bavail * space.f_frsize // (512 * 4) + 1  # rows of the embedded model's qkv
+    result = run("services.launch", "--prompt", "a", "--set", f"scheduler.max_num_batched_tokens={too_many}")
+    assert result.returncode == 1
+    assert "shared memory" in result.stderr and "free" in result.stderr
+
+
+def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
+    options = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
+    with running_cluster(tmp_path) as cluster:
+        expected = cluster.generate("Count from 1", 400, **options).token_ids
+        for role in ("dense_worker", "attn_worker"):
+            stream = cluster.gateway.GenerateStream(request("Count from 1", 400, **options))
+            token_ids = list(next(stream).token_ids)
+            os.kill(cluster.pid_of(role), signal.SIGKILL)
+            for chunk in stream:
+                token_ids += chunk.token_ids
+            assert token_ids == expected
+            cluster.wait_idle()
+
+
+def write_config(directory: Path) -> Path:
+    config = directory / "config.toml"
+    config.write_text(
+        "".join(
+            f'[{section}]\naddress = "unix:{directory}/{section}.sock"\n'
+            for section in ("gateway", "dense", "attention")
+        )
+    )
+    return config
+
+
+def test_a_second_cluster_on_a_taken_port_ends_at_once(tmp_path: Path) -> None:
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{finder.getsockname()[1]}"
+    with running_cluster(tmp_path, f"gateway.address={address}"):
+        second = run("services.launch", "--sample-prompt", "San Francisco is a", "--set", f"gateway.address={address}")
+    assert second.returncode == 1 and second.stdout == ""
+    assert "port in use" in second.stderr and "restarting" not in second.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_serves_too(dtype: str) -> None:
+    result = run(
+        "services.launch", "--prompt", "San Francisco is a", "--max-tokens", "7", "--set", f"model.dtype={dtype}"
+    )
+    assert result.stdout == " city in Northern California that is known\n"

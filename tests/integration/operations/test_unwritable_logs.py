@@ -1,0 +1,103 @@
+"""A log that cannot be written costs nothing but its lines: requests are answered, and a worker's death is survived."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support.clients.http_clients import client
+from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
+
+pytestmark = pytest.mark.timeout(400)  # processes start several times, on however slow a machine
+
+ROLES = ("attn_worker", "dense_worker", "gateway")
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[int]:
+    """A descriptor of a file that nothing can be written to."""
+    with Path("/dev/full").open("w") as file:
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def deserted_pipe() -> Iterator[int]:
+    """A descriptor of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@contextlib.contextmanager
+def launcher(directory: Path, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher that serves at sockets in `directory`; at the end it must stop well."""
+    command = [sys.executable, "-m", "services.launch"]
+    for key, name in (("gateway.address", "gateway"), ("gateway.http_address", "http")):
+        command += ["--set", f"{key}=unix:{directory}/{name}.sock"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr)
+    try:
+        wait_until(lambda: is_serving(directory, process))
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(STOP_TIMEOUT_S)
+
+
+def is_serving(directory: Path, process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None, f"the launcher ended with {process.returncode}"
+    with grpc.insecure_channel(f"unix:{directory}/gateway.sock") as channel, contextlib.suppress(grpc.RpcError):
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        return reply.status == health_pb2.HealthCheckResponse.SERVING
+    return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def pids_of(process: subprocess.Popen[bytes], role: str) -> list[int]:
+    pids = []
+    for pid in children_of(process.pid):
+        with contextlib.suppress(OSError):  # it has ended
+            if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
+                pids.append(pid)
+    return pids
+
+
+@pytest.mark.parametrize("log", [full_disk, deserted_pipe])
+def test_requests_are_answered_and_a_killed_worker_comes_back(
+    log: Callable[[], contextlib.AbstractContextManager[int]], tmp_path: Path
+) -> None:
+    with log() as stderr, launcher(tmp_path, stderr) as process, client(f"unix:{tmp_path}/http.sock") as http:
+
+        def answer() -> tuple[int, str]:
+            body = {"prompt": "San Francisco is a", "max_tokens": 16, "temperature": 0}
+            response = http.post("/v1/completions", json=body)
+            return response.status_code, response.json()["choices"][0]["text"]
+
+        undisturbed = answer()
+        assert undisturbed[0] == 200
+        before = {role: pids_of(process, role) for role in ROLES}
+        [attention] = before["attn_worker"]
+        os.kill(attention, signal.SIGKILL)
+        wait_until(lambda: pids_of(process, "attn_worker") not in ([], before["attn_worker"]))
+        assert answer() == undisturbed
+        for role in ("dense_worker", "gateway"):
+            assert pids_of(process, role) == before[role]

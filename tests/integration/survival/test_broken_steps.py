@@ -1,0 +1,92 @@
+"""Steps that are broken off while both workers live: neither is started again, and the KV cache is kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from services.common.config import ModelSection
+from services.common.resolve import resolve_model
+from services.pb import attn_pb2, dense_pb2
+from tests.support.clients.streams import Collected, collect_all
+from tests.support.cluster import request
+from tests.support.plain_services import PlainServices, plain_services
+
+pytestmark = pytest.mark.timeout(400)  # processes start, on however slow a machine
+
+WAIT_TIMEOUT_S = 1.0
+STOPPED_S = 2.5 * WAIT_TIMEOUT_S
+DEADLINE_S = 60.0
+NUM_PROMPT_TOKENS, MAX_TOKENS = 400, 200
+MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE = 8  # an aborted step is computed again
+MESSAGES = [
+    request(range(5 + seed, 5 + seed + NUM_PROMPT_TOKENS), MAX_TOKENS, temperature=0.9, seed=seed, ignore_eos=True)
+    for seed in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
+    """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
+    settings = ("attention.enable_prefix_cache=false", f"channel.wait_timeout_s={WAIT_TIMEOUT_S}")
+    with plain_services(tmp_path_factory.mktemp("plain"), *settings) as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def undisturbed(services: PlainServices) -> list[Collected]:
+    return collect_all(services.gateway, MESSAGES)
+
+
+def stop_for_a_while(role: str) -> Callable[[PlainServices], None]:
+    def stop(services: PlainServices) -> None:
+        pid = services.pid_of(role)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        os.kill(pid, signal.SIGCONT)
+
+    return stop
+
+
+def attach_another(services: PlainServices) -> None:
+    """Another dense worker throws the present one out, which is then asked to come back."""
+    model = resolve_model(ModelSection(), "cpu")
+    services.attention.Attach(
+        attn_pb2.AttachRequest(
+            dtype="float32",
+            model_fingerprint=model.config.fingerprint,
+            weights_hash=services.dense_status().weights_hash,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+        ),
+        timeout=DEADLINE_S,
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    while services.dense_status().state != dense_pb2.DenseStatus.STANDBY:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    services.dense.TakeOver(dense_pb2.TakeOverRequest(), timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [stop_for_a_while("dense_worker"), stop_for_a_while("attn_worker"), attach_another],
+    ids=["dense stopped", "attention stopped", "another attaches"],
+)
+def test_broken_steps_cost_neither_a_worker_nor_its_cache(
+    services: PlainServices, undisturbed: list[Collected], disturb: Callable[[PlainServices], None]
+) -> None:
+    before, aborts = services.wait_idle(), services.log("attn_worker").count("event=detached")
+    collected = collect_all(services.gateway, MESSAGES, lambda: disturb(services))
+    assert services.log("attn_worker").count("event=detached") > aborts, "no step was broken off"
+    for each, expected in zip(collected, undisturbed, strict=True):
+        each.assert_equals(expected)
+    assert services.ends == []
+    after = services.wait_idle()
+    assert after.epoch == before.epoch
+    needed = len(MESSAGES) * (NUM_PROMPT_TOKENS + MAX_TOKENS + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE)
+    assert after.num_computed_tokens - before.num_computed_tokens <= needed, "a prompt was prefilled again"

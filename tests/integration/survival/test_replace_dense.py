@@ -1,0 +1,222 @@
+"""`ctl replace-dense` while streams of every kind run: a pause and the same tokens, whether it succeeds or not."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.common.config import EMBEDDED_MODEL
+from services.pb import dense_pb2, gateway_pb2
+from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
+from tests.support.cluster import Cluster, children_of, ctl, free_port, is_alive, request, running_cluster
+from tests.support.scrape import Scrape
+
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
+MAX_TOKENS = 120
+WAIT_S = 60.0
+# A step is planned before the tokens of the one ahead are known: one that ends may have been computed on for nothing.
+MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
+
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+
+
+@pytest.fixture(scope="module")
+def metrics_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def dense_metrics_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, metrics_address: str, dense_metrics_address: str
+) -> Iterator[Cluster]:
+    """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
+    directory = tmp_path_factory.mktemp("replace")
+    overrides = ("attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
+    dense_metrics = f"dense.metrics_address={dense_metrics_address}"
+    with running_cluster(directory, *overrides, dense_metrics) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def messages(cluster: Cluster) -> list[gateway_pb2.GenerateRequest]:
+    text = collect(cluster.gateway, request(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
+    return messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
+    return collect_all(cluster.gateway, messages)
+
+
+def has_second_worker(cluster: Cluster) -> bool:
+    num_workers = 0
+    for pid in children_of(cluster.process.pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            num_workers += "services.dense_worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    return num_workers > 1
+
+
+class Load:
+    """Every message again and again, so that streams are open at any time until the `with` block ends."""
+
+    def __init__(self, cluster: Cluster, messages: Sequence[gateway_pb2.GenerateRequest]) -> None:
+        self.collected: list[list[Collected]] = [[] for _ in messages]
+        self._cluster = cluster
+        self._messages = messages
+        self._is_over = threading.Event()
+        self._threads = ThreadPoolExecutor(len(messages))
+
+    def __enter__(self) -> Load:
+        self._futures = [self._threads.submit(self._repeat, index) for index in range(len(self._messages))]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._threads.shutdown()
+        for future in self._futures:
+            future.result()
+
+    def _repeat(self, index: int) -> None:
+        while not self._is_over.is_set():
+            self.collected[index].append(collect(self._cluster.gateway, self._messages[index]))
+
+    def check(self, undisturbed: Sequence[Collected]) -> int:
+        """Every answer is that of an undisturbed run; returns the tokens that all of them take to compute."""
+        num_prompt_tokens = self._num_prompt_tokens()
+        num_tokens = 0
+        for answers, expected in zip(self.collected, undisturbed, strict=True):
+            for answer in answers:
+                answer.assert_equals(expected)
+                num_tokens += sum(
+                    num_prompt_tokens + len(token_ids) + MAX_WASTED_TOKENS_OF_A_SEQUENCE
+                    for token_ids in answer.token_ids.values()
+                )
+        return num_tokens
+
+    def _num_prompt_tokens(self) -> int:
+        return len(self._cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
+
+
+def start_time(address: str) -> float | None:
+    """When the process started whose metrics are there; None while there are none."""
+    try:
+        return Scrape(address).value("twostroke_process_start_time_seconds")
+    except OSError:
+        return None
+
+
+def until(is_done: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.05)
+
+
+def num_recovered(metrics_address: str) -> float:
+    return Scrape(metrics_address).value("twostroke_gateway_recovered_sequences_total")
+
+
+def test_streams_end_as_without_the_replacement(
+    cluster: Cluster,
+    messages: list[gateway_pb2.GenerateRequest],
+    undisturbed: list[Collected],
+    metrics_address: str,
+    dense_metrics_address: str,
+) -> None:
+    old_pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
+    old_start, recovered = start_time(dense_metrics_address), num_recovered(metrics_address)
+    with Load(cluster, messages) as load:
+        result = ctl(cluster, "replace-dense", "--set", "dense.num_threads=1")
+    assert result.returncode == 0, result.stderr
+    new_pid = cluster.pid_of("dense_worker")
+    assert f"process {new_pid} serves now" in result.stdout and "the same weights" in result.stdout
+    assert new_pid != old_pid and not is_alive(old_pid)
+    assert num_recovered(metrics_address) > recovered, "no stream was open at the replacement"
+    needed = load.check(undisturbed)
+    assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
+    assert "is_crash=True" not in cluster.log_file.read_text()
+    assert f"dense_worker process {new_pid}, 0 restarts" in ctl(cluster, "status").stdout
+    until(lambda: start_time(dense_metrics_address) not in (None, old_start), "the new worker's metrics are there")
+
+
+def test_a_worker_that_cannot_serve_is_rolled_back(
+    cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected], metrics_address: str
+) -> None:
+    pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
+    with Load(cluster, messages) as load:
+        impatient = ctl(cluster, "replace-dense", "--timeout", "0.5")
+        until(lambda: not has_second_worker(cluster), "the new worker stops when nobody wants it any more")
+        not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
+        while "under way" in not_a_key.stderr:  # the worker is gone, and the launcher about to notice
+            not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
+        no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # ends at its start
+        recovered = num_recovered(metrics_address)
+        other_dtype = ctl(cluster, "replace-dense", "--set", "model.dtype=float16")  # when the old one has left
+    assert impatient.returncode == 1 and "no answer in time" in impatient.stderr
+    assert (not_a_key.returncode, no_device.returncode, other_dtype.returncode) == (1, 1, 1)
+    assert "unknown config key dense.num_thread" in not_a_key.stderr
+    assert "'cuda:99'" in no_device.stderr and f"process {pid}, goes on" in no_device.stderr
+    assert "dtype is float16" in other_dtype.stderr and f"process {pid}, goes on" in other_dtype.stderr
+    assert cluster.pid_of("dense_worker") == pid
+    assert num_recovered(metrics_address) > recovered, "no stream was open when the old worker left"
+    needed = load.check(undisturbed)
+    assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
+
+
+def test_other_weights_need_the_caches_dropped(cluster: Cluster, tmp_path: Path) -> None:
+    model_dir = tmp_path / "other-weights"
+    shutil.copytree(EMBEDDED_MODEL, model_dir)
+    weights = load_file(model_dir / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 0.25
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    pid, old_hash = cluster.pid_of("dense_worker"), cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash
+    refused = ctl(cluster, "replace-dense", "--set", f"model.path={model_dir}")
+    assert refused.returncode == 1
+    assert "other weights" in refused.stderr and old_hash[:16] in refused.stderr and "--drop-caches" in refused.stderr
+    assert cluster.pid_of("dense_worker") == pid
+    errors: list[grpc.RpcError] = []
+    is_over = threading.Event()
+
+    def stream_until_it_fails() -> None:
+        while not is_over.is_set():
+            try:
+                collect(cluster.gateway, request(PROMPT, 400, ignore_eos=True))
+            except grpc.RpcError as error:
+                errors.append(error)
+                return
+
+    with ThreadPoolExecutor(2) as threads:
+        streams = [threads.submit(stream_until_it_fails) for _ in range(2)]
+        dropped = ctl(cluster, "replace-dense", "--set", f"model.path={model_dir}", "--drop-caches")
+        is_over.set()
+        for stream in streams:
+            stream.result()
+    assert dropped.returncode == 0, dropped.stderr
+    assert "other weights, the KV cache was dropped" in dropped.stdout
+    assert {error.code() for error in errors} == {grpc.StatusCode.ABORTED}
+    assert all("other weights" in str(error.details()) for error in errors)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    token_ids = list(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
+    answer = cluster.generate(token_ids, 24, ignore_eos=True).token_ids
+    prompt = torch.tensor([token_ids])
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, min_new_tokens=24, do_sample=False
+    )
+    assert answer == expected[0, len(token_ids) :].tolist()
+    cluster.wait_idle(WAIT_S)

@@ -1,0 +1,189 @@
+"""Workers die under streams of every kind: a pause, then the same tokens, whoever starts the workers again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.pb import gateway_pb2
+from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
+from tests.support.cluster import request
+from tests.support.plain_services import PlainServices, plain_services
+from tests.support.workers.faulty_attn_worker import FAULT_FILE
+from tests.support.workers.poisoned_attn_worker import NUM_TOKENS
+from tests.support.workers.poisoned_dense_worker import POISON
+
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+
+PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
+MAX_TOKENS = 150
+# An aborted step is computed again, and a token that was sampled may not have reached the gateway.
+MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE = 8
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
+    """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
+    directory = tmp_path_factory.mktemp("plain")
+    with plain_services(directory, "attention.enable_prefix_cache=false") as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def messages(services: PlainServices) -> list[gateway_pb2.GenerateRequest]:
+    text = collect(services.gateway, request(PROMPT, MAX_TOKENS, ignore_eos=True)).text[0]
+    return messages_of_every_kind(PROMPT, MAX_TOKENS, stop=text[-12:])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(services: PlainServices, messages: list[gateway_pb2.GenerateRequest]) -> list[Collected]:
+    return collect_all(services.gateway, messages)
+
+
+@pytest.mark.parametrize(
+    "roles", [("dense_worker",), ("attn_worker",), ("dense_worker", "attn_worker")], ids=" and ".join
+)
+def test_streams_end_as_without_the_kill(
+    services: PlainServices,
+    messages: list[gateway_pb2.GenerateRequest],
+    undisturbed: list[Collected],
+    roles: tuple[str, ...],
+) -> None:
+    before, starts = services.wait_idle().num_computed_tokens, dict(services.num_starts)
+
+    def kill() -> None:
+        for role in roles:
+            os.kill(services.pid_of(role), signal.SIGKILL)
+
+    for collected, expected in zip(collect_all(services.gateway, messages, kill), undisturbed, strict=True):
+        collected.assert_equals(expected)
+    for role in services.num_starts:
+        assert services.num_starts[role] - starts[role] == (role in roles), services.ends
+    computed = services.wait_idle().num_computed_tokens - before
+    lengths = [(message, len(ids)) for message, each in zip(messages, undisturbed, strict=True)
+               for ids in each.token_ids.values()]
+    num_prompt_tokens = len(services.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
+    assert num_prompt_tokens > 10 * MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE
+    if roles == ("dense_worker",):  # the attention worker's counter has lived through it
+        needed = sum(num_prompt_tokens + num_tokens for _, num_tokens in lengths)
+        assert computed <= needed + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE * len(lengths), "a prompt was prefilled again"
+
+
+def test_a_killed_gateway_breaks_its_streams_and_leaves_nothing_at_the_workers(
+    services: PlainServices, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
+) -> None:
+    starts = dict(services.num_starts)
+    stream = services.gateway.GenerateStream(messages[0])
+    next(stream)
+    os.kill(services.pid_of("gateway"), signal.SIGKILL)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    services.wait_idle(timeout_s=60.0)
+    assert (services.dense_status().num_running, services.dense_status().num_waiting) == (0, 0)
+    stream = services.gateway.GenerateStream(messages[0], wait_for_ready=True)
+    token_ids = [token_id for chunk in stream for token_id in chunk.token_ids]
+    assert token_ids == undisturbed[0].token_ids[0]
+    assert {role: services.num_starts[role] - starts[role] for role in starts} == {
+        "attn_worker": 0, "dense_worker": 0, "gateway": 1
+    }
+
+
+def test_a_request_that_kills_the_dense_worker_is_failed_alone(tmp_path: Path) -> None:
+    with plain_services(tmp_path, modules={"dense_worker": "tests.support.workers.poisoned_dense_worker"}) as services:
+        innocent = [request(f"Count from {i}", 120, temperature=0.9, seed=i, ignore_eos=True) for i in range(12)]
+        undisturbed = collect_all(services.gateway, innocent)
+        starts = dict(services.num_starts)
+        errors: list[grpc.RpcError] = []
+
+        def send_poison() -> None:
+            with pytest.raises(grpc.RpcError) as caught:
+                collect(services.gateway, request([5, *POISON, 6], 10, request_id="poison"))
+            errors.append(caught.value)
+
+        for collected, expected in zip(collect_all(services.gateway, innocent, send_poison), undisturbed, strict=True):
+            collected.assert_equals(expected)
+        assert errors[0].code() is grpc.StatusCode.ABORTED
+        assert "'poison'" in errors[0].details() and "crashes" in errors[0].details()
+        assert 2 <= services.num_starts["dense_worker"] - starts["dense_worker"] <= 3
+        services.wait_idle()
+        start = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:  # alone on the server, two crashes are enough
+            collect(services.gateway, request([5, *POISON, 6], 10))
+        assert caught.value.code() is grpc.StatusCode.ABORTED and "2 crashes" in caught.value.details()
+        assert time.monotonic() - start < 100
+
+
+def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> None:
+    with plain_services(tmp_path, modules={"attn_worker": "tests.support.workers.poisoned_attn_worker"}) as services:
+        with pytest.raises(grpc.RpcError) as caught:
+            collect(services.gateway, request([5] * NUM_TOKENS, 10))
+        assert caught.value.code() is grpc.StatusCode.ABORTED and "2 crashes" in caught.value.details()
+        assert len(collect(services.gateway, request([5] * (NUM_TOKENS + 1), 10, ignore_eos=True)).token_ids[0]) == 10
+
+
+def test_a_lone_long_request_outlives_two_close_kills_of_the_attention_worker(tmp_path: Path) -> None:
+    """The second one while its text is computed again, which takes many steps."""
+    with plain_services(tmp_path, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2") as services:
+        message = request([5, 6, 7, 8] * 300, 600, temperature=0.9, seed=1, ignore_eos=True)
+        [expected] = collect_all(services.gateway, [message])
+        num_restarts = services.num_starts["attn_worker"]
+
+        def kill_twice() -> None:
+            for num_steps in (0, 1):
+                while num_attention_steps(services) < num_steps:
+                    time.sleep(0.002)
+                os.kill(pid := services.pid_of("attn_worker"), signal.SIGKILL)
+                while services.pid_of("attn_worker") == pid:
+                    time.sleep(0.01)
+
+        [collected] = collect_all(services.gateway, [message], kill_twice)
+        collected.assert_equals(expected)
+        assert services.num_starts["attn_worker"] == num_restarts + 2
+        services.wait_idle(timeout_s=60.0)
+
+
+def num_attention_steps(services: PlainServices) -> int:
+    try:
+        return services.attention_status().num_steps
+    except grpc.RpcError:
+        return 0  # it has just been started
+
+
+def test_an_attention_worker_whose_gpu_has_failed_makes_way_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = tmp_path / "fault"
+    monkeypatch.setenv(FAULT_FILE, str(fault))
+    with plain_services(tmp_path, modules={"attn_worker": "tests.support.workers.faulty_attn_worker"}) as services:
+        messages = [request(f"Count from {i}", 150, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
+        undisturbed = collect_all(services.gateway, messages)
+        for collected, expected in zip(collect_all(services.gateway, messages, fault.touch), undisturbed, strict=True):
+            collected.assert_equals(expected)
+        assert [role for role, _ in services.ends] == ["attn_worker"] and not fault.exists()
+        assert "an illegal memory access" in services.log("attn_worker")
+
+
+def test_planned_restarts_blame_nobody(tmp_path: Path) -> None:
+    """An operator restarts both workers again and again; each time before the stream has got a token."""
+    with plain_services(tmp_path, modules={"dense_worker": "tests.support.workers.poisoned_dense_worker"}) as services:
+        message = request("Count", 400, temperature=0.9, seed=3, ignore_eos=True)
+        [expected] = collect_all(services.gateway, [message])
+
+        def restart_all() -> None:
+            for role in ("dense_worker", "attn_worker", "dense_worker"):
+                pid = services.pid_of(role)
+                os.kill(pid, signal.SIGTERM)
+                while services.pid_of(role) == pid:
+                    time.sleep(0.02)
+
+        [collected] = collect_all(services.gateway, [message], restart_all)
+        collected.assert_equals(expected)
+        assert "is_crash=True" not in services.log("dense_worker")
+        assert "a worker crashed" not in services.log("gateway")

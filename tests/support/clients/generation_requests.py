@@ -1,0 +1,45 @@
+"""Requests and journal entries for tests that begin behind the gateway's APIs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.common.sampling_params import SamplingParams
+from services.gateway.link.journal import Journal, JournalEntry, News
+from services.gateway.request import GenerationRequest
+
+
+def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:
+    """A plain request for one answer of at most 10 tokens, unless `fields` say otherwise."""
+    defaults: dict[str, Any] = {
+        "prompt_token_ids": [1, 2],
+        "sampling": SamplingParams(),
+        "max_tokens": 10,
+        "stop": (),
+        "stop_token_ids": (),
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
+        "cache_salt": "",
+        "n": 1,
+        "best_of": 1,
+        "num_logprobs": None,
+        "num_prompt_logprobs": None,
+        "prompt_text": None,
+        "echo": False,
+        "priority": None,
+        "user": "",
+    }
+    return GenerationRequest(request_id=request_id, **{**defaults, **fields})
+
+
+def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
+    """The only sequence of a request for one answer."""
+    [entry] = journal.open(request, News())
+    return entry
+
+
+async def take(entry: JournalEntry) -> list[int]:
+    """Waits for news of an entry, as its request's handler would; its new tokens."""
+    assert await entry.news.next() is entry
+    token_ids, _ = entry.take()
+    return token_ids

@@ -1,0 +1,69 @@
+"""The page at `GET /` in a real browser, as a reader and writer of it sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from tests.support.clients.browser import console_messages, emulate
+
+WAIT_S = 60.0
+
+
+class Page:
+    """One tab. Every wait ends after WAIT_S with an error."""
+
+    def __init__(self, browser: webdriver.Chrome, url: str) -> None:
+        self.browser = browser
+        self.url = url
+
+    def open(self) -> None:
+        """Anew, as in a new tab."""
+        emulate(self.browser, width=1200)
+        self.browser.get(self.url)
+        self.browser.execute_script("sessionStorage.clear()")
+        self.browser.get(self.url)
+        console_messages(self.browser)
+
+    def find(self, selector: str) -> WebElement:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def last(self, selector: str) -> WebElement:
+        """Of the newest turn."""
+        return self.browser.find_elements(By.CSS_SELECTOR, f".turn:last-child {selector}")[0]
+
+    def run(self, script: str, *arguments: object) -> Any:
+        return self.browser.execute_script(script, *arguments)
+
+    def text_of(self, selector: str) -> str:
+        """Of the newest turn, every character of it, visible or not."""
+        return self.last(selector).get_property("textContent")
+
+    def fill(self, field: str, value: str) -> None:
+        self.run("arguments[0].closest('details')?.setAttribute('open', '')", self.find(f"#{field}"))
+        self.find(f"#{field}").clear()
+        self.find(f"#{field}").send_keys(value)
+
+    def send(self, question: str) -> None:
+        self.find("#prompt").send_keys(question + Keys.ENTER)
+
+    def wait_answered(self) -> None:
+        self.wait(lambda: not self.browser.find_elements(By.CSS_SELECTOR, ".is-streaming"), "the answer goes on")
+        self.wait(lambda: self.last(".actions").is_displayed(), "the answer has no end")
+
+    def wait(self, condition: Callable[[], object], message: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            with contextlib.suppress(WebDriverException):  # such as an element that is not there yet
+                if condition():
+                    return
+            assert time.monotonic() < deadline, f"{message}; console: {console_messages(self.browser)}"
+            time.sleep(0.05)

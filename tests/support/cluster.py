@@ -1,0 +1,208 @@
+"""A real cluster for tests: `python -m services.launch` in a process of its own, and a plain client."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.pb import (
+    attn_pb2,
+    attn_pb2_grpc,
+    dense_pb2,
+    dense_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    sampling_pb2,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT_S = 90.0
+REQUEST_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+CTL_TIMEOUT_S = 200.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    text: str
+    finish: gateway_pb2.Finish
+
+
+class Stubs:
+    """A plain client of all three services, whose sockets lie in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._channels = [
+            grpc.insecure_channel(f"unix:{directory}/{name}.sock") for name in ("gateway", "dense", "attention")
+        ]
+        gateway, dense, attention = self._channels
+        self.gateway = gateway_pb2_grpc.GatewayStub(gateway)
+        self.dense = dense_pb2_grpc.DenseWorkerStub(dense)
+        self.attention = attn_pb2_grpc.AttentionWorkerStub(attention)
+
+    def generate(self, prompt: str | Sequence[int], max_tokens: int, **options: object) -> Answer:
+        """One streamed answer; greedy unless `options` has other sampling parameters."""
+        pieces, token_ids, finish = [], [], None
+        for chunk in self.gateway.GenerateStream(request(prompt, max_tokens, **options), timeout=REQUEST_TIMEOUT_S):
+            assert finish is None, "nothing may follow the finish"
+            pieces.append(chunk.text)
+            token_ids += chunk.token_ids
+            if chunk.HasField("finish"):
+                finish = chunk.finish
+        assert finish is not None, "the last chunk carries the finish"
+        return Answer(token_ids, "".join(pieces), finish)
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Answer]:
+        """All at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(self.generate, prompts, max_tokens))
+
+    def attention_status(self) -> attn_pb2.AttentionStatus:
+        request = attn_pb2.GetStatusRequest()
+        return self.attention.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
+
+    def dense_status(self) -> dense_pb2.DenseStatus:
+        request = dense_pb2.GetStatusRequest()
+        return self.dense.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> attn_pb2.AttentionStatus:
+        """Until no sequence is open and all blocks are free; fails after `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.attention_status()
+            if status.num_sequences == 0 and status.num_free_blocks == status.num_blocks:
+                return status
+            assert time.monotonic() < deadline, f"blocks are still in use: {status}"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+class Cluster(Stubs):
+    """A launcher's services and processes."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], directory: Path, log_file: Path, settings: Mapping[str, str]
+    ) -> None:
+        super().__init__(directory)
+        self.process = process
+        self.log_file = log_file
+        self.address = settings["gateway.address"]
+        self.http_address = settings["gateway.http_address"]
+
+    def pid_of(self, role: str) -> int:
+        """Process id of a child of the launcher."""
+        for pid in children_of(self.process.pid):
+            if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+        raise AssertionError(f"no {role} among the children of the launcher")
+
+
+def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> gateway_pb2.GenerateRequest:
+    """Options of `SamplingParams` and of `GenerateRequest` alike, by name."""
+    sampling_names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    sampling = {"temperature": 0.0} | {key: options.pop(key) for key in sampling_names & options.keys()}
+    message = gateway_pb2.GenerateRequest(
+        max_tokens=max_tokens, sampling=sampling_pb2.SamplingParams(**sampling), **options
+    )
+    if isinstance(prompt, str):
+        message.prompt = prompt
+    else:
+        message.prompt_token_ids.ids.extend(prompt)
+    return message
+
+
+@contextlib.contextmanager
+def running_cluster(directory: Path, *overrides: str, wrapper: Sequence[str] = ()) -> Iterator[Cluster]:
+    """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
+
+    `wrapper` is a command that becomes the one that follows it.
+    """
+    regions_before = stale_regions()
+    command = [*wrapper, sys.executable, "-m", "services.launch"]
+    sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
+    sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
+    settings = dict(override.split("=", 1) for override in (*sockets, *overrides))
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    log_file = directory / "log"
+    with log_file.open("w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+    cluster = Cluster(process, directory, log_file, settings)
+    try:
+        wait_for_log(process, log_file, "Serving ")
+        children = children_of(process.pid)
+        yield cluster
+        if process.poll() is None:
+            children = children_of(process.pid)  # some may have been replaced
+            process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0, log_file.read_text()
+        assert not [pid for pid in children if is_alive(pid)], "a service outlived the launcher"
+        assert stale_regions() <= regions_before, "shared memory was left behind"
+    finally:
+        cluster.close()
+        if process.poll() is None:
+            process.terminate()
+            process.wait(STOP_TIMEOUT_S)
+
+
+def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m services.launch ctl` does with that cluster's launcher."""
+    found = re.search(r"event=control address=(\S+)", cluster.log_file.read_text())
+    assert found is not None
+    command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", found[1], *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CTL_TIMEOUT_S)
+
+
+def wait_for_log(process: subprocess.Popen[str], log_file: Path, text: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while text not in log_file.read_text():
+        assert process.poll() is None, f"ended with {process.returncode}:\n{log_file.read_text()}"
+        assert time.monotonic() < deadline, f"no {text!r} after {START_TIMEOUT_S} s:\n{log_file.read_text()}"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """One of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stale_regions() -> set[Path]:
+    """Shared memory whose creator is dead; that of other clusters, which may run beside this one, is locked."""
+    stale = set()
+    for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            stale.add(path)
+    return stale
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""The three services as plain processes, restarted by the test: as containers run them, without the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.support.cluster import REPOSITORY, STOP_TIMEOUT_S, Stubs
+
+MODULES = {role: f"services.{role}" for role in ("attn_worker", "dense_worker", "gateway")}
+SOCKETS = {
+    "gateway.address": "gateway",
+    "gateway.http_address": "http",
+    "dense.address": "dense",
+    "attention.address": "attention",
+}
+START_TIMEOUT_S = 90.0
+
+
+class PlainServices(Stubs):
+    """Starts the services on Unix sockets in `directory`, and each again as soon as it ends."""
+
+    def __init__(self, directory: Path, overrides: tuple[str, ...], modules: Mapping[str, str]) -> None:
+        super().__init__(directory)
+        self.num_starts = dict.fromkeys(MODULES, 0)
+        self.ends: list[tuple[str, int]] = []  # roles that ended, with their exit statuses
+        self._directory = directory
+        self._modules = MODULES | modules
+        self._overrides = (*(f"{key}=unix:{directory}/{name}.sock" for key, name in SOCKETS.items()), *overrides)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._is_stopping = threading.Event()
+        self._keeper = threading.Thread(target=self._keep)
+
+    def start(self) -> None:
+        """Returns when the gateway serves."""
+        for role in self._modules:
+            self._start(role)
+        self._keeper.start()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "event=serving" not in self.log("gateway"):
+            assert time.monotonic() < deadline, self.log("gateway")
+            time.sleep(0.05)
+
+    def pid_of(self, role: str) -> int:
+        """Process id of the newest process of that role."""
+        return self._processes[role].pid
+
+    def log(self, role: str) -> str:
+        """All that processes of that role have written."""
+        return (self._directory / f"{role}.log").read_text()
+
+    def stop(self) -> dict[str, int]:
+        """Asks one after the other to stop, in reverse of the start; exit statuses by role."""
+        self._is_stopping.set()
+        self._keeper.join()
+        statuses = {}
+        for role, process in reversed(self._processes.items()):
+            process.terminate()
+            statuses[role] = process.wait(STOP_TIMEOUT_S)
+        return statuses
+
+    def _start(self, role: str) -> None:
+        command = [sys.executable, "-m", self._modules[role]]
+        for override in self._overrides:
+            command += ["--set", override]
+        with (self._directory / f"{role}.log").open("ab") as log:
+            self._processes[role] = subprocess.Popen(command, cwd=REPOSITORY, stderr=log)
+        self.num_starts[role] += 1
+
+    def _keep(self) -> None:
+        while not self._is_stopping.wait(0.05):
+            for role, process in list(self._processes.items()):
+                if process.poll() is not None:
+                    self.ends.append((role, process.returncode))
+                    self._start(role)
+
+
+@contextlib.contextmanager
+def plain_services(
+    directory: Path, *overrides: str, modules: Mapping[str, str] | None = None
+) -> Iterator[PlainServices]:
+    """`modules`: what to run instead of `services.ROLE`, by role. At the end all must stop cleanly."""
+    services = PlainServices(directory, overrides, modules or {})
+    statuses: dict[str, int] = {}
+    try:
+        services.start()
+        yield services
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            statuses = services.stop()
+        for role in MODULES:
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                if role not in statuses:
+                    os.kill(services.pid_of(role), signal.SIGKILL)
+        services.close()
+    assert statuses == dict.fromkeys(MODULES, 0), {role: services.log(role)[-2000:] for role in MODULES}

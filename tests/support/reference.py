@@ -1,0 +1,53 @@
+"""What Hugging Face computes from the same weights, and random models that the services can serve."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.common.config import EMBEDDED_MODEL
+from tests.support.models import make_model_dir
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+VOCAB_SIZE = 1024  # of the embedded model, whose tokenizer the random models borrow
+
+
+def make_served_model(path: Path, family: str, **options: Any) -> Path:
+    """A random model with a tokenizer; see `make_model_dir` for the options."""
+    make_model_dir(path, family, vocab_size=VOCAB_SIZE, **options)
+    for name in TOKENIZER_FILES:
+        shutil.copy(EMBEDDED_MODEL / name, path)
+    return path
+
+
+@lru_cache(maxsize=2)
+def reference_model(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The model as Hugging Face runs it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str = "cpu") -> list[int]:
+    """What Hugging Face generates in float32, greedily, for this prompt alone."""
+    model = reference_model(path, device)
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt], device=device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=device),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            use_cache=True,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
+    """Of `count` different lengths, from 1 token to `longest`."""
+    rng = random.Random(seed)
+    lengths = [1 + round(i * (longest - 1) / max(1, count - 1)) for i in range(count)]
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]

@@ -1,0 +1,150 @@
+"""The whole gateway in the test's event loop, on Unix sockets, with a scripted dense worker behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
+from services.common.errors import TwostrokeError
+from services.gateway.service import serve
+from services.gateway.servicer import SERVICE_NAME
+from services.pb import gateway_pb2_grpc
+from tests.support.workers.fake_dense import FakeDense
+
+TEST_LIMIT_S = 30.0  # far beyond what any test needs
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Runs one asynchronous test on the event loop that the services use.
+
+    A task's exception that nobody waits for fails it, too.
+    """
+    unseen: list[dict[str, Any]] = []
+
+    def note(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "future" in context:  # else it is of a callback: anyio's clients sometimes wake a cancelled reader
+            unseen.append(context)
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(note)
+        await asyncio.wait_for(test, TEST_LIMIT_S)
+
+    uvloop.run(body())
+    assert not unseen, unseen
+
+
+class ServiceProcess:
+    """`python -m MODULE ARGUMENTS...` as a child process.
+
+    Not asyncio's: that of uvloop forks, and gRPC's fork handlers sometimes crash the child.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process = subprocess.Popen(command, **pipes)
+
+    async def read_until(self, text: str, stream: Literal["stdout", "stderr"]) -> str:
+        """What `stream` says next, up to and including `text`."""
+        pipe, data = getattr(self._process, stream), b""
+        while text.encode() not in data:
+            data += (byte := await asyncio.to_thread(pipe.read, 1))
+            assert byte, f"the process ended with {data!r} before {text!r}"
+        return data.decode()
+
+    async def outcome(self, stdin: str = "") -> tuple[int, str, str]:
+        """Exit status and the rest of standard output and error, after `stdin` and the end of input."""
+        stdout, stderr = await asyncio.to_thread(self._process.communicate, stdin.encode())
+        return self._process.returncode, stdout.decode(), stderr.decode()
+
+    def write(self, stdin: str) -> None:
+        """Types something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(stdin.encode())
+        self._process.stdin.flush()
+
+    def send_signal(self, number: int) -> None:
+        """Such as SIGTERM."""
+        self._process.send_signal(number)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once `condition()` holds; `run` bounds the wait."""
+    while not condition():  # noqa: ASYNC110  what it looks at has no event
+        await asyncio.sleep(0.001)
+
+
+@dataclass
+class RunningGateway:
+    """What a test may touch."""
+
+    address: str
+    http_address: str
+    dense_address: str
+    channel: grpc.aio.Channel
+    stub: gateway_pb2_grpc.GatewayStub
+    service: asyncio.Task[None]
+
+    async def wait_health(self, status: int) -> None:
+        """Returns once the gateway's health is `status`, as `grpc.health.v1` tells it."""
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        health = health_pb2_grpc.HealthStub(self.channel)
+        while True:
+            response = await health.Check(request, wait_for_ready=True)
+            if response.status == status:
+                return
+            await asyncio.sleep(0.005)
+
+    async def wait_serving(self) -> None:
+        """Returns once requests can run."""
+        await self.wait_health(health_pb2.HealthCheckResponse.SERVING)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    directory: Path,
+    dense: FakeDense | None,
+    *,
+    address: str | None = None,
+    http_address: str | None = None,
+    connect_timeout_s: float = 20.0,
+    model: Path = EMBEDDED_MODEL,
+    **gateway_options: Any,
+) -> AsyncIterator[RunningGateway]:
+    """A gateway with its sockets in `directory`; with `dense`, it is serving already."""
+    address = address or f"unix:{directory}/gateway.sock"
+    http_address = http_address or f"unix:{directory}/http.sock"
+    dense_address = f"unix:{directory}/dense.sock"
+    config = Config(
+        gateway=GatewaySection(address=address, http_address=http_address, **gateway_options),
+        dense=DenseSection(address=dense_address),
+        model=ModelSection(path=model),
+        peers=PeerSection(connect_timeout_s=connect_timeout_s),
+    )
+    if dense is not None:
+        await dense.start(dense_address)
+    service = asyncio.create_task(serve(config))
+    async with grpc.aio.insecure_channel(gateway_options.get("local_address", address)) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)
+        try:
+            if dense is not None:
+                await gateway.wait_serving()
+            yield gateway
+        finally:
+            service.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TwostrokeError):
+                await service  # a bug in its end fails the test
+            if dense is not None:
+                await dense.kill()

@@ -1,0 +1,39 @@
+"""A dense worker with a source of drafts: it knows how given prompts go on, and is wrong now and then.
+
+The environment's TWOSTROKE_TEST_DRAFTS names a file of JSON: pairs of prompt and answer, as token ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+from services.dense_worker import service
+from services.dense_worker.__main__ import main
+from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.sequence import Sequence
+
+VARIABLE = "TWOSTROKE_TEST_DRAFTS"
+NUM_DRAFTS = 4
+ONE_WRONG_IN = 7
+
+
+class KnownAnswers:
+    """A `DraftSource`."""
+
+    def __init__(self, pairs: list[tuple[list[int], list[int]]]) -> None:
+        self._answers = {tuple(prompt): answer for prompt, answer in pairs}
+
+    def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+        answer = self._answers.get(tuple(sequence.prompt_token_ids), [])
+        first = len(sequence.output_token_ids)
+        drafts = answer[first : first + min(NUM_DRAFTS, max_num_tokens)]
+        return [token + (index % ONE_WRONG_IN == 0) for index, token in enumerate(drafts, start=first)]
+
+
+if __name__ == "__main__":
+    source = KnownAnswers(json.loads(Path(os.environ[VARIABLE]).read_text()))
+    service.Engine = functools.partial(Engine, drafts=source)  # type: ignore[misc]
+    main()

@@ -1,0 +1,311 @@
+"""KVCache under any order of events, with the cache's physical content simulated beside it.
+
+The simulated memory remembers, for every slot, the whole token history its key was computed from. If a
+sequence ever reads a slot with another history, a block was shared, evicted or overwritten wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.attn_worker.cache.cached_sequence import PlannedStep
+from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.common.errors import CapacityError, NotFound, RequestAborted
+from tests.support.plans import make_plan
+
+MAX_MODEL_LEN = 30
+TOKENS = st.integers(0, 1)
+# Few beginnings and short endings, so that prefixes are often shared.
+PROMPTS = st.builds(
+    lambda token, length, tail: [token] * length + tail,
+    TOKENS,
+    st.integers(0, 12),
+    st.lists(TOKENS, min_size=1, max_size=3),
+)
+History = tuple[object, ...]
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]  # all that exist, whether the cache knows them or not
+    num_prompt: int
+    salt: bytes
+    num_known: int
+    num_computed: int  # of `tokens`; the cache may hold more, drafts that were wrong
+    num_committed: int  # to where the cache goes back when a step is lost
+    num_held: int  # blocks
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Requests come, run in chunks or one by one, end, crash and come back."""
+
+    @initialize(
+        num_blocks=st.integers(3, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        has_prefix_cache=st.sampled_from([True, True, True, False]),
+        beyond=st.sampled_from([None, None, 6]),
+    )
+    def start(self, num_blocks: int, block_size: int, has_prefix_cache: bool, beyond: int | None) -> None:
+        self.cache = KVCache(
+            num_blocks,
+            block_size,
+            MAX_MODEL_LEN,
+            enable_prefix_cache=has_prefix_cache,
+            length_dependent_beyond=beyond,
+        )
+        self.has_prefix_cache, self.beyond = has_prefix_cache, beyond
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_free = num_blocks  # the scheduler's ledger, kept by deltas only
+        self.memory: dict[int, History] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.next_seq_id = 0
+
+    def history(self, sequence: Sequence, length: int) -> History:
+        is_long = self.beyond is not None and sequence.num_prompt > self.beyond
+        root = (sequence.salt, sequence.num_prompt if is_long else None)
+        return (root, *sequence.tokens[:length])
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from([b"", b"", b"salt"]))
+    def open(self, tokens: list[int], salt: bytes) -> None:
+        result = self.cache.open_sequence(self.next_seq_id, tokens, len(tokens), salt)
+        assert result.num_freed_blocks == 0
+        assert result.num_cached_tokens == result.num_held_blocks * self.block_size < len(tokens)
+        assert result.num_pinned_blocks <= result.num_held_blocks
+        assert self.has_prefix_cache or result.num_cached_tokens == 0
+        self.num_free -= result.num_pinned_blocks
+        self.sequences[self.next_seq_id] = Sequence(
+            list(tokens),
+            len(tokens),
+            salt,
+            num_known=len(tokens),
+            num_computed=result.num_cached_tokens,
+            num_committed=result.num_cached_tokens,
+            num_held=result.num_held_blocks,
+        )
+        self.next_seq_id += 1
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), is_lost=st.sampled_from([False, False, False, True]))
+    def step(self, data: st.DataObject, is_lost: bool) -> None:
+        closed = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), unique=True, max_size=1))
+        confirmed = self.draw_confirmed(data)
+        running = [
+            seq_id
+            for seq_id, sequence in self.sequences.items()
+            if seq_id not in closed and sequence.num_computed < MAX_MODEL_LEN
+        ]
+        forks = self.draw_forks(data, closed)
+        batch = data.draw(st.lists(st.sampled_from(running), unique=True)) if running else []
+        drafts: dict[int, tuple[int, ...]] = {}
+        entries = [(seq_id, *self.draw_advance(data, seq_id, drafts)) for seq_id in batch]
+        bogus = data.draw(st.sampled_from([None, None, "unknown", "count"]))
+        if bogus == "unknown":
+            entries.insert(data.draw(st.integers(0, len(entries))), (999, 2, 0))
+        elif bogus == "count" and entries:
+            seq_id, num_tokens, _ = entries[0]
+            entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # more than it has
+
+        planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks, drafts))
+
+        for seq_id in closed:
+            del self.sequences[seq_id]
+        self.num_free += planned.num_freed_blocks
+        self.apply_forks(forks, planned)
+        advanced = {}
+        for seq_id, num_tokens, position in entries:
+            sequence = self.sequences.get(seq_id)
+            if sequence is None:
+                assert isinstance(planned.errors[seq_id], NotFound)
+            elif position != sequence.num_computed:
+                assert isinstance(planned.errors[seq_id], RequestAborted)
+            else:
+                needed = max(0, self.num_blocks_for(position + num_tokens) - sequence.num_held)
+                if needed > self.num_free:
+                    assert isinstance(planned.errors[seq_id], CapacityError)
+                else:
+                    assert seq_id not in planned.errors
+                    self.num_free -= needed
+                    sequence.num_held += needed
+                    advanced[seq_id] = position + num_tokens - len(drafts.get(seq_id, ()))
+        self.run_on_memory(planned.metadata, entries, advanced, drafts, is_lost)
+        if is_lost:
+            self.num_free += self.cache.abort_steps()
+            for seq_id in advanced:
+                sequence = self.sequences[seq_id]
+                sequence.num_computed = sequence.num_committed
+                sequence.num_held = self.num_blocks_for(sequence.num_computed)
+            return
+        self.cache.commit_step()
+        for seq_id, length in advanced.items():
+            sequence, guesses = self.sequences[seq_id], drafts.get(seq_id, ())
+            num_right = data.draw(st.integers(0, len(guesses)))
+            sequence.tokens += guesses[:num_right]
+            sequence.num_computed, sequence.num_committed = length + num_right, length
+
+    def draw_forks(self, data: st.DataObject, closed: list[int]) -> list[tuple[int, int, int]]:
+        """(parent, child, position) for some sequence that has been computed, or none."""
+        parents = [
+            seq_id for seq_id, each in self.sequences.items() if seq_id not in closed and each.num_computed > 0
+        ]
+        if not parents or not data.draw(st.sampled_from([False, False, False, True])):
+            return []
+        parent = data.draw(st.sampled_from(parents))
+        self.next_seq_id += 1
+        return [(parent, self.next_seq_id - 1, self.sequences[parent].num_computed)]
+
+    def apply_forks(self, forks: list[tuple[int, int, int]], planned: PlannedStep) -> None:
+        """Copies what the plan says; a child without room is an error of its own."""
+        copies = list(planned.block_copies)
+        for parent_id, child_id, position in forks:
+            has_part = position % self.block_size > 0
+            if has_part and self.num_free == 0:
+                assert isinstance(planned.errors[child_id], CapacityError)
+                continue
+            parent = self.sequences[parent_id]
+            self.sequences[child_id] = replace(
+                parent,
+                tokens=list(parent.tokens),
+                num_committed=min(position, parent.num_committed),
+                num_held=self.num_blocks_for(position),
+            )
+            self.num_free -= has_part
+            for source, target in [copies.pop(0)] if has_part else []:
+                for offset in range(self.block_size):
+                    history = self.memory.get(source * self.block_size + offset, ("nothing",))
+                    self.memory[target * self.block_size + offset] = history
+        assert not copies
+
+    def draw_confirmed(self, data: st.DataObject) -> list[tuple[int, int]]:
+        confirmed = []
+        for seq_id, sequence in self.sequences.items():
+            if sequence.num_known < len(sequence.tokens) and data.draw(st.booleans()):
+                confirmed.append((seq_id, sequence.tokens[sequence.num_known]))
+                sequence.num_known += 1
+        return confirmed
+
+    def draw_advance(
+        self, data: st.DataObject, seq_id: int, drafts: dict[int, tuple[int, ...]]
+    ) -> tuple[int, int]:
+        """(num_tokens, position); the tokens up to there come into being, unconfirmed. Drafts may follow them."""
+        sequence = self.sequences[seq_id]
+        left = len(sequence.tokens) - sequence.num_computed
+        if left == 0:
+            sequence.tokens.append(data.draw(TOKENS))
+            left = 1
+        num_tokens, position = data.draw(st.integers(1, left)), sequence.num_computed
+        if num_tokens == left:
+            most = min(3, MAX_MODEL_LEN - position - num_tokens)
+            drafts[seq_id] = tuple(data.draw(st.lists(TOKENS, max_size=most)))
+            num_tokens += len(drafts[seq_id])
+        return num_tokens, position
+
+    def run_on_memory(
+        self,
+        step: StepMetadata,
+        entries: list[tuple[int, int, int]],
+        advanced: dict[int, int],
+        drafts: dict[int, tuple[int, ...]],
+        is_lost: bool,
+    ) -> None:
+        """Write every row's history to its slot, then let every sequence read all it attends to."""
+        row = 0
+        null_slots = range(self.num_blocks * self.block_size, (self.num_blocks + 1) * self.block_size)
+        assert step.num_tokens.tolist() == [num_tokens for _, num_tokens, _ in entries]
+        for seq_id, num_tokens, num_computed in entries:
+            slots = step.slot_mapping[row : row + num_tokens].tolist()
+            positions = step.positions[row : row + num_tokens].tolist()
+            rope_lens = step.rope_lens[row : row + num_tokens]
+            row += num_tokens
+            if seq_id not in advanced:
+                assert set(slots) <= set(null_slots)
+                continue
+            sequence = self.with_drafts(seq_id, drafts)
+            assert positions == list(range(num_computed, num_computed + num_tokens))
+            assert (rope_lens == np.maximum(np.array(positions) + 1, sequence.num_prompt)).all()
+            for slot, position in zip(slots, positions, strict=True):
+                assert slot not in null_slots
+                self.memory[slot] = ("garbage",) if is_lost else self.history(sequence, position + 1)
+        assert row == len(step.slot_mapping)
+        for index, (seq_id, num_tokens, num_computed) in enumerate(entries):
+            if seq_id not in advanced or is_lost:
+                continue
+            context_len = num_computed + num_tokens
+            assert step.context_lens[index] == context_len
+            for position in range(context_len):
+                block = int(step.block_tables[index, position // self.block_size])
+                slot = block * self.block_size + position % self.block_size
+                assert self.memory[slot] == self.history(self.with_drafts(seq_id, drafts), position + 1)
+
+    def with_drafts(self, seq_id: int, drafts: dict[int, tuple[int, ...]]) -> Sequence:
+        sequence = self.sequences[seq_id]
+        return replace(sequence, tokens=[*sequence.tokens, *drafts.get(seq_id, ())])
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), has_changed=st.sampled_from([False, False, False, True]))
+    def come_back(self, data: st.DataObject, has_changed: bool) -> None:
+        """The dense worker died; the gateway submits a prefix of what exists, or (never, in truth) others."""
+        seq_id = data.draw(st.sampled_from(sorted(self.sequences)))
+        sequence = self.sequences[seq_id]
+        length = data.draw(st.integers(sequence.num_prompt, len(sequence.tokens)))
+        tokens = sequence.tokens[:length]
+        disagrees = False
+        if has_changed:
+            changed = data.draw(st.integers(0, length - 1))
+            tokens[changed] += 2
+            disagrees = changed < sequence.num_known
+        result = self.cache.open_sequence(seq_id, tokens, sequence.num_prompt, sequence.salt)
+        kept = min(sequence.num_committed, length - 1)
+        if disagrees:
+            assert result.num_cached_tokens < length and result.num_cached_tokens % self.block_size == 0
+        else:
+            assert result.num_cached_tokens in (kept, kept // self.block_size * self.block_size)
+            assert result.num_pinned_blocks == 0
+            if kept == sequence.num_committed:
+                assert result.num_cached_tokens == kept
+                assert result.num_freed_blocks <= sequence.num_held - self.num_blocks_for(kept), "some may be shared"
+        if has_changed and not disagrees:
+            # The cache cannot know better than the journal; what the memory holds is the journal's truth.
+            self.rewrite_memory(sequence, tokens, result.num_cached_tokens)
+        assert result.num_held_blocks == self.num_blocks_for(result.num_cached_tokens)
+        self.num_free += result.num_freed_blocks - result.num_pinned_blocks
+        sequence.tokens = tokens
+        sequence.num_known, sequence.num_held = length, result.num_held_blocks
+        sequence.num_computed = sequence.num_committed = result.num_cached_tokens
+
+    def rewrite_memory(self, sequence: Sequence, tokens: list[int], num_tokens: int) -> None:
+        old = {self.history(sequence, length): length for length in range(1, num_tokens + 1)}
+        new = replace(sequence, tokens=tokens)
+        for slot, history in self.memory.items():
+            if old.get(history, 0) > sequence.num_known:
+                self.memory[slot] = self.history(new, old[history])
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        cache.check_integrity()
+        assert cache.num_free_blocks == self.num_free
+        assert cache.num_free_blocks + cache.num_used_blocks == self.num_blocks
+        assert cache.num_sequences == len(self.sequences)
+        expected = {s: q.num_held for s, q in self.sequences.items()}
+        assert cache.held_blocks == expected
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.close_sequences(list(self.sequences))
+            self.cache.check_integrity()
+            assert self.cache.num_free_blocks == self.num_blocks and self.cache.num_sequences == 0
+
+
+TestKVCacheMachine = KVCacheMachine.TestCase
+TestKVCacheMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,189 @@
+"""A CUDA channel that cannot be made leaves nothing behind. A stand-in for the driver; `tests/gpu` has a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import sys
+from collections.abc import Iterator
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.channel import ChannelSpec
+from services.channel.region import HEADER_BYTES, SharedRegion
+from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
+
+EPOCH = 0x5EA1_ED5E_0000_0003
+DEVICE = torch.device("cuda", 0)
+SPEC = ChannelSpec(max_tokens=2, qkv_size=12, attn_size=4, dtype=torch.bfloat16)
+MODULES = ("services.channel.cuda_flags", "services.channel.cuda_ipc")
+POINTER = 1 << 20
+UUID = "12345678-9abc-def0-1234-56789abcdef0"
+
+
+class Error(IntEnum):
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorMapBufferObjectFailed = 205
+    cudaErrorPeerAccessUnsupported = 217
+    CUDA_ERROR_INVALID_PTX = 218
+    cudaErrorInvalidResourceHandle = 400
+
+
+class Driver:
+    """Knows what is allocated, mapped and registered; refuses all kernels, and keeps their PTX."""
+
+    cudaError_t = Error
+    cudaHostRegisterMapped = cudaHostRegisterPortable = cudaIpcMemLazyEnablePeerAccess = 0
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.ptx = ""
+        self.mapping_error = Error.cudaSuccess
+
+    def cudaMalloc(self, num_bytes: int) -> tuple[Error, int]:
+        self.held.append("memory")
+        return Error.cudaSuccess, POINTER
+
+    def cudaFree(self, pointer: int) -> tuple[Error]:
+        self.held.remove("memory")
+        return (Error.cudaSuccess,)
+
+    def cudaIpcOpenMemHandle(self, handle: object, flags: int) -> tuple[Error, int]:
+        if self.mapping_error is Error.cudaSuccess:
+            self.held.append("mapping")
+        return self.mapping_error, POINTER
+
+    def cudaIpcCloseMemHandle(self, pointer: int) -> tuple[Error]:
+        self.held.remove("mapping")
+        return (Error.cudaSuccess,)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[Error]:
+        self.held.append("page")
+        return (Error.cudaSuccess,)
+
+    def cudaHostUnregister(self, address: int) -> tuple[Error]:
+        self.held.remove("page")
+        return (Error.cudaSuccess,)
+
+    def cudaHostGetDevicePointer(self, address: int, flags: int) -> tuple[Error, int]:
+        return Error.cudaSuccess, address
+
+    def cudaMemset(self, pointer: int, value: int, num_bytes: int) -> tuple[Error]:
+        return (Error.cudaSuccess,)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[Error]:
+        return (Error.cudaSuccess,)
+
+    def cudaIpcMemHandle_t(self) -> SimpleNamespace:
+        return SimpleNamespace(reserved=b"")
+
+    def cudaIpcGetMemHandle(self, pointer: int) -> tuple[Error, SimpleNamespace]:
+        return Error.cudaSuccess, SimpleNamespace(reserved=bytes(64))
+
+    def cuModuleLoadData(self, address: int) -> tuple[Error]:
+        self.ptx = ctypes.string_at(address).decode()
+        return (Error.CUDA_ERROR_INVALID_PTX,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = bindings.runtime = driver
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+    real = {name: sys.modules.pop(name, None) for name in MODULES}
+    yield driver
+    for name in MODULES:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in real.items() if module is not None})
+
+
+def make_region(cuda_ipc: Any, gpu: str) -> SharedRegion:
+    """What the attention worker leaves to be mapped; its memory lies on the GPU with this UUID."""
+    region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
+    cuda_ipc._OFFER.pack_into(region.memory, cuda_ipc._OFFER_OFFSET, bytes(64), gpu.encode())
+    return region
+
+
+def num_regions() -> int:
+    return len(list(SHM_DIR.glob(f"{NAME_PREFIX}{EPOCH:016x}-*")))
+
+
+def test_a_channel_whose_kernels_are_refused_is_not_created_by_halves(driver: Driver) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    with pytest.raises(DeviceError, match="INVALID_PTX"):
+        cuda_ipc.CudaIpcChannel.create(DEVICE, cuda_ipc.SPINNING, SPEC, EPOCH, 1, 0)
+    assert driver.held == [] and num_regions() == 0
+
+
+def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Driver) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    region = make_region(cuda_ipc, UUID)
+    with pytest.raises(DeviceError, match="INVALID_PTX"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.SPINNING, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
+def test_a_gpu_without_room_to_copy_from_its_peer_holds_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(shape: tuple[int, int], **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 bytes. GPU 0 is full. Advice.")
+
+    cuda_ipc = importlib.import_module(MODULES[1])
+    region = make_region(cuda_ipc, UUID[::-1])
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(CapacityError, match=r"no room for attention's output: Tried to allocate 16 bytes\. GPU 0"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Error.cudaErrorPeerAccessUnsupported, ConfigError),  # no later try can cure it
+        (Error.cudaErrorMapBufferObjectFailed, ConfigError),
+        (Error.cudaErrorInvalidResourceHandle, PeerError),  # whoever made the handle may be dead
+    ],
+)
+def test_memory_that_cannot_be_mapped_is_named(driver: Driver, error: Error, cause: type[Exception]) -> None:
+    cuda_ipc = importlib.import_module(MODULES[1])
+    driver.mapping_error = error
+    region = make_region(cuda_ipc, UUID)
+    with pytest.raises(cause, match=f"cuda:0 cannot map the attention worker's GPU memory: {error.name}"):
+        cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
+    assert driver.held == []
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("capability", "target", "has_dependent_launch"),
+    [((8, 0), "sm_70", False), ((9, 0), "sm_90", True), ((10, 0), "sm_90", True), ((12, 1), "sm_90", True)],
+)
+def test_kernels_name_a_gpu_that_their_version_of_ptx_knows(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    target: str,
+    has_dependent_launch: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda_flags, _ = map(importlib.import_module, MODULES)
+    with pytest.raises(DeviceError, match="INVALID_PTX"):
+        cuda_flags.FlagKernels(DEVICE, POINTER, POINTER, queued=None)
+    assert ".version 8.0\n" in driver.ptx and f".target {target}\n" in driver.ptx
+    assert ("griddepcontrol" in driver.ptx) is has_dependent_launch

@@ -1,0 +1,201 @@
+"""Sequences are opened by the stream of plans; devices that cannot meet are noticed at once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from services.channel import ChannelSpec
+from services.common.config import PeerSection
+from services.common.errors import ConfigError
+from services.dense_worker.engine.attachment import AttachmentEnd
+from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
+from services.pb import attn_pb2, step_pb2
+from services.step import SequenceOpened, StepPlan
+from tests.unit.dense_worker.engine.test_scheduler import make_sequence
+
+TEST_LIMIT_S = 30.0
+NUM_SEQUENCES = 50
+ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1)
+
+
+class Call:
+    """A stream of plans to an attention worker that opens what it is asked to, or refuses with `refusal`."""
+
+    def __init__(self, refusal: str | None) -> None:
+        self._refusal = refusal
+        self._answers: asyncio.Queue[attn_pb2.PlanAnswer] = asyncio.Queue()
+
+    async def write(self, plan: step_pb2.StepPlan) -> None:
+        assert not plan.step_id
+        for new in plan.new_sequences:
+            opened = attn_pb2.SequenceOpened(seq_id=new.seq_id, num_held_blocks=1, error=self._refusal)
+            self._answers.put_nowait(attn_pb2.PlanAnswer(opened=opened))
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> attn_pb2.PlanAnswer:
+        return await self._answers.get()
+
+    def cancel(self) -> None:
+        pass
+
+
+class Attention:
+    """The attention worker's stub."""
+
+    def __init__(self, refusal: str | None = None) -> None:
+        self.call = Call(refusal)
+
+    def Execute(self, metadata: object) -> Call:
+        return self.call
+
+    async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+        return attn_pb2.AttachReply(lanes=[attn_pb2.LaneHandle(kind="cuda_ipc_queued", handle=b"handle")])
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self.refused: dict[int, str] = {}
+
+    def on_answer(self, attachment: object, answer: SequenceOpened) -> None:
+        assert answer.num_held_blocks == 1
+        if answer.error is None:
+            self.opened.append(answer.seq_id)
+        else:
+            self.refused[answer.seq_id] = answer.error
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.is_ready = asyncio.Event()
+
+    async def ready(self, attachment: object) -> None:
+        self.is_ready.set()
+
+
+def make_client(attention: Attention) -> AttentionClient:
+    spec = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
+    options = AttachOptions("", "", 1, spec, torch.device("cpu"), 1.0)
+    client = AttentionClient("127.0.0.1:9", options, PeerSection(), asyncio.Event())
+    client._stub = attention
+    return client
+
+
+def open_all(refusal: str | None) -> Listener:
+    """What the listener was told of NUM_SEQUENCES openings."""
+
+    async def run() -> Listener:
+        listener: Any = Listener()
+        client = make_client(Attention(refusal))
+        serving = asyncio.create_task(client._serve(ATTACHMENT, listener, Watcher()))
+        for seq_id in range(NUM_SEQUENCES):
+            client.publish(ATTACHMENT, StepPlan(0, new_sequences=(make_sequence(seq_id, 4, 4).describe(),)))
+        while len(listener.opened) + len(listener.refused) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
+            await asyncio.sleep(0.001)
+        client.drop(ATTACHMENT, AttachmentEnd("enough", is_crash=False))
+        assert (await serving).reason == "enough"
+        return listener
+
+    return asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_sequences_are_opened_in_order_by_the_stream_of_plans() -> None:
+    listener = open_all(refusal=None)
+    assert listener.opened == list(range(NUM_SEQUENCES)) and not listener.refused
+
+
+def test_a_refused_sequence_fails_alone() -> None:
+    listener = open_all(refusal="no room")
+    assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
+
+
+def test_gateways_are_welcome_once_the_engine_is_ready_and_not_by_word_of_an_earlier_attachment() -> None:
+    async def test() -> None:
+        client, watcher = make_client(Attention()), Watcher()
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), watcher))
+        client.ready(SimpleNamespace(epoch=1, attachment_id=0))
+        await asyncio.sleep(0.01)
+        assert not watcher.is_ready.is_set()
+        client.ready(ATTACHMENT)
+        await watcher.is_ready.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+def test_a_replaced_worker_knows_it_even_if_its_engine_saw_the_handoff_broken_off_first() -> None:
+    """Else it would attach again at once, and throw the other one out."""
+
+    class ReplacedCall(Call):
+        async def __anext__(self) -> attn_pb2.PlanAnswer:
+            client.drop(ATTACHMENT, AttachmentEnd("the handoff was aborted", is_crash=True))
+            await asyncio.sleep(0.05)
+            metadata = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, metadata, metadata, "replaced")
+
+    async def test() -> None:
+        nonlocal client
+        attention = Attention()
+        attention.call = ReplacedCall(None)
+        client = make_client(attention)
+        end = await client._serve(ATTACHMENT, Listener(), Watcher())
+        assert end.is_replaced and not end.is_crash
+
+    client: Any = None
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
+    """Whoever stops a cluster stops both workers at the same time."""
+
+    async def test() -> None:
+        client = make_client(Attention())
+        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), Watcher()))
+        await asyncio.sleep(0)  # it waits
+        client.drop(ATTACHMENT, AttachmentEnd("the attention worker was asked to stop", is_crash=False))
+        while client._inbox.empty():  # noqa: ASYNC110  the test's limit bounds it
+            await asyncio.sleep(0)
+        while not client._inbox.empty():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
+def test_an_attachment_that_was_broken_off_is_tried_again(code: str) -> None:
+    class StoppingAttention(Attention):
+        num_tries = 0
+
+        async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+            self.num_tries += 1
+            if self.num_tries < 3:
+                raise grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata())
+            return await super().Attach(request, timeout)
+
+    async def test() -> None:
+        attention = StoppingAttention()
+        with pytest.raises(ConfigError, match="cuda_ipc_queued"):  # the third answer, which cannot be used here
+            await make_client(attention)._attach()
+        assert attention.num_tries == 3
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+def test_a_channel_for_another_kind_of_device_is_an_error_at_once() -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="offers a cuda_ipc_queued channel, the dense worker on cpu needs shm"):
+            await make_client(Attention())._attach()
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))

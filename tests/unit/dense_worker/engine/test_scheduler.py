@@ -1,0 +1,386 @@
+"""The scheduler against the real KV cache accounting, without a model: tokens are a function of position."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.attn_worker.answers import describe_opened
+from services.attn_worker.cache.kv_cache import KVCache
+from services.common.errors import CapacityError, InvalidRequest
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.drafts import DraftSource
+from services.dense_worker.engine.scheduler import Policy, Scheduler, SchedulerLimits
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.session import PublishedPlan, Session
+from services.step import PlanAccepted, StepPlan, StepResult
+from tests.support.plans import make_plan
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+STOP_TOKEN = 7
+
+
+def next_token(seq_id: int, position: int) -> int:
+    """What the imaginary model samples; few values, so that sequences share prefixes and stop by chance."""
+    return (seq_id * 31 + position * 17) % 11
+
+
+def expected_output(sequence: Sequence) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < sequence.max_tokens:
+        tokens.append(next_token(sequence.seq_id, len(sequence.prompt_token_ids) + len(tokens)))
+        if tokens[-1] in sequence.stop_token_ids:
+            break
+    return tokens
+
+
+def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bool = False) -> Sequence:
+    return Sequence(
+        seq_id=seq_id,
+        request_id=f"r{seq_id}",
+        prompt_token_ids=[position % 3 for position in range(prompt_len)],
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset([STOP_TOKEN]) if can_stop else frozenset(),
+    )
+
+
+def new_session(cache: KVCache) -> Session:
+    """An attachment to this cache, as it is now."""
+    counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
+    return Session(Attachment(1, 1, None, *counts, cache.held_blocks))
+
+
+def sample(plan: StepPlan) -> StepResult:
+    """What the imaginary model samples for each entry, as far as its drafts are right."""
+    token_ids: list[list[int]] = []
+    for entry in plan.entries:
+        first = entry.position + entry.num_tokens - entry.num_logits + 1
+        sampled = [next_token(entry.seq_id, first + index) for index in range(entry.num_logits)]
+        drafts = entry.draft_token_ids
+        num_right = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
+        token_ids.append(sampled[: num_right + 1])
+    return StepResult(token_ids)
+
+
+class Cluster:
+    """A scheduler and a KV cache, joined as the engines join them: one plan ahead, opens answered late."""
+
+    def __init__(
+        self,
+        policy: Policy = "guaranteed_no_evict",
+        num_blocks: int = 32,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 16,
+        max_num_waiting: int = 1000,
+        drafts: DraftSource | None = None,
+        **limits: float,
+    ) -> None:
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
+        self.limits = SchedulerLimits(
+            max_num_seqs, max_num_batched_tokens, MAX_MODEL_LEN, max_num_waiting, policy, **limits
+        )
+        self.scheduler = Scheduler(self.limits, drafts)
+        self.scheduler.begin(new_session(self.cache))
+        self.in_flight: PublishedPlan | None = None
+        self.plans: list[StepPlan] = []
+        self.outputs: list[SequenceOutput] = []
+        self._opening: deque[Sequence] = deque()
+
+    def step(self, *, answer_opens: bool = True) -> None:
+        """What `Engine._step` does, with the attention worker's part in between."""
+        scheduler = self.scheduler
+        self._opening.extend(scheduler.next_to_open())
+        if answer_opens:
+            self.answer_opens()
+        published = scheduler.schedule() if scheduler.plans_ahead or self.in_flight is None else None
+        if published is not None:
+            self.check(published.plan)
+            self.plans.append(published.plan)
+        if self.in_flight is not None:
+            self._complete(self.in_flight)
+        self.in_flight = published
+        self.check_ledger()
+
+    def attach_again(self) -> None:
+        """The stream broke: the plan in flight is lost, the attention worker keeps what it has."""
+        self.in_flight = None
+        self._opening.clear()
+        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.close_unclaimed()  # whose closing was lost with the plan
+
+    def answer_opens(self) -> None:
+        while self._opening:
+            sequence = self._opening.popleft()
+            result = self.cache.open_sequence(
+                sequence.seq_id,
+                sequence.prompt_token_ids + sequence.output_token_ids,
+                sequence.num_prompt_tokens,
+            )
+            self.scheduler.opened(describe_opened(sequence.seq_id, result))
+
+    def _complete(self, published: PublishedPlan) -> None:
+        plan = published.plan
+        step = self.cache.plan_step(plan)
+        assert not step.errors, "both sides must agree on lengths and blocks"
+        self.cache.commit_step()
+        if plan.close_seq_ids:
+            self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
+        self.outputs += self.scheduler.update(published, sample(plan))
+
+    def check(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert len(plan.entries) <= self.limits.max_num_seqs
+        assert len({entry.seq_id for entry in plan.entries}) == len(plan.entries)
+        sizes = [entry.num_tokens - len(entry.draft_token_ids) == 1 for entry in plan.entries]
+        assert all(entry.num_tokens >= 1 for entry in plan.entries)
+        if False in sizes:  # single tokens go first; only the last prefill may be cut down to one
+            assert True not in sizes[sizes.index(False) : -1]
+
+    def check_ledger(self) -> None:
+        ledger = self.scheduler.session.ledger
+        assert ledger.num_available_blocks >= 0
+        assert ledger.num_free_blocks <= self.cache.num_free_blocks, "the scheduler must never promise too much"
+
+    def run_until_idle(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            self.step()
+            if self.in_flight is None and not self.scheduler.num_running and not self.scheduler.num_waiting:
+                self.step()
+                if self.in_flight is None:
+                    break
+        else:
+            raise AssertionError(f"not idle after {max_steps} steps")
+        self.cache.check_integrity()
+        assert self.cache.num_sequences == 0
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+        assert self.scheduler.session.ledger.num_free_blocks == self.cache.num_blocks
+        assert self.scheduler.session.ledger.num_reserved_blocks == 0
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 40),  # prompt
+        st.integers(1, 24),  # max_tokens
+        st.booleans(),  # can stop
+        st.integers(0, 3),  # steps before the next request
+        st.one_of(st.none(), st.integers(0, 12)),  # cancelled after so many steps
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(16, 40),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.integers(1, 3),
+)
+def test_every_sequence_gets_its_tokens_and_every_block_returns(
+    arrivals: list[tuple[int, int, bool, int, int | None]],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    answer_every: int,
+) -> None:
+    cluster = Cluster(policy, num_blocks, max_num_seqs, budget)
+    sequences, cancels = [], []
+    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
+        sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)
+        cluster.scheduler.add(sequence)
+        sequences.append(sequence)
+        if cancel_after is not None:
+            cancels.append([cancel_after, seq_id])
+        for number in range(gap):
+            for cancel in cancels:
+                cancel[0] -= 1
+                if cancel[0] == 0:
+                    cluster.scheduler.cancel(cancel[1])
+            cluster.step(answer_opens=number % answer_every == 0)
+    cluster.run_until_idle()
+
+    cancelled = {seq_id for remaining, seq_id in cancels if remaining <= 0}
+    for sequence in sequences:
+        if sequence.seq_id in cancelled and sequence.status is SequenceStatus.FINISHED:
+            continue
+        assert sequence.output_token_ids == expected_output(sequence)
+    ended = [output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None]
+    assert len(ended) == len(set(ended)), "a sequence ends once"
+    delivered: dict[int, list[int]] = {}
+    for output in cluster.outputs:
+        assert output.token_ids
+        delivered.setdefault(output.sequence.seq_id, []).extend(output.token_ids)
+    for sequence in sequences:
+        if sequence.seq_id not in cancelled:
+            assert delivered[sequence.seq_id] == expected_output(sequence)
+
+
+def test_running_streams_keep_their_pace_beside_a_long_prompt() -> None:
+    cluster = Cluster(num_blocks=64, max_num_batched_tokens=8)
+    cluster.scheduler.add(make_sequence(1, 2, 40))
+    for _ in range(4):
+        cluster.step()
+    before = len(cluster.plans)
+    cluster.scheduler.add(make_sequence(2, 40, 4))
+    for _ in range(12):
+        cluster.step()
+    for plan in cluster.plans[before:]:
+        assert 1 in [entry.seq_id for entry in plan.entries], "a decode was left out of a step"
+    chunks = [entry.num_tokens for plan in cluster.plans for entry in plan.entries if entry.seq_id == 2]
+    assert max(chunks) == 7 and sum(chunks[:6]) == 40, "the prompt takes what the budget leaves"
+
+
+def test_a_late_short_request_ends_before_an_early_long_one() -> None:
+    cluster = Cluster()
+    cluster.scheduler.add(make_sequence(1, 4, 40))
+    for _ in range(5):
+        cluster.step()
+    cluster.scheduler.add(make_sequence(2, 4, 3))
+    cluster.run_until_idle()
+    ends = [output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None]
+    assert ends == [2, 1]
+
+
+def test_sequences_are_opened_in_arrival_order_and_no_small_one_overtakes() -> None:
+    cluster = Cluster(num_blocks=16, max_num_seqs=4)
+    cluster.scheduler.add(make_sequence(1, 20, 20))  # 10 blocks
+    cluster.scheduler.add(make_sequence(2, 30, 10))  # 10 blocks: has to wait
+    cluster.scheduler.add(make_sequence(3, 2, 2))  # would fit
+    assert [sequence.seq_id for sequence in cluster.scheduler.next_to_open()] == [1]
+
+
+def test_guaranteed_policy_never_preempts_and_utilization_policy_does() -> None:
+    for policy, expects_preemption in (("guaranteed_no_evict", False), ("max_utilization", True)):
+        cluster = Cluster(policy, num_blocks=16, max_num_seqs=6)
+        for seq_id in range(1, 7):
+            cluster.scheduler.add(make_sequence(seq_id, 5 + seq_id, 30))
+        cluster.run_until_idle()
+        assert bool(cluster.scheduler.num_preemptions) is expects_preemption
+
+
+def test_a_plan_is_published_while_the_step_before_it_is_unfinished() -> None:
+    cluster, sequence = Cluster(), make_sequence(1, 3, 10)
+    cluster.scheduler.add(sequence)
+    cluster.step()
+    cluster.step()  # the second plan exists although the first step's token is not known
+    assert [plan.entries[0].position for plan in cluster.plans] == [0, 3]
+    assert sequence.num_computed_tokens == 4
+
+
+def test_the_end_of_a_stopped_sequence_costs_one_wasted_token_at_most() -> None:
+    cluster = Cluster()
+    seq_id = next(i for i in range(1, 50) if STOP_TOKEN in [next_token(i, 3 + n) for n in range(10)])
+    sequence = make_sequence(seq_id, 3, 30, can_stop=True)
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    num_sampled = sum(entry.num_logits for plan in cluster.plans for entry in plan.entries)
+    assert sequence.output_token_ids[-1] == STOP_TOKEN
+    assert num_sampled <= len(sequence.output_token_ids) + 1
+
+
+def test_cancelled_request_frees_its_blocks_within_one_step() -> None:
+    cluster = Cluster()
+    cluster.scheduler.add(make_sequence(1, 20, 40))
+    for _ in range(6):
+        cluster.step()
+    cluster.scheduler.cancel(1)
+    cluster.step()  # publishes the close, completes the step in flight
+    cluster.step()
+    assert cluster.cache.num_used_blocks == 0
+
+
+def test_resubmission_after_a_new_attachment_continues_where_the_blocks_are() -> None:
+    cluster = Cluster()
+    sequence = make_sequence(1, 10, 20)
+    cluster.scheduler.add(sequence)
+    for _ in range(6):
+        cluster.step()
+    num_computed = sequence.num_computed_tokens
+    cluster.attach_again()
+    cluster.step()
+    first = cluster.plans[-1].entries[0]
+    assert first.num_tokens <= 2 and first.position >= num_computed - 2, "nothing is prefilled again"
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+
+
+def test_held_blocks_whose_tokens_disagree_are_given_up_and_found_again_by_their_prefix() -> None:
+    cluster = Cluster(num_blocks=8)
+    sequence = make_sequence(1, 16, 8)
+    cluster.cache.open_sequence(1, [*sequence.prompt_token_ids, 9, 9, 9, 9], 16)
+    cluster.cache.plan_step(make_plan([(1, 20, 0)]))
+    cluster.cache.commit_step()
+    sequence.output_token_ids = expected_output(sequence)[:2]
+    cluster.scheduler.begin(new_session(cluster.cache))
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+
+
+def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
+    cluster = Cluster()
+    cluster.cache.open_sequence(99, [1, 2, 3, 4, 5], 5)
+    cluster.cache.plan_step(make_plan([(99, 5, 0)]))
+    cluster.cache.commit_step()
+    cluster.scheduler.begin(new_session(cluster.cache))
+    cluster.scheduler.close_unclaimed()
+    cluster.run_until_idle()
+
+
+def test_a_sequence_the_attention_worker_cannot_run_fails_alone() -> None:
+    cluster = Cluster()
+    first, second = make_sequence(1, 4, 8), make_sequence(2, 4, 8)
+    cluster.scheduler.add(first)
+    cluster.scheduler.add(second)
+    cluster.step()
+    published = cluster.in_flight
+    assert published is not None
+    outputs = cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
+    outputs += cluster.scheduler.update(published, StepResult([[3], [4]]))
+    assert [(output.sequence.seq_id, output.finish_reason) for output in outputs] == [
+        (1, FinishReason.ERROR),
+        (2, None),
+    ]
+
+
+def test_blocks_of_a_step_that_the_attention_worker_refused_are_free_again() -> None:
+    cluster = Cluster()
+    cluster.scheduler.add(make_sequence(1, 8, 4))
+    cluster.step()
+    published, cluster.in_flight = cluster.in_flight, None
+    assert published is not None
+    cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
+    cluster.scheduler.update(published, StepResult([[3]]))
+    cluster.run_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("sequence", "error", "words"),
+    [
+        (make_sequence(1, 60, 10), InvalidRequest, "max_model_len is 64"),
+        (make_sequence(1, 30, 20), CapacityError, "13 KV cache blocks, the cache has 8"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_value_and_limit(
+    sequence: Sequence, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Cluster(num_blocks=8).scheduler.add(sequence)
+
+
+def test_a_full_queue_refuses_and_says_how_full() -> None:
+    cluster = Cluster(max_num_waiting=2)
+    cluster.scheduler.add(make_sequence(1, 4, 4))
+    cluster.scheduler.add(make_sequence(2, 4, 4))
+    with pytest.raises(CapacityError, match="2 sequences are waiting, the limit is 2"):
+        cluster.scheduler.add(make_sequence(3, 4, 4))

@@ -1,0 +1,122 @@
+"""Drafts change how many steps a text takes, never the text; and they take nothing from anybody else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.scheduler import Policy
+from services.dense_worker.engine.sequence import Sequence
+from tests.unit.dense_worker.engine.test_scheduler import (
+    Cluster,
+    expected_output,
+    make_sequence,
+    next_token,
+    requests,
+)
+
+
+class Guesses:
+    """Right guesses, but for one in `one_wrong_in` of them, if any."""
+
+    def __init__(self, num_tokens: int, one_wrong_in: int | None = None) -> None:
+        self._num_tokens = num_tokens
+        self._one_wrong_in = one_wrong_in
+
+    def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+        assert not sequence.num_pending_tokens, "the tokens before are not known"
+        first = sequence.num_tokens
+        drafts = []
+        for position in range(first, first + min(self._num_tokens, max_num_tokens)):
+            is_wrong = self._one_wrong_in is not None and position % self._one_wrong_in == 0
+            drafts.append(next_token(sequence.seq_id, position) + is_wrong)
+        return drafts
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(16, 40),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.integers(1, 6),
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.sets(st.integers(1, 40), max_size=3),
+)
+def test_every_sequence_gets_its_tokens_whatever_is_guessed(
+    arrivals: list[tuple[int, int, bool, int, int | None]],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    num_drafts: int,
+    one_wrong_in: int | None,
+    resets: set[int],
+) -> None:
+    guesses = Guesses(num_drafts, one_wrong_in)
+    cluster = Cluster(policy, num_blocks, max_num_seqs, max(budget, max_num_seqs), drafts=guesses)
+    sequences, num_steps = [], 0
+    for seq_id, (prompt_len, max_tokens, can_stop, gap, _) in enumerate(arrivals, start=1):
+        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        cluster.scheduler.add(sequences[-1])
+        for _ in range(gap):
+            num_steps += 1
+            if num_steps in resets:
+                cluster.attach_again()
+            cluster.step()
+    cluster.run_until_idle()
+    for sequence in sequences:
+        assert sequence.output_token_ids == expected_output(sequence)
+    for plan in cluster.plans:
+        assert sum(entry.num_logits for entry in plan.entries) <= max_num_seqs
+    delivered: dict[int, list[int]] = {}
+    for output in cluster.outputs:
+        delivered.setdefault(output.sequence.seq_id, []).extend(output.token_ids)
+    assert delivered == {sequence.seq_id: expected_output(sequence) for sequence in sequences}
+
+
+@pytest.mark.parametrize(("num_drafts", "num_steps"), [(0, 24), (1, 12), (3, 6), (5, 4), (23, 1)])
+def test_right_guesses_save_steps(num_drafts: int, num_steps: int) -> None:
+    """Each step yields one more token than it has drafts."""
+    cluster = Cluster(num_blocks=32, max_num_seqs=24, max_num_batched_tokens=64, drafts=Guesses(num_drafts))
+    sequence = make_sequence(1, 3, 24)
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+    assert sum(bool(plan.entries) for plan in cluster.plans) == num_steps
+    assert sum(plan.num_tokens for plan in cluster.plans) == 3 + 24 - 1, "no token is computed twice"
+
+
+def test_wrong_guesses_cost_no_step() -> None:
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3, one_wrong_in=1))
+    sequence = make_sequence(1, 3, 24)
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+    assert sum(bool(plan.entries) for plan in cluster.plans) == 24
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.5), SamplingParams(bad_words=((5, 6),))],
+)
+def test_who_depends_on_the_tokens_before_gets_no_drafts(sampling: SamplingParams) -> None:
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3))
+    sequence = make_sequence(1, 3, 8)
+    sequence.sampling = sampling
+    cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    assert not any(plan.has_drafts for plan in cluster.plans)
+
+
+def test_a_full_batch_leaves_no_room_for_drafts() -> None:
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64, num_blocks=64, drafts=Guesses(3))
+    for seq_id in range(1, 5):
+        cluster.scheduler.add(make_sequence(seq_id, 3, 12))
+    for _ in range(6):
+        cluster.step()
+    full = [plan for plan in cluster.plans if len(plan.entries) == 4]
+    assert full and not any(plan.has_drafts for plan in full)

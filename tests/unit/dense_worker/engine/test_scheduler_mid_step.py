@@ -1,0 +1,144 @@
+"""What comes while a step runs: openings, answers and cancellations between two plans and the tokens of the first."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.attn_worker.answers import describe_opened
+from services.attn_worker.cache.kv_cache import KVCache
+from services.dense_worker.engine.scheduler import Policy, Scheduler, SchedulerLimits
+from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.dense_worker.engine.session import PublishedPlan
+from services.step import PlanAccepted, SequenceOpened
+from tests.unit.dense_worker.engine.test_scheduler import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    expected_output,
+    make_sequence,
+    new_session,
+    sample,
+)
+
+MAX_NUM_STEPS = 5_000
+
+
+class Cluster:
+    """A scheduler and a KV cache, joined by two streams whose messages come in order, but at any time."""
+
+    def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int, random: Random) -> None:
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
+        limits = SchedulerLimits(max_num_seqs, budget, MAX_MODEL_LEN, 1000, policy)
+        self.scheduler = Scheduler(limits)
+        self.scheduler.begin(new_session(self.cache))
+        self.to_cancel: list[int] = []
+        self._random = random
+        self._in_flight: PublishedPlan | None = None
+        self._to_attention: deque[Sequence | PublishedPlan] = deque()
+        self._to_dense: deque[SequenceOpened | PlanAccepted] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        is_quiet = self._in_flight is None and not self._to_attention and not self._to_dense
+        return is_quiet and not (self.scheduler.num_running or self.scheduler.num_waiting)
+
+    def step(self) -> None:
+        """What `Engine._step` does, with more or less of everything else before the step ahead has ended."""
+        self._let_things_happen()
+        self._to_attention.extend(self.scheduler.next_to_open())
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._to_attention.append(plan)
+        self._let_things_happen()
+        if self._in_flight is not None:
+            self._complete(self._in_flight)
+        self._in_flight = plan
+
+    def _let_things_happen(self) -> None:
+        for _ in range(self._random.randrange(4)):
+            match self._random.randrange(4):
+                case 0:
+                    self._run_attention()
+                case 1:
+                    self._handle_answer()
+                case 2:
+                    self._to_attention.extend(self.scheduler.next_to_open())
+                case 3 if self.to_cancel:
+                    self.scheduler.cancel(self.to_cancel.pop())
+        ledger = self.scheduler.session.ledger
+        assert ledger.num_available_blocks >= 0
+
+    def _run_attention(self) -> None:
+        if not self._to_attention:
+            return
+        message = self._to_attention.popleft()
+        if isinstance(message, Sequence):
+            token_ids = message.prompt_token_ids + message.output_token_ids
+            result = self.cache.open_sequence(message.seq_id, token_ids, message.num_prompt_tokens)
+            self._to_dense.append(describe_opened(message.seq_id, result))
+            return
+        step = self.cache.plan_step(message.plan)
+        assert not step.errors, "both sides must agree on lengths and blocks"
+        if message.plan.close_seq_ids:
+            self._to_dense.append(PlanAccepted(message.plan.step_id, step.num_freed_blocks))
+
+    def _handle_answer(self) -> None:
+        if not self._to_dense:
+            return
+        answer = self._to_dense.popleft()
+        if isinstance(answer, PlanAccepted):
+            self.scheduler.accepted(answer)
+        else:
+            self.scheduler.opened(answer)
+
+    def _complete(self, published: PublishedPlan) -> None:
+        while published in self._to_attention:
+            self._run_attention()
+        self.cache.commit_step()
+        self.scheduler.update(published, sample(published.plan))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.booleans(), st.booleans()), min_size=1, max_size=14),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(16, 40),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.integers(0, 2**32),
+)
+def test_whenever_answers_and_cancellations_come_tokens_are_right_and_blocks_return(
+    arrivals: list[tuple[int, int, bool, bool]],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    seed: int,
+) -> None:
+    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, Random(seed))
+    sequences, cancelled = [], set()
+    for seq_id, (prompt_len, max_tokens, can_stop, is_cancelled) in enumerate(arrivals, start=1):
+        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        cluster.scheduler.add(sequences[-1])
+        if is_cancelled:
+            cancelled.add(seq_id)
+            cluster.to_cancel.append(seq_id)
+        cluster.step()
+    for _ in range(MAX_NUM_STEPS):
+        was_idle = cluster.is_idle and not cluster.to_cancel
+        cluster.step()
+        if was_idle and cluster.is_idle:  # nor was there anything left to close
+            break
+    else:
+        raise AssertionError(f"not idle after {MAX_NUM_STEPS} steps")
+    for sequence in sequences:
+        assert sequence.status is SequenceStatus.FINISHED
+        if sequence.seq_id not in cancelled:
+            assert sequence.output_token_ids == expected_output(sequence)
+    cluster.cache.check_integrity()
+    assert cluster.cache.num_sequences == 0 and cluster.cache.num_free_blocks == num_blocks
+    ledger = cluster.scheduler.session.ledger
+    assert (ledger.num_free_blocks, ledger.num_reserved_blocks) == (num_blocks, 0)

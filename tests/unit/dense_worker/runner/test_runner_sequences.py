@@ -1,0 +1,118 @@
+"""The runner knows sequences by plans alone: forks, closings and the same id again, with steps still under way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.step_tokens import verify
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import Fork, NewSequence, PlanEntry, StepPlan
+
+VOCAB_SIZE = 64
+NUM_LAYERS = 2
+
+
+class NextNumber:
+    """A `DenseBackend` whose model counts: after token t comes t + 1. Notes what it is fed."""
+
+    def __init__(self) -> None:
+        self.fed: list[list[int]] = []
+
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor) -> None:
+        self._token_ids = token_ids
+        self.fed.append(token_ids.tolist())
+
+    def middle(self, layer: int, attn_out: torch.Tensor, qkv: torch.Tensor) -> None:
+        pass
+
+    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot((self._token_ids[rows] + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
+
+
+def make_runner(max_num_seqs: int = 2) -> tuple[ModelRunner, NextNumber]:
+    backend = NextNumber()
+    runner = ModelRunner(backend, Sampler(max_num_seqs, VOCAB_SIZE, "cpu"), NUM_LAYERS, max_num_seqs)
+    channel: Any = SimpleNamespace(
+        qkv=torch.empty(32, 1),
+        attn_out=torch.empty(32, 1),
+        signal=lambda flag: None,
+        wait=lambda flag: None,
+        fetch_attn_out=lambda num_tokens: torch.empty(num_tokens, 1),
+    )
+    runner.attach(channel)
+    return runner, backend
+
+
+def new(seq_id: int, *token_ids: int) -> NewSequence:
+    return NewSequence(seq_id, f"r{seq_id}", token_ids, len(token_ids), SamplingParams(temperature=0.0))
+
+
+def test_drafts_are_fed_and_kept_as_far_as_they_are_right() -> None:
+    runner, backend = make_runner()
+    runner.open(new(1, 5, 6))
+    plan = StepPlan(1, (PlanEntry(1, 0, 5, 4, (7, 8, 30)),))
+    assert runner.launch(plan).collect().token_ids == [[7, 8, 9]]
+    assert backend.fed == [[5, 6, 7, 8, 30]]
+    plan = StepPlan(2, (PlanEntry(1, 4, 2, 2, (10,)),))  # goes back to the token after the last right draft
+    assert runner.launch(plan).collect().token_ids == [[10, 11]]
+    assert backend.fed[1] == [9, 10]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "accepted"),
+    [((), [4], [4]), ((4,), [4, 5], [4, 5]), ((4, 9), [4, 5, 6], [4, 5]), ((9, 5), [4, 5, 6], [4]), ((), [], [])],
+)
+def test_a_row_counts_only_if_every_draft_before_it_was_chosen(
+    drafts: tuple[int, ...], sampled: list[int], accepted: list[int]
+) -> None:
+    assert verify(drafts, sampled) == accepted
+
+
+def test_a_fork_goes_on_from_its_parents_tokens_with_a_slot_of_its_own() -> None:
+    runner, backend = make_runner()
+    runner.open(new(1, 5, 6))
+    runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),))).collect()
+    plan = StepPlan(2, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,))), forks=(Fork(1, 2, 2),))
+    assert runner.launch(plan).collect().token_ids == [[8], [8]]
+    runner.launch(StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,))).collect()
+    assert backend.fed == [[5, 6], [7, 7, 20], [8]]
+
+
+def test_an_id_that_is_used_again_while_a_step_of_its_first_use_is_under_way_is_another_sequence() -> None:
+    """A plan is bound to its sequences when it is published, and may be run after the id means another one."""
+    runner, backend = make_runner()
+    runner.open(new(1, 5, 6))
+    first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)))
+    closing = runner.launch(StepPlan(2, close_seq_ids=(1,)))
+    runner.open(new(1, 40, 41, 42))
+    assert first.collect().token_ids == [[7]]
+    assert closing.collect().token_ids == ()
+    assert runner.launch(StepPlan(3, (PlanEntry(1, 0, 3, 1),))).collect().token_ids == [[43]]
+    assert backend.fed == [[5, 6], [40, 41, 42]]
+
+
+def test_slots_of_closed_sequences_are_used_again_and_one_that_never_ran_has_none() -> None:
+    runner, _ = make_runner(max_num_seqs=1)
+    for seq_id in range(1, 6):
+        runner.open(new(seq_id, seq_id))
+        runner.open(new(100 + seq_id, 3))
+        entry = PlanEntry(seq_id, 0, 1, 1)
+        assert runner.launch(StepPlan(seq_id, (entry,))).collect().token_ids == [[seq_id + 1]]
+        runner.launch(StepPlan(10 + seq_id, close_seq_ids=(seq_id, 100 + seq_id))).collect()
+
+
+def test_each_row_is_sampled_for_the_place_of_the_token_after_it() -> None:
+    """A seed's noise is keyed by that place, and `min_tokens` counts by it: drafts must not shift either."""
+    runner, _ = make_runner()
+    runner.open(new(1, 5, 6, 7))
+    step = runner.prepare(runner.bind(StepPlan(1, (PlanEntry(1, 1, 4, 3, (20, 21)),))))
+    assert step.token_ids.tolist() == [6, 7, 20, 21]  # tokens 1 to 4 of the sequence
+    assert step.sampled_rows.tolist() == [1, 2, 3]
+    assert step.positions.tolist() == [3, 4, 5]
+    assert step.output_lens.tolist() == [0, 1, 2]

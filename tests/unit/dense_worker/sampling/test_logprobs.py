@@ -1,0 +1,155 @@
+"""Log-probabilities against float64, and which rows get them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
+from services.dense_worker.sampling.prompt_logprobs import find_stretch, rank_prompt_tokens, read_prompt_logprobs
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import NewSequence, PlanEntry
+
+VOCAB_SIZE = 50
+# float32 has 24 bits: a logarithm of up to 30 is exact to 2e-6, the sum of the exponentials to a few units.
+TOLERANCE = 1e-5
+
+
+def exact_logprobs(logits: torch.Tensor) -> np.ndarray:
+    wide = logits.double().numpy()
+    shifted = wide - wide.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS_AT_A_TIME, 2 * MAX_ROWS_AT_A_TIME + 3])
+@pytest.mark.parametrize("num_top", [0, 1, 5, VOCAB_SIZE, VOCAB_SIZE + 7])
+def test_ranked_tokens_equal_log_softmax_in_float64(num_rows: int, num_top: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 4.0
+    token_ids = torch.randint(VOCAB_SIZE, (num_rows,), generator=generator)
+    kept = logits.clone()
+    tokens = rank_tokens(logits, token_ids, num_top).read([num_top] * num_rows)
+    assert torch.equal(logits, kept)
+    expected = exact_logprobs(logits)
+    for row, token in enumerate(tokens):
+        assert token.logprob == pytest.approx(expected[row, token_ids[row]], abs=TOLERANCE)
+        order = np.argsort(-expected[row])[:num_top]
+        assert [token_id for token_id, _ in token.top] == order.tolist()
+        np.testing.assert_allclose([value for _, value in token.top], expected[row, order], rtol=0, atol=TOLERANCE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    wanted=st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=8),
+    seed=st.integers(0, 2**31),
+)
+def test_rows_that_ask_get_the_models_own_logprobs_whatever_their_options(wanted: list[int | None], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(wanted), VOCAB_SIZE, generator=generator) * 3.0
+    params = SamplingParams(
+        temperature=2.0,
+        top_p=0.8,
+        repetition_penalty=1.5,
+        presence_penalty=1.0,
+        logit_bias=((3, 9.0), (4, -9.0)),
+        bad_words=((5,), (6, 7)),
+        min_tokens=9,
+        allowed_token_ids=tuple(range(2, 20)),
+        seed=seed,
+    )
+    sampler = Sampler(len(wanted) + 1, VOCAB_SIZE, "cpu")
+    slots = torch.randperm(len(wanted), generator=generator).tolist()
+    for slot, num_logprobs in zip(slots, wanted, strict=True):
+        sampler.add(slot, params, [1, 2], [6], [9], num_logprobs)
+    count = len(wanted)
+    sampled = sampler.sample(logits.clone(), slots, np.full(count, 3), np.full(count, 1))
+    asking = {row: num for row, num in enumerate(wanted) if num is not None}
+    assert sampled.num_logprobs == asking
+    if not asking:
+        assert sampled.ranked is None
+        return
+    assert sampled.ranked is not None
+    expected = exact_logprobs(logits)
+    for row, token in zip(asking, sampled.ranked.to_host().read(list(asking.values())), strict=True):
+        assert token.logprob == pytest.approx(expected[row, sampled.token_ids[row]], abs=TOLERANCE)
+        assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[: asking[row]].tolist()
+
+
+def test_tokens_are_the_same_whether_logprobs_are_wanted_or_not() -> None:
+    logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+
+    def draw(num_logprobs: int | None) -> list[int]:
+        sampler = Sampler(6, VOCAB_SIZE, "cpu")
+        for slot in range(6):
+            params = SamplingParams(seed=slot, frequency_penalty=0.5, logit_bias=((slot, 2.0),))
+            sampler.add(slot, params, [1], [2, 3], [], num_logprobs)
+        return sampler.sample(logits.clone(), range(6), np.full(6, 3), np.full(6, 2)).token_ids.tolist()
+
+    assert draw(None) == draw(0) == draw(5)
+
+
+def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: int = 1) -> NewSequence:
+    token_ids = tuple((7 * i + 3) % VOCAB_SIZE for i in range(num_prompt_tokens))
+    return NewSequence(seq_id, "r", token_ids, num_prompt_tokens, num_prompt_logprobs=num_prompt_logprobs)
+
+
+class RowBackend:
+    """`last` gives logits that are a function of the row alone."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.logits = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+        self.asked: list[int] = []
+
+    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self.asked.append(len(rows))
+        return self.logits[rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    num_output_rows=st.integers(0, 4),
+    first_row=st.integers(0, 5),
+    max_num_rows=st.integers(1, 7),
+)
+def test_chunks_tell_of_every_prompt_token_but_the_first_once(
+    chunks: list[int], num_output_rows: int, first_row: int, max_num_rows: int
+) -> None:
+    """`num_output_rows`: tokens after the prompt that the last chunk computes again, as after a preemption."""
+    sequence = prompt_sequence(sum(chunks), 2)
+    chunks[-1] += num_output_rows
+    told: list[int] = []
+    start = 0
+    for num_tokens in chunks:
+        entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
+        if stretch := find_stretch(entry, sequence, first_row):
+            backend = RowBackend(first_row + num_tokens)
+            ranked = rank_prompt_tokens(backend, torch.empty(0), [stretch], max_num_rows)
+            [found] = read_prompt_logprobs([stretch], ranked)
+            assert max(backend.asked) <= max_num_rows
+            expected = exact_logprobs(backend.logits)
+            for index, token in enumerate(found.tokens, found.start):
+                row = first_row + index - 1 - start
+                assert token.logprob == pytest.approx(expected[row, sequence.token_ids[index]], abs=TOLERANCE)
+                assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[:2].tolist()
+                told.append(index)
+        start += num_tokens
+    assert told == list(range(1, sequence.num_prompt_tokens))
+
+
+def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None:
+    first, second = prompt_sequence(4, 0, seq_id=1), prompt_sequence(6, 3, seq_id=2)
+    stretches = [
+        find_stretch(PlanEntry(1, 0, 4, num_logits=1), first, 2),
+        find_stretch(PlanEntry(2, 2, 3, num_logits=0), second, 6),
+    ]
+    backend = RowBackend(9)
+    found = read_prompt_logprobs(stretches, rank_prompt_tokens(backend, torch.empty(0), stretches, 256))
+    assert [(each.seq_id, each.start, len(each.tokens)) for each in found] == [(1, 1, 3), (2, 3, 3)]
+    assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
+    expected = exact_logprobs(backend.logits)
+    assert found[1].tokens[2].logprob == pytest.approx(expected[8, second.token_ids[5]], abs=TOLERANCE)

@@ -1,0 +1,290 @@
+"""TensorRTBackend on the recorded stand-in of every TensorRT API: results, addresses, order, errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.common.errors import ConfigError, TwostrokeError
+from services.common.model_config import ModelConfig, load_model_config
+from services.dense_worker.backends.segment_runner import CudaSegments, TorchSegments
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.weights import ModelWeights, load_weights
+from services.dense_worker.tensorrt import engine_segments
+from services.dense_worker.tensorrt.api import TensorRT
+from services.dense_worker.tensorrt.backend import TensorRTBackend
+from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
+from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy
+from services.dense_worker.tensorrt.gpu import Gpu
+from services.dense_worker.tensorrt.onnx_segments import export_networks
+from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
+from tests.support.models import make_model_dir
+from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+STREAM = 7
+PROFILES = parse_profiles("1-4,5-16,17-64")
+LIMITS = Limits(num_tokens=16, num_rows=4)
+GPU = Gpu("GPU A", (12, 0), 100)
+APIS = [("8.6.0", False), ("10.0.1", False), ("11.4.0", False), ("1.7.1", True)]
+
+
+@pytest.fixture(autouse=True)
+def cpu_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_segments, "ALIGNMENT_BYTES", 64)  # torch's on a CPU; on a GPU it is 512
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def config(model_dir: Path) -> ModelConfig:
+    return load_model_config(model_dir)
+
+
+@pytest.fixture(scope="module")
+def weights(model_dir: Path, config: ModelConfig) -> ModelWeights:
+    return load_weights(model_dir, config, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def networks(config: ModelConfig) -> dict[str, bytes]:
+    return export_networks(config, torch.float32)
+
+
+def build(trt: FakeTensorRT, networks: dict[str, bytes], directory: Path) -> dict[str, bytes]:
+    builder = EnginePlanBuilder(TensorRT(trt), GPU, PROFILES, EnginePlanCache(directory))
+    plans = builder.find_or_build(networks, torch.float32, None, lambda line: None)
+    return {name: cached.plan for name, cached in plans.items()}
+
+
+def run_once(backend: Any, config: ModelConfig, num_tokens: int, rows: list[int]) -> torch.Tensor:
+    """One step with a stand-in for attention that mixes the tokens."""
+    qkv = torch.full((num_tokens + 2, config.qkv_size), torch.nan)[:num_tokens]
+    backend.first(torch.arange(num_tokens) % config.vocab_size, qkv)
+    for layer in range(config.num_layers):
+        attn_out = qkv[:, : config.attn_size].flip(0).contiguous()
+        if layer + 1 < config.num_layers:
+            backend.middle(layer, attn_out, qkv)
+    return backend.last(attn_out, torch.tensor(rows))
+
+
+@pytest.fixture
+def trt() -> FakeTensorRT:
+    return make_tensorrt("11.4.0")
+
+
+@pytest.fixture
+def segments(
+    trt: FakeTensorRT, networks: dict[str, bytes], weights: ModelWeights, config: ModelConfig, tmp_path: Path
+) -> TensorRTSegments:
+    plans = build(trt, networks, tmp_path)
+    return TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+
+
+@pytest.mark.parametrize(("version", "is_rtx"), APIS)
+def test_generation_equals_transformers_with_every_api(
+    version: str,
+    is_rtx: bool,
+    model_dir: Path,
+    networks: dict[str, bytes],
+    weights: ModelWeights,
+    config: ModelConfig,
+    tmp_path: Path,
+) -> None:
+    trt = make_tensorrt(version, is_rtx=is_rtx)
+    plans = build(trt, networks, tmp_path)
+    segments = TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    prompt = [3, 14, 15, 92, 65, 35]
+    with torch.inference_mode():
+        attention = OneSequenceAttention(model, config)
+        found = greedy(TensorRTBackend(segments), attention, config, torch.float32, prompt, 8)
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert found == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, [0]), (4, [3, 1]), (5, [4]), (16, [0, 5, 15, 5])])
+def test_logits_equal_torch_in_every_profile(
+    segments: TensorRTSegments, weights: ModelWeights, config: ModelConfig, num_tokens: int, rows: list[int]
+) -> None:
+    found = run_once(TensorRTBackend(segments), config, num_tokens, rows)
+    expected = run_once(TorchBackend(weights, config), config, num_tokens, rows)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_weights_and_the_data_region_are_bound_by_their_own_addresses(
+    trt: FakeTensorRT, segments: TensorRTSegments, weights: ModelWeights, config: ModelConfig
+) -> None:
+    qkv, attn_out = torch.empty(3, config.qkv_size), torch.zeros(3, config.attn_size)
+    backend = TensorRTBackend(segments)
+    backend.first(torch.tensor([1, 2, 3]), qkv)
+    trt.calls.clear()
+    backend.middle(1, attn_out, qkv)
+    bound = {name: address for _, _, _, name, address in trt.named("set_tensor_address")}
+    assert bound["qkv"] == qkv.data_ptr() and bound["attn_out"] == attn_out.data_ptr()
+    assert bound["o_weight"] == weights.layers[1].o_weight.data_ptr()
+    assert bound["gate_up_weight"] == weights.layers[1].gate_up_weight.data_ptr()
+    assert bound["qkv_weight"] == weights.layers[2].qkv_weight.data_ptr()
+    assert bound["residual"] != bound["residual_out"]
+
+
+def test_one_context_per_profile_that_the_limits_reach_on_one_shared_memory(
+    trt: FakeTensorRT, segments: TensorRTSegments
+) -> None:
+    profiles = [call[1:3] for call in trt.named("set_optimization_profile_async")]
+    assert sorted(profiles) == [("first", 0), ("first", 1), ("last", 0), ("middle", 0), ("middle", 1)]
+    memories = trt.named("device_memory")
+    assert len(memories) == 5 and len({address for *_, address in memories}) == 1
+
+
+def test_a_step_sets_shapes_and_addresses_then_runs_on_the_callers_stream(
+    trt: FakeTensorRT, segments: TensorRTSegments, config: ModelConfig
+) -> None:
+    trt.calls.clear()
+    run_once(TensorRTBackend(segments), config, 5, [4])
+    runs = trt.named("execute_async_v3")
+    assert runs == [
+        ("execute_async_v3", "first", 1, STREAM),
+        ("execute_async_v3", "middle", 1, STREAM),
+        ("execute_async_v3", "middle", 1, STREAM),
+        ("execute_async_v3", "last", 0, STREAM),  # by its one row, though there are five tokens
+    ]
+    names = {"set_input_shape", "set_tensor_address", "execute_async_v3"}
+    assert {call[0] for call in trt.calls} == names  # nothing else, no profile switch and no wait
+    of_first = trt.calls[: trt.calls.index(runs[0])]
+    assert [call[3] for call in of_first][:1] == ["token_ids"]
+    assert trt.named("set_input_shape") == [
+        ("set_input_shape", "first", 1, "token_ids", (5,)),
+        ("set_input_shape", "middle", 1, "attn_out", (5, config.attn_size)),
+        ("set_input_shape", "middle", 1, "residual", (5, config.hidden_size)),
+        ("set_input_shape", "last", 0, "attn_out", (5, config.attn_size)),
+        ("set_input_shape", "last", 0, "residual", (5, config.hidden_size)),
+        ("set_input_shape", "last", 0, "rows", (1,)),
+    ]
+
+
+def test_a_second_step_of_the_same_size_changes_no_shape(
+    trt: FakeTensorRT, segments: TensorRTSegments, config: ModelConfig
+) -> None:
+    backend = TensorRTBackend(segments)
+    run_once(backend, config, 5, [4])
+    trt.calls.clear()
+    run_once(backend, config, 5, [2])
+    assert not trt.named("set_input_shape")
+    run_once(backend, config, 6, [2])
+    assert {call[1] for call in trt.named("set_input_shape")} == {"first", "middle", "last"}
+
+
+@pytest.mark.parametrize("call", ["set_input_shape", "set_tensor_address", "execute_async_v3"])
+def test_what_tensorrt_refuses_is_an_error_that_names_segment_and_size(
+    call: str, trt: FakeTensorRT, segments: TensorRTSegments, config: ModelConfig
+) -> None:
+    trt.fail = call
+    with pytest.raises(TwostrokeError, match=r"segment first for sizes \(5,\)"):
+        run_once(TensorRTBackend(segments), config, 5, [4])
+    trt.fail = None
+    trt.calls.clear()
+    run_once(TensorRTBackend(segments), config, 5, [4])
+    assert (
+        "set_input_shape",
+        "first",
+        1,
+        "token_ids",
+        (5,),
+    ) in trt.calls  # nothing is taken for set that failed
+
+
+def test_a_context_that_cannot_be_made_is_an_error_at_start(
+    networks: dict[str, bytes], weights: ModelWeights, config: ModelConfig, tmp_path: Path
+) -> None:
+    trt = make_tensorrt("10.0.1")
+    plans = build(trt, networks, tmp_path)
+    trt.fail = "create_execution_context"
+    with pytest.raises(ConfigError, match=r"no context for profile 0: out of memory"):
+        TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+
+
+def test_an_address_that_is_not_aligned_is_refused(
+    segments: TensorRTSegments, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = torch.empty(3 * config.qkv_size + 1)
+    with pytest.raises(AssertionError, match="qkv is not aligned"):
+        segments.first(torch.tensor([1, 2, 3]), memory[1:].view(3, -1))
+
+
+def test_plans_of_another_model_version_or_gpu_are_refused(
+    networks: dict[str, bytes], weights: ModelWeights, config: ModelConfig, tmp_path: Path
+) -> None:
+    plans = build(make_tensorrt("10.0.1"), networks, tmp_path)
+
+    def load(trt: FakeTensorRT, config: ModelConfig, plans: dict[str, bytes]) -> None:
+        TensorRTSegments(TensorRT(trt), plans, PROFILES, weights, config, LIMITS, lambda: STREAM)
+
+    with pytest.raises(
+        ConfigError, match=r"plan of first: the engine plan file is of another version: 10\.0\.1"
+    ):
+        load(make_tensorrt("10.3.0"), config, plans)
+    with pytest.raises(ConfigError, match=r"of another gpu: GPU A, not GPU B"):
+        load(make_tensorrt("10.0.1", gpu="GPU B"), config, plans)
+    with pytest.raises(ConfigError, match=r"plan of first: magic tag"):
+        load(make_tensorrt("10.0.1"), config, plans | {"first": plans["first"][9:]})
+    smaller = replace(weights, embed=weights.embed[:100].contiguous())
+    with pytest.raises(ConfigError, match=r"of another model: embed is .*100, 64.*, not .*160, 64"):
+        TensorRTSegments(
+            TensorRT(make_tensorrt("10.0.1")), plans, PROFILES, smaller, config, LIMITS, lambda: STREAM
+        )
+
+
+class WorkspaceBackend:
+    """Keeps its residual in a workspace, as CudaBackend does."""
+
+    def __init__(self, weights: ModelWeights, config: ModelConfig) -> None:
+        self._segments = TorchSegments(weights, config)
+        self._residual = torch.full((32, config.hidden_size), torch.nan)
+
+    def residual(self, num_tokens: int) -> torch.Tensor:
+        return self._residual[:num_tokens]
+
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> None:
+        self.residual(len(token_ids)).copy_(self._segments.first(token_ids, qkv_out))
+
+    def middle(self, layer: int, attn_out: torch.Tensor, qkv_out: torch.Tensor) -> None:
+        own = self.residual(len(attn_out))
+        own.copy_(self._segments.middle(layer, attn_out, own, qkv_out))
+
+    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._segments.last(attn_out, self.residual(len(attn_out)), rows)
+
+
+@pytest.mark.parametrize("faster", [(), ("first",), ("middle",), ("last",), ("first", "last")])
+def test_tensorrt_and_torch_take_turns_within_a_step(
+    faster: tuple[str, ...],
+    trt: FakeTensorRT,
+    segments: TensorRTSegments,
+    weights: ModelWeights,
+    config: ModelConfig,
+) -> None:
+    """`faster`: the segments that torch was measured to run faster, for up to 6 tokens."""
+    measured = {
+        segment: {6: {"tensorrt": 10.0, "torch": 9.0 if segment in faster else 11.0}}
+        for segment in ("first", "middle", "last")
+    }
+    by_torch = CudaSegments(WorkspaceBackend(weights, config))
+    backend = TensorRTBackend(segments, by_torch, measured)
+    trt.calls.clear()
+    found = run_once(backend, config, 6, [5, 0])
+    torch.testing.assert_close(
+        found, run_once(TorchBackend(weights, config), config, 6, [5, 0]), rtol=0, atol=1e-5
+    )
+    assert {call[1] for call in trt.named("execute_async_v3")} == {"first", "middle", "last"} - set(faster)

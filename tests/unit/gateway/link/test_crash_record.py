@@ -1,0 +1,177 @@
+"""Who is to blame when workers die: nobody after one crash, one request at most after several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import RequestAborted
+from services.gateway.link.crash_record import CrashRecord
+from services.gateway.link.journal import Journal, JournalEntry
+from services.pb import dense_pb2
+from tests.support.clients.generation_requests import make_request, open_entry
+
+
+class Story:
+    """A gateway's streams, told in order. Every `crash` is followed by a worker with a new epoch."""
+
+    def __init__(self, num_requests: int) -> None:
+        journal = Journal()
+        self.entries = [open_entry(journal, make_request(f"r{i}")) for i in range(num_requests)]
+        self.record = CrashRecord(journal)
+        self.epoch = 1
+        self.record.connected(self.epoch)
+
+    def admit(self, *entries: JournalEntry) -> None:
+        self.record.admitted([entry.seq_id for entry in entries])
+
+    def crash(self) -> None:
+        self.epoch += 1
+        self.record.connected(self.epoch)
+
+    def attention_crash(self, running: Mapping[JournalEntry, range]) -> None:
+        """The attention worker dies; the dense worker lives, and tells what it was computing."""
+        spans = [
+            dense_pb2.SequenceSpan(seq_id=entry.seq_id, start=span.start, end=span.stop)
+            for entry, span in running.items()
+        ]
+        self.record.farewell(dense_pb2.Farewell(is_crash=True, running=spans))
+        self.record.connected(self.epoch)
+
+    @property
+    def failed(self) -> list[int]:
+        return [index for index, entry in enumerate(self.entries) if entry.error is not None]
+
+
+def test_one_crash_is_nobodys_fault() -> None:
+    story = Story(3)
+    story.admit(*story.entries)
+    story.crash()
+    assert story.failed == []
+    assert [entry.num_crashes for entry in story.entries] == [1, 1, 1]
+
+
+def test_a_request_alone_in_two_crashes_in_a_row_is_failed() -> None:
+    story = Story(1)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.crash()
+    assert story.failed == [0]
+    error = story.entries[0].error
+    assert isinstance(error, RequestAborted)
+    assert "'r0'" in str(error) and "2 crashes" in str(error)
+
+
+def test_a_token_in_between_clears() -> None:
+    story = Story(1)
+    for _ in range(20):
+        story.admit(*story.entries)
+        story.crash()
+        story.admit(*story.entries)
+        story.entries[0].append(5, 0.0)
+    assert story.failed == []
+
+
+@pytest.mark.parametrize("culprit", range(5))
+def test_of_many_in_two_crashes_only_the_one_alone_in_the_third_is_failed(culprit: int) -> None:
+    story = Story(5)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.crash()
+    assert story.failed == []
+    assert all(entry.num_crashes == 2 for entry in story.entries), "the dense worker takes them one at a time"
+    for entry in story.entries:  # as the dense worker does
+        story.admit(entry)
+        if entry is story.entries[culprit]:
+            story.crash()
+            break
+        entry.append(5, 0.0)
+    assert story.failed == [culprit]
+
+
+def test_requests_in_the_queue_do_not_count() -> None:
+    story = Story(3)
+    for _ in range(5):
+        story.admit(story.entries[0])
+        story.crash()
+    assert story.failed == [0]
+    assert [entry.num_crashes for entry in story.entries[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize("num_breaks", [2, 5])
+def test_a_broken_connection_to_a_living_worker_does_not_count(num_breaks: int) -> None:
+    story = Story(1)
+    for _ in range(num_breaks):
+        story.admit(*story.entries)
+        story.record.connected(story.epoch)
+    assert story.entries[0].num_crashes == 0
+
+
+def test_an_announced_end_does_not_count_even_if_another_worker_comes() -> None:
+    story = Story(1)
+    for _ in range(5):
+        story.admit(*story.entries)
+        story.record.farewell(dense_pb2.Farewell(is_crash=False))
+        story.crash()
+    assert story.failed == []
+
+
+def test_a_crash_of_the_attention_worker_counts_though_the_dense_worker_lives() -> None:
+    story = Story(1)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.attention_crash({story.entries[0]: range(100)})
+    assert story.failed == [0]
+
+
+def test_a_crash_does_not_count_for_who_has_no_part_in_a_step() -> None:
+    story = Story(2)
+    for _ in range(5):
+        story.admit(*story.entries)
+        story.attention_crash({})
+    assert [entry.num_crashes for entry in story.entries] == [0, 0]
+    for _ in range(3):
+        story.admit(*story.entries)
+        story.attention_crash({story.entries[0]: range(100)})
+    assert story.failed == [0] and story.entries[1].num_crashes == 0
+
+
+def test_a_crash_does_not_count_before_the_place_of_the_one_before() -> None:
+    """A lone long request: after the first crash its text is computed again, and that is what the next ones meet."""
+    story = Story(1)
+    [entry] = story.entries
+    story.admit(entry)
+    story.attention_crash({entry: range(900, 902)})
+    for start in (0, 128, 772):
+        story.admit(entry)
+        story.attention_crash({entry: range(start, start + 128)})
+    assert story.failed == [] and entry.num_crashes == 1
+    story.admit(entry)
+    story.attention_crash({entry: range(800, 901)})
+    assert story.failed == [0]
+
+
+@given(
+    poison=st.integers(0, 999),
+    starts=st.lists(st.integers(0, 999), min_size=2, max_size=2),
+    ends=st.lists(st.integers(1, 1000), min_size=2, max_size=2),
+)
+def test_a_token_that_kills_is_found_however_steps_are_cut(poison: int, starts: list[int], ends: list[int]) -> None:
+    story = Story(1)
+    [entry] = story.entries
+    for start, end in zip(starts, ends, strict=True):
+        story.admit(entry)
+        story.attention_crash({entry: range(min(start, poison), max(end, poison + 1))})
+    assert story.failed == [0]
+
+
+def test_several_in_a_step_are_not_failed_though_but_one_of_them_has_come_far_enough() -> None:
+    story = Story(3)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.attention_crash({story.entries[0]: range(100)})
+    assert story.failed == [], "the others may have been about to run"
+    assert [entry.num_crashes for entry in story.entries] == [2, 0, 0]

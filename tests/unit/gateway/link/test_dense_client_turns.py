@@ -1,0 +1,84 @@
+"""What the stream to the dense worker costs the event loop: a little in each of its turns, however much there is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.gateway.link import dense_client
+from services.gateway.link.journal import JournalEntry
+from services.pb import dense_pb2
+from tests.support.clients.generation_requests import make_request, open_entry
+from tests.support.running_gateway import run
+from tests.support.workers.fake_dense import FakeDense, fake_logprob
+from tests.unit.gateway.link.test_dense_client import connected, count_up, take_all
+
+
+async def turns_of(done: Callable[[], bool], count: Callable[[], int]) -> list[int]:
+    """By how much `count()` grew in each turn of the event loop until `done()`."""
+    growths, last = [], count()
+    while not done():
+        await asyncio.sleep(0)
+        growths.append(count() - last)
+        last = count()
+    return growths
+
+
+def test_a_new_stream_gets_one_sequence_a_turn_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_made = 0
+    make = dense_client._submit_message
+
+    def counting(entry: JournalEntry) -> dense_pb2.GatewayMessage:
+        nonlocal num_made
+        num_made += 1
+        return make(entry)
+
+    monkeypatch.setattr(dense_client, "_submit_message", counting)
+
+    async def test() -> None:
+        dense = FakeDense(lambda submit: ())
+        async with connected(tmp_path, dense) as (gateway, address):
+            for i in range(50):
+                gateway.submit(str(i), [1] * 1000, max_tokens=5)
+            growths = await turns_of(lambda: len(dense.submits) == 50, lambda: num_made)
+            await dense.kill()
+            dense.submits.clear()
+            await dense.start(address)
+            growths += await turns_of(lambda: len(dense.submits) == 50, lambda: num_made)
+            assert sum(growths) == num_made == 100
+            assert max(growths) == 1
+
+    run(test())
+
+
+def test_a_sequence_closed_before_it_is_written_is_never_submitted(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(count_up)
+        async with connected(tmp_path, dense) as (gateway, _):
+            closed = gateway.submit("closed", [10], max_tokens=5)
+            gateway.client.cancel(closed)
+            gateway.journal.close(closed)
+            await take_all(gateway.submit("other", [20], max_tokens=1))
+            assert [submit.request_id for submit in dense.submits] == ["other"]
+
+    run(test())
+
+
+def test_log_probabilities_of_a_long_prompt_are_decoded_in_turns(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path, FakeDense(count_up)) as (gateway, _):
+            prompt = list(range(10, 8010))
+            request = make_request("long", prompt_token_ids=prompt, max_tokens=1, num_prompt_logprobs=2)
+            entry = open_entry(gateway.journal, request)
+            gateway.client.submit(entry)
+            growths = await turns_of(lambda: entry.is_ended, lambda: len(entry.prompt_logprobs))
+            assert max(growths) <= 1000  # of 8000; with 20 likeliest ones each, that takes 5 ms
+            assert [each.logprob for each in entry.prompt_logprobs] == [fake_logprob(each) for each in prompt[1:]]
+            assert entry.wanted_prompt_logprobs is None
+
+    run(test())

@@ -1,0 +1,284 @@
+"""Several streams: each replica gets load, and when one dies its sequences go on with another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.common.config import PeerSection
+from services.common.errors import PeerError, RequestAborted
+from services.gateway.link.dense_pool import DensePool
+from services.gateway.link.journal import FinishReason, Journal, JournalEntry
+from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.client import DENSE_WORKER
+from tests.support.clients.generation_requests import make_request, open_entry, take
+from tests.support.running_gateway import run, until
+from tests.support.workers.fake_dense import FakeDense
+
+LONG = 1000  # tokens: more than any test waits for
+
+
+class Replica(FakeDense):
+    """A fake dense worker with health, at a port of its own."""
+
+    def __init__(self, epoch: int, *, step_s: float = 0.002) -> None:
+        super().__init__(count_up, step_s=step_s)
+        self.info.epoch = epoch
+        with socket.socket() as finder:
+            finder.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{finder.getsockname()[1]}"
+        self.is_serving = True
+
+    async def start(self, address: str | None = None) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self, self._server)
+        self.health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        await self.set_serving(self.is_serving)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(DENSE_WORKER, status.SERVING if is_serving else status.NOT_SERVING)
+
+
+class Gateway:
+    def __init__(self, address: str, num_streams: int, connect_timeout_s: float = 20.0) -> None:
+        self.journal = Journal()
+        self.connections: list[bool] = []
+        peers = PeerSection(connect_timeout_s=connect_timeout_s)
+        self.pool = DensePool(
+            address, peers, self.journal, self._on_connection, num_streams, rebalance_interval_s=0.02
+        )
+
+    async def _on_connection(self, is_connected: bool) -> None:
+        self.connections.append(is_connected)
+
+    def submit(self, first_token: int, max_tokens: int = LONG) -> JournalEntry:
+        request = make_request(str(first_token), prompt_token_ids=[first_token], max_tokens=max_tokens)
+        entry = open_entry(self.journal, request)
+        self.pool.submit(entry)
+        return entry
+
+
+@contextlib.asynccontextmanager
+async def replicas(
+    *replicas: Replica, num_streams: int = 2, connect_timeout_s: float = 20.0
+) -> AsyncIterator[Gateway]:
+    """A gateway in front of these; those that are to come later are not started here."""
+    for replica in replicas:
+        await replica.start()
+    address = "ipv4:" + ",".join(replica.address for replica in replicas)
+    gateway = Gateway(address, num_streams, connect_timeout_s)
+    task = asyncio.create_task(gateway.pool.run())
+    try:
+        await gateway.pool.wait_connected()
+        yield gateway
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        for replica in replicas:
+            await replica.kill()
+
+
+def count_up(submit: dense_pb2.Submit) -> Sequence[int]:
+    """Tokens that depend on the prompt alone, as those of every replica do: 100, 101, ... for a prompt of 100."""
+    return range(submit.prompt_token_ids[0], submit.prompt_token_ids[0] + LONG)
+
+
+async def all_tokens(entry: JournalEntry) -> list[int]:
+    token_ids: list[int] = []
+    while entry.finish_reason is None or len(token_ids) < len(entry.output_token_ids):
+        token_ids += await take(entry)
+    return token_ids
+
+
+async def found(gateway: Gateway, num_workers: int) -> None:
+    """Once the gateway has a stream to so many replicas."""
+    await until(lambda: gateway.pool.num_workers == num_workers)
+
+
+def test_each_replica_gets_its_share_of_the_sequences() -> None:
+    async def test() -> None:
+        pair = Replica(1), Replica(2)
+        async with replicas(*pair) as gateway:
+            await found(gateway, 2)
+            entries = [gateway.submit(1000 * i) for i in range(1, 7)]
+            await until(lambda: all(len(replica.running) == 3 for replica in pair))
+            for entry in entries:
+                gateway.pool.cancel(entry)
+                gateway.journal.close(entry)
+            await until(lambda: not any(replica.running for replica in pair))
+
+    run(test())
+
+
+def test_a_new_sequence_goes_to_the_stream_with_the_fewest_open_ones() -> None:
+    async def test() -> None:
+        pair = Replica(1), Replica(2)
+        async with replicas(*pair) as gateway:
+            await found(gateway, 2)
+            entries = [gateway.submit(1000 * i) for i in range(1, 5)]
+            await until(lambda: all(len(replica.running) == 2 for replica in pair))
+            emptied = pair[0]
+            for entry in entries:
+                if entry.seq_id in emptied.running:
+                    gateway.pool.cancel(entry)
+                    gateway.journal.close(entry)
+            await until(lambda: not emptied.running)
+            entries = [gateway.submit(1000 * i) for i in range(5, 7)]
+            await until(lambda: len(emptied.running) == 2)
+            assert len(pair[1].running) == 2
+
+    run(test())
+
+
+def test_when_a_replica_dies_its_sequences_alone_go_on_with_the_other() -> None:
+    async def test() -> None:
+        pair = dying, other = Replica(1), Replica(2)
+        async with replicas(*pair) as gateway:
+            await found(gateway, 2)
+            entries = [gateway.submit(1000 * i, max_tokens=100) for i in range(1, 5)]
+            await until(lambda: all(len(entry.output_token_ids) > 5 for entry in entries))
+            moved = set(dying.running)
+            await dying.kill()
+            outputs = await asyncio.gather(*map(all_tokens, entries))
+            assert outputs == [list(range(1000 * i, 1000 * i + 100)) for i in range(1, 5)]
+            assert {entry.finish_reason for entry in entries} == {FinishReason.LENGTH}
+            assert len(moved) == 2
+            resubmitted = {submit.seq_id for submit in other.submits if submit.output_token_ids}
+            assert resubmitted == moved
+            assert gateway.connections == [True], "one replica is enough to serve"
+            assert gateway.pool.num_resubmitted == 2
+
+    run(test())
+
+
+def test_sequences_wait_for_any_replica_when_all_are_gone() -> None:
+    async def test() -> None:
+        pair = Replica(1), Replica(2)
+        async with replicas(*pair) as gateway:
+            await found(gateway, 2)
+            entries = [gateway.submit(1000 * i, max_tokens=60) for i in range(1, 5)]
+            await until(lambda: all(len(entry.output_token_ids) > 5 for entry in entries))
+            for replica in pair:
+                await replica.kill()
+            await until(lambda: gateway.connections == [True, False])
+            entries.append(gateway.submit(5000, max_tokens=60))  # comes while nobody is there
+            await pair[1].start()
+            outputs = await asyncio.gather(*map(all_tokens, entries))
+            assert outputs == [list(range(1000 * i, 1000 * i + 60)) for i in range(1, 6)]
+
+    run(test())
+
+
+def test_a_sequence_that_waited_in_vain_fails_by_name() -> None:
+    async def test() -> None:
+        replica = Replica(1)
+        async with replicas(replica, connect_timeout_s=1.0) as gateway:
+            entry = gateway.submit(1000)
+            await take(entry)
+            await replica.kill()
+            with pytest.raises(PeerError, match=rf"no dense worker at ipv4:{replica.address} within 1 s"):
+                while True:
+                    await take(entry)
+
+    run(test())
+
+
+def test_a_replica_that_does_not_serve_gets_nothing() -> None:
+    async def test() -> None:
+        sick, healthy = Replica(1), Replica(2)
+        sick.is_serving = False
+        async with replicas(sick, healthy) as gateway:
+            entries = [gateway.submit(1000 * i, max_tokens=20) for i in range(1, 5)]
+            await asyncio.gather(*map(all_tokens, entries))
+            assert not sick.submits and len(healthy.submits) == 4
+            for entry in entries:
+                gateway.journal.close(entry)
+            await sick.set_serving(True)  # and once it does, a stream finds it
+            await found(gateway, 2)
+            entries = [gateway.submit(1000 * i) for i in range(5, 9)]
+            await until(lambda: len(sick.running) == 2 == len(healthy.running))
+
+    run(test())
+
+
+def test_two_streams_to_one_worker_are_no_harm() -> None:
+    async def test() -> None:
+        replica = Replica(1)
+        async with replicas(replica, num_streams=2) as gateway:
+            for i in range(1, 10):  # through some reopenings of the stream too many
+                assert await all_tokens(gateway.submit(1000 * i, max_tokens=20)) == list(range(1000 * i, 1000 * i + 20))
+            assert gateway.connections == [True]
+            assert gateway.pool.num_resubmitted == 0
+
+    run(test())
+
+
+def test_a_replica_with_other_weights_is_left_out() -> None:
+    async def test() -> None:
+        first, other = Replica(1), Replica(2)
+        async with replicas(first, num_streams=1) as gateway:
+            pool = gateway.pool
+            hashes = pool.model.weights_hash
+            assert hashes == first.info.weights_hash
+        other.info.weights_hash = "beef"
+        async with replicas(first, other) as gateway:
+            served = first if gateway.pool.model.weights_hash == first.info.weights_hash else other
+            entries = [gateway.submit(1000 * i, max_tokens=30) for i in range(1, 5)]
+            await asyncio.gather(*map(all_tokens, entries))
+            assert len(served.submits) == 4
+            assert {id(replica) for replica in (first, other) if replica.submits} == {id(served)}
+
+    run(test())
+
+
+def test_all_replicas_with_other_weights_end_old_answers() -> None:
+    async def test() -> None:
+        replica = Replica(1)
+        async with replicas(replica, num_streams=2) as gateway:
+            entry = gateway.submit(1000)
+            await take(entry)
+            await replica.kill()
+            replica.info.weights_hash, replica.info.epoch = "beef", 2
+            await replica.start()
+            with pytest.raises(RequestAborted, match="other weights"):
+                while True:
+                    await take(entry)
+
+    run(test())
+
+
+def test_the_limit_on_a_sequence_is_that_of_the_smallest_replica() -> None:
+    async def test() -> None:
+        pair = Replica(1), Replica(2)
+        pair[1].info.max_model_len = 512
+        async with replicas(*pair) as gateway:
+            await found(gateway, 2)
+            await until(lambda: gateway.pool.model.max_model_len == 512)
+
+    run(test())
+
+
+def test_a_name_is_resolved_by_grpc() -> None:
+    async def test() -> None:
+        replica = Replica(1)
+        await replica.start()
+        gateway = Gateway(f"dns:///localhost:{replica.address.rpartition(':')[2]}", num_streams=1)
+        task = asyncio.create_task(gateway.pool.run())
+        await gateway.pool.wait_connected()
+        assert await all_tokens(gateway.submit(1000, max_tokens=5)) == list(range(1000, 1005))
+        task.cancel()
+        await asyncio.wait([task])
+        await replica.kill()
+
+    run(test())

@@ -1,0 +1,111 @@
+"""Entries between the stream's reader, who appends, and the request's handler, who takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.errors import InvalidRequest, PeerError
+from services.gateway.link.journal import FinishReason, Journal, News
+from tests.support.clients.generation_requests import make_request, open_entry, take
+
+
+def test_seq_ids_are_unique_over_gateways() -> None:
+    journals = [Journal() for _ in range(3)]
+    seq_ids = [open_entry(journal, make_request(str(i))).seq_id for journal in journals for i in range(50)]
+    assert len(set(seq_ids)) == 150
+    assert all(0 < seq_id < 2**63 for seq_id in seq_ids)
+
+
+def test_a_request_id_is_free_again_after_its_request() -> None:
+    journal = Journal()
+    entry = open_entry(journal, make_request("mine"))
+    with pytest.raises(InvalidRequest, match="'mine' is in use"):
+        open_entry(journal, make_request("mine"))
+    journal.close(entry)
+    assert journal.get(entry.seq_id) is None
+    assert journal.get(open_entry(journal, make_request("mine")).seq_id) is not None
+
+
+def test_tokens_that_came_meanwhile_are_taken_at_once() -> None:
+    async def test() -> None:
+        entry = open_entry(Journal(), make_request())
+        waiting = asyncio.create_task(take(entry))
+        await asyncio.sleep(0)
+        entry.append(5, 0.0)
+        entry.append(6, 0.0)
+        assert await waiting == [5, 6]
+        entry.append(7, 0.0)
+        entry.append(8, 0.0)
+        entry.finish(FinishReason.LENGTH)
+        assert await take(entry) == [7, 8]
+        assert entry.output_token_ids == [5, 6, 7, 8]
+
+    asyncio.run(test())
+
+
+def test_tokens_before_an_error_are_taken_before_it_is_raised() -> None:
+    async def test() -> None:
+        entry = open_entry(Journal(), make_request())
+        entry.append(5, 0.0)
+        entry.fail(PeerError("gone"))
+        assert await take(entry) == [5]
+        with pytest.raises(PeerError, match="gone"):
+            await take(entry)
+
+    asyncio.run(test())
+
+
+def test_a_waiting_handler_gets_the_error() -> None:
+    async def test() -> None:
+        entry = open_entry(Journal(), make_request())
+        waiting = asyncio.create_task(take(entry))
+        await asyncio.sleep(0)
+        entry.fail(PeerError("gone"))
+        with pytest.raises(PeerError, match="gone"):
+            await waiting
+
+    asyncio.run(test())
+
+
+def test_an_error_after_the_end_changes_nothing() -> None:
+    async def test() -> None:
+        entry = open_entry(Journal(), make_request())
+        entry.append(5, 0.0)
+        entry.finish(FinishReason.STOP)
+        entry.fail(PeerError("gone"))
+        assert await take(entry) == [5]
+        assert (entry.finish_reason, entry.error) == (FinishReason.STOP, None)
+
+    asyncio.run(test())
+
+
+def test_only_sequences_without_an_end_are_continued() -> None:
+    journal = Journal()
+    entries = [open_entry(journal, make_request(str(i))) for i in range(4)]
+    entries[0].finish(FinishReason.LENGTH)
+    entries[1].fail(PeerError("gone"))
+    journal.close(entries[2])
+    assert list(journal.unfinished()) == [entries[3]]
+
+
+def test_a_shut_journal_ends_old_sequences_and_refuses_new_ones() -> None:
+    journal = Journal()
+    entry = open_entry(journal, make_request("old"))
+    journal.shut(PeerError("shutting down"))
+    assert isinstance(entry.error, PeerError)
+    with pytest.raises(PeerError, match="shutting down"):
+        open_entry(journal, make_request("new"))
+
+
+def test_the_queue_is_counted_until_a_sequence_starts_or_ends() -> None:
+    journal = Journal()
+    entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3), News())
+    [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7), News())
+    assert (journal.num_waiting, journal.num_waiting_tokens) == (4, 22)
+    entries[0].start(0.0, 0)
+    entries[0].start(0.0, 0)  # again, after a worker died
+    journal.close(entries[0])
+    journal.close(other)  # cancelled before it started
+    assert (journal.num_waiting, journal.num_waiting_tokens) == (2, 10)

@@ -1,0 +1,142 @@
+"""What `WorkerLoad` says while workers are there, away, slow and looked at by many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common.config import PeerSection
+from services.gateway.link import worker_load
+from services.gateway.link.worker_load import CacheLoad, Load, RequestLoad, WorkerLoad
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+from tests.support.running_gateway import run
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy with other tests."""
+    monkeypatch.setattr(worker_load, "ANSWER_TIMEOUT_S", 20.0)
+
+
+class BusyDense(dense_pb2_grpc.DenseWorkerServicer):
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def GetStatus(
+        self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> dense_pb2.DenseStatus:
+        self.num_asked += 1
+        return dense_pb2.DenseStatus(num_running=3, num_waiting=2)
+
+
+class BusyAttention(attn_pb2_grpc.AttentionWorkerServicer):
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+
+    async def GetStatus(
+        self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.AttentionStatus:
+        await asyncio.sleep(self.delay_s)
+        return attn_pb2.AttentionStatus(num_blocks=100, num_free_blocks=60, num_cached_blocks=7)
+
+
+@contextlib.asynccontextmanager
+async def running_workers(
+    directory: Path, dense: BusyDense | None, attention: BusyAttention | None
+) -> AsyncIterator[WorkerLoad]:
+    server = grpc.aio.server()
+    if dense is not None:
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(dense, server)
+    if attention is not None:
+        attn_pb2_grpc.add_AttentionWorkerServicer_to_server(attention, server)
+    address = f"unix:{directory}/workers.sock"
+    server.add_insecure_port(address)
+    await server.start()
+    load = WorkerLoad(address, address, PeerSection())
+    try:
+        yield load
+    finally:
+        await load.close()
+        await server.stop(None)
+
+
+def test_it_tells_both_workers_load(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_workers(tmp_path, BusyDense(), BusyAttention()) as load:
+            assert await load.read() == Load(RequestLoad(3, 2), CacheLoad(100, 60))
+
+    run(test())
+
+
+def test_a_worker_that_is_away_is_none_and_the_other_is_told(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_workers(tmp_path, BusyDense(), None) as load:
+            assert await load.read() == Load(RequestLoad(3, 2), None)
+
+    run(test())
+
+
+def test_a_worker_that_is_too_slow_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_load, "ANSWER_TIMEOUT_S", 0.5)
+
+    async def test() -> None:
+        async with running_workers(tmp_path, BusyDense(), BusyAttention(delay_s=60.0)) as load:
+            assert (await load.read()).kv_cache is None
+
+    run(test())
+
+
+def test_many_readers_ask_a_worker_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_load, "MAX_AGE_S", 3600.0)
+
+    async def test() -> None:
+        dense = BusyDense()
+        async with running_workers(tmp_path, dense, BusyAttention()) as load:
+            loads = await asyncio.gather(*(load.read() for _ in range(20)))
+            loads.append(await load.read())
+        assert loads == [Load(RequestLoad(3, 2), CacheLoad(100, 60))] * 21
+        assert dense.num_asked == 1
+
+    run(test())
+
+
+def test_a_reading_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_load, "MAX_AGE_S", 0.0)
+
+    async def test() -> None:
+        dense = BusyDense()
+        async with running_workers(tmp_path, dense, BusyAttention()) as load:
+            await load.read()
+            await load.read()
+        assert dense.num_asked == 2
+
+    run(test())
+
+
+def test_a_reader_that_goes_away_does_not_end_the_reading_of_another(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_workers(tmp_path, BusyDense(), BusyAttention(delay_s=0.2)) as load:
+            first = asyncio.create_task(load.read())
+            second = asyncio.create_task(load.read())
+            await asyncio.sleep(0)
+            first.cancel()
+            assert (await second).kv_cache == CacheLoad(100, 60)
+
+    run(test())
+
+
+def test_closing_ends_a_reading_under_way(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_workers(tmp_path, BusyDense(), BusyAttention(delay_s=60.0)) as load:
+            reader = asyncio.create_task(load.read())
+            await asyncio.sleep(0.05)
+            await load.close()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+
+    run(test())

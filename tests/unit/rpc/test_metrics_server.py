@@ -1,0 +1,65 @@
+"""Where a scraper asks: the address, what it answers, and what happens when it is taken."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import Counter, Histogram
+
+from services.common.errors import ConfigError
+from services.common.version import VERSION
+from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S, new_registry, serving_metrics
+from tests.support.scrape import Scrape
+
+
+def test_what_is_counted_is_served_with_the_process_and_its_version() -> None:
+    registry = new_registry("gateway")
+    counter = Counter("twostroke_things_total", "Things.", registry=registry)
+    with serving_metrics("127.0.0.1:0", registry) as address:
+        counter.inc(3)
+        scrape = Scrape(str(address))
+        assert scrape.value("twostroke_things_total") == 3
+        assert scrape.value("twostroke_build_info", service="gateway", version=VERSION) == 1
+        assert scrape.value("twostroke_process_resident_memory_bytes") > 1e6
+        names = [sample.name for family in scrape.families for sample in family.samples]
+        assert not [name for name in names if name.endswith("_created")], "a series more for every counter"
+    with pytest.raises(urllib.error.URLError):
+        Scrape(str(address))
+
+
+def test_two_registries_share_nothing() -> None:
+    first, second = new_registry("a"), new_registry("b")
+    Counter("twostroke_things_total", "Things.", registry=first).inc()
+    assert first.get_sample_value("twostroke_things_total") == 1
+    assert second.get_sample_value("twostroke_things_total") is None
+
+
+def test_a_taken_address_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=address), serving_metrics(address, new_registry("dense")):
+            pass
+
+
+def test_without_an_address_nothing_is_started() -> None:
+    num_threads = threading.active_count()
+    with serving_metrics(None, new_registry("dense")) as address:
+        assert address is None
+        assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize("buckets", [LATENCY_BUCKETS_S, STEP_BUCKETS_S])
+def test_no_bucket_is_wider_than_two_and_a_half_times(buckets: tuple[float, ...]) -> None:
+    assert all(1.9 < upper / lower < 2.6 for lower, upper in itertools.pairwise(buckets))
+    Histogram("twostroke_some_seconds", "Some.", registry=new_registry("dense"), buckets=buckets)
+
+
+def test_latencies_are_told_apart_from_1_ms_to_100_s() -> None:
+    assert (LATENCY_BUCKETS_S[0], LATENCY_BUCKETS_S[-1]) == (0.001, 100)

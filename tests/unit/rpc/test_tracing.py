@@ -1,0 +1,70 @@
+"""Spans as a collector receives them, and none without one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from services.common.config import TracingSection
+from services.rpc.tracing import tracing
+from tests.support.cluster import free_port
+from tests.support.otlp_collector import running_collector
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # of the specification's example
+TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
+
+
+def test_a_span_joins_the_trace_and_hands_it_on() -> None:
+    with running_collector() as collector:
+        with tracing(TracingSection(endpoint=collector.endpoint), "dense") as tracer:
+            now_s = time.monotonic()
+            span = tracer.start("outer", TRACEPARENT, now_s - 3, answer=42)
+            span.add_child("inner", now_s - 2, now_s - 1)
+            inner_parent = span.traceparent
+            span.end("it failed", reason="test")
+            span.end()
+        outer, inner = collector.spans_of(TRACE_ID)  # leaving the context has sent them
+    assert (outer.name, outer.service, outer.parent_span_id) == ("outer", "twostroke-dense", SPAN_ID)
+    assert (inner.name, inner.parent_span_id) == ("inner", outer.span_id)
+    assert inner_parent == f"00-{TRACE_ID}-{outer.span_id}-01"
+    assert outer.is_error and outer.attributes == {"twostroke.answer": 42, "twostroke.reason": "test"}
+    assert inner.end_ns - inner.start_ns == pytest.approx(1e9, abs=1e3)
+    assert inner.start_ns - outer.start_ns == pytest.approx(1e9, abs=1e3)
+    assert abs(time.time_ns() - outer.start_ns - 3e9) < 30e9  # the clock of the wall
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{TRACE_ID}-{SPAN_ID}", f"ff-{TRACE_ID}-{SPAN_ID}-01"])
+def test_a_missing_or_malformed_parent_begins_a_new_trace(traceparent: str) -> None:
+    with (
+        running_collector() as collector,
+        tracing(TracingSection(endpoint=collector.endpoint), "gateway") as tracer,
+    ):
+        trace_id = tracer.start("request", traceparent).traceparent.split("-")[1]
+        assert trace_id != TRACE_ID and int(trace_id, 16) > 0
+
+
+def test_an_absent_collector_delays_nobody() -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    start = time.monotonic()
+    with tracing(TracingSection(endpoint=endpoint), "gateway") as tracer:
+        for _ in range(5000):  # more than the queue holds
+            tracer.start("request", TRACEPARENT).end()
+        made_s = time.monotonic() - start
+    assert made_s < 10.0 and time.monotonic() - start < 20.0
+
+
+def test_without_an_endpoint_nothing_is_imported_or_passed_on() -> None:
+    code = (
+        "import sys\n"
+        "from services.common.config import TracingSection\n"
+        "from services.rpc.tracing import tracing\n"
+        "with tracing(TracingSection(), 'dense') as tracer:\n"
+        f"    span = tracer.start('x', {TRACEPARENT!r})\n"
+        "    span.add_child('y', 0.0, 1.0); span.end()\n"
+        "    assert span.traceparent == '' and not tracer.is_enabled\n"
+        "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,83 @@
+"""When a service counts as stalled, and what it then says."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.pb import stall_pb2
+from services.rpc.watchdog import CHECKS_PER_BOUND, Progress, Watchdog, describe_stall
+
+STALL_TIMEOUT_S = 8.0
+INTERVAL_S = STALL_TIMEOUT_S / CHECKS_PER_BOUND
+
+
+class Watched:
+    """A watchdog with what it has been shown, and what it has told."""
+
+    def __init__(self) -> None:
+        self.progress: Progress | None = None
+        self.told: list[stall_pb2.Stall | None] = []
+        self.now = 100.0
+        self.watchdog = Watchdog("dense_worker", lambda: self.progress, self._on_stall, STALL_TIMEOUT_S)
+
+    async def _on_stall(self, stall: stall_pb2.Stall | None) -> None:
+        self.told.append(stall)
+
+    def check(self, count: int, every_s: float = INTERVAL_S) -> None:
+        for _ in range(count):
+            self.now += every_s
+            asyncio.run(self.watchdog.check(self.now))
+
+
+def test_a_stall_is_told_once_named_and_taken_back_with_the_next_progress() -> None:
+    watched = Watched()
+    watched.progress = Progress((1,), step_id=7, layer=2, request_ids=("a", "b"), waits_for="attn_worker")
+    watched.check(CHECKS_PER_BOUND)
+    assert watched.watchdog.stall is None
+    watched.check(4)
+    [stall] = watched.told
+    assert stall is not None
+    assert (stall.role, stall.step_id, stall.layer) == ("dense_worker", 7, 2)
+    assert (list(stall.request_ids), stall.waits_for, stall.stalled_s) == (["a", "b"], "attn_worker", STALL_TIMEOUT_S)
+    assert describe_stall(stall) == (
+        "dense_worker has made no progress for 8.0 s, step 7, layer 2, requests a, b, waits for attn_worker"
+    )
+    assert watched.watchdog.stall is not None and watched.watchdog.stall.stalled_s > STALL_TIMEOUT_S
+    watched.progress = Progress((2,), step_id=8)
+    watched.check(1)
+    assert watched.told == [stall, None] and watched.watchdog.stall is None
+
+
+def test_it_is_told_again_when_waiting_turns_into_computing() -> None:
+    watched = Watched()
+    watched.progress = Progress((1,), waits_for="attn_worker")
+    watched.check(2 * CHECKS_PER_BOUND)
+    watched.progress = Progress((1,))
+    watched.check(2)
+    assert [stall and stall.waits_for for stall in watched.told] == ["attn_worker", ""]
+
+
+def test_a_service_without_work_is_never_stalled() -> None:
+    watched = Watched()
+    watched.check(10 * CHECKS_PER_BOUND)
+    watched.progress = Progress((0,))
+    watched.check(CHECKS_PER_BOUND)  # the time without work does not count
+    assert watched.told == []
+
+
+def test_slow_progress_is_progress() -> None:
+    watched = Watched()
+    for layer in range(5):
+        watched.progress = Progress((layer,))
+        watched.check(CHECKS_PER_BOUND)
+    assert watched.told == []
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    watched = Watched()
+    watched.progress = Progress((1,))
+    watched.check(2)
+    watched.check(1, every_s=100 * STALL_TIMEOUT_S)
+    assert watched.told == []
+    watched.check(CHECKS_PER_BOUND)
+    assert len(watched.told) == 1
