@@ -107,14 +107,14 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
         self._settings = settings
         self._receipts = receipts
         self._num_under_way = 0  # tokens sent and not yet received
-        self._news = asyncio.Event()
+        self._updates = asyncio.Event()
 
     def take_receipts(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 [num_tokens] = RECEIPT.unpack(self._receipts.recv(RECEIPT.size))
                 self._num_under_way -= num_tokens
-                self._news.set()
+                self._updates.set()
 
     async def GetInfo(
         self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -140,8 +140,8 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
         try:
             while True:
                 while not streams or self._is_full(len(streams)):
-                    self._news.clear()
-                    await self._news.wait()
+                    self._updates.clear()
+                    await self._updates.wait()
                 if self._settings.pace_s:
                     due_ns = max(due_ns + round(self._settings.pace_s * NS_PER_S), time.monotonic_ns())
                     await asyncio.sleep((due_ns - time.monotonic_ns()) / NS_PER_S)
@@ -174,7 +174,7 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
             elif message.WhichOneof("message") == "cancel":
                 streams.pop(message.cancel.seq_id, None)
             self._num_under_way = 0 if not streams else self._num_under_way  # nobody reports what was cancelled
-            self._news.set()
+            self._updates.set()
 
 
 class _Stream:

@@ -141,7 +141,7 @@ class GatewaySection(Section):
     keep_alive_timeout_s: Seconds = 30.0  # after which an idle HTTP connection is closed
     grpc_idle_timeout_s: Seconds = 300.0  # after which a gRPC connection without a call is closed
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread
-    first_news_timeout_s: Seconds = 1.0  # longest wait of a streamed answer's status line for a token or an error
+    first_token_timeout_s: Seconds = 1.0  # longest wait of a streamed answer's status line for a token or an error
     tokenizer_info: bool = False  # whether GET /tokenizer_info tells clients the chat template and special tokens
     num_dense_streams: Count = 1  # to dense workers; so many replicas of them can be used
 

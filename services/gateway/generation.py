@@ -16,7 +16,7 @@ import structlog
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.access.admission import Ticket
-from services.gateway.link.journal import FinishReason, Journal, JournalEntry, News
+from services.gateway.link.journal import FinishReason, Journal, JournalEntry, UpdateQueue
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
 from services.gateway.text.detokenizer import Detokenizer
@@ -121,11 +121,11 @@ class Generation:
         self.request = request
         self._ticket = ticket
         self._span = span or NoSpan()
-        self._news = News()
+        self._updates = UpdateQueue()
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
             _Answer(entry, self._prompt_text, TextBuilder(request, tokenizer), journal, dense, metrics)
-            for entry in journal.open(request, self._news)
+            for entry in journal.open(request, self._updates)
         ]
         self._num_running = len(self._answers)
         for answer in self._answers:
@@ -143,7 +143,7 @@ class Generation:
     async def next_chunk(self) -> Chunk:
         """Waits for new tokens of any answer. Raises a `TwostrokeError` where a sequence cannot go on."""
         while True:
-            entry = await self._news.next()
+            entry = await self._updates.next()
             answer = self._answers[entry.index]
             if answer.finish is not None:
                 continue  # it ended at a stop string; these are tokens beyond

@@ -17,7 +17,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
 from services.gateway.link.dense_pool import DensePool
-from services.gateway.link.dense_pulse import DensePulse
+from services.gateway.link.dense_progress import DenseProgress
 from services.gateway.link.journal import Journal
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.loop_delay import measure_loop_delay
@@ -124,8 +124,8 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
         await server.set_stall(stall)
 
     stall_timeout_s = config.watchdog.stall_timeout_s
-    pulse = DensePulse(config.dense.address, config.peers, journal, dense, stall_timeout_s)
-    watchdog = Watchdog("gateway", pulse.progress, on_stall, stall_timeout_s)
+    dense_progress = DenseProgress(config.dense.address, config.peers, journal, dense, stall_timeout_s)
+    watchdog = Watchdog("gateway", dense_progress.progress, on_stall, stall_timeout_s)
 
     async def announce() -> None:
         log.info("waiting for the dense worker", address=address, dense_address=config.dense.address)
@@ -146,7 +146,7 @@ async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tra
             drained(),
             dense.run(),
             access.run(),
-            pulse.run(),
+            dense_progress.run(),
             watchdog.run(),
             measure_loop_delay(metrics),
             announce(),

@@ -37,7 +37,7 @@ DENSE_ROLE, ATTENTION_ROLE = "dense_worker", "attn_worker"
 
 
 @dataclass(slots=True)
-class Pulse:
+class HealthRecord:
     """What is known of one process."""
 
     first_seen_at: float = field(default_factory=time.monotonic)
@@ -54,7 +54,7 @@ class HealthWatch:
         self._children = children
         self._stall_timeout_s = section.stall_timeout_s
         self._start_timeout_s = start_timeout_s
-        self._pulses: dict[int, Pulse] = {}  # by process id
+        self._records: dict[int, HealthRecord] = {}  # by process id
         self._start_s: dict[str, float] = {}  # until it served, of the slowest start, by role
         self._dense_ended_at = float("-inf")
 
@@ -63,10 +63,10 @@ class HealthWatch:
         while True:
             await asyncio.sleep(self._stall_timeout_s / CHECKS_PER_BOUND)
             children = {child.pid: child for child in self._children if child.is_running and child.pid is not None}
-            self._pulses = {pid: self._pulses.get(pid) or Pulse() for pid in children}
-            await asyncio.gather(*(self._check(child, self._pulses[pid]) for pid, child in children.items()))
-            pulses = [(child, self._pulses[pid]) for pid, child in children.items() if child.pid == pid]
-            for child, reason in self.find_culprits(pulses, time.monotonic()):
+            self._records = {pid: self._records.get(pid) or HealthRecord() for pid in children}
+            await asyncio.gather(*(self._check(child, self._records[pid]) for pid, child in children.items()))
+            records = [(child, self._records[pid]) for pid, child in children.items() if child.pid == pid]
+            for child, reason in self.find_culprits(records, time.monotonic()):
                 log.error("restarting a service that makes no progress", role=child.role, reason=reason)
                 child.kill(reason)
 
@@ -74,20 +74,20 @@ class HealthWatch:
         """A process of that role serves, `start_s` seconds after it was first seen."""
         self._start_s[role] = max(start_s, self._start_s.get(role, 0.0))
 
-    def find_culprits(self, pulses: Sequence[tuple[Child, Pulse]], now: float) -> list[tuple[Child, str]]:
+    def find_culprits(self, records: Sequence[tuple[Child, HealthRecord]], now: float) -> list[tuple[Child, str]]:
         """Who is to be ended, and why; `now` is on the monotonic clock."""
         silent = []
-        for child, pulse in pulses:
-            bound_s, silent_s = self._stall_timeout_s, now - pulse.answered_at
-            if not pulse.has_served:
+        for child, record in records:
+            bound_s, silent_s = self._stall_timeout_s, now - record.answered_at
+            if not record.has_served:
                 start_s = self._start_s.get(child.role)
                 usual_s = self._start_timeout_s if start_s is None else bound_s + START_FACTOR * start_s
                 bound_s = max(bound_s, min(usual_s, self._start_timeout_s))
-            if silent_s > bound_s and pulse.num_missed >= MIN_MISSED:
-                silent.append((child, f"no answer to {pulse.num_missed} health checks in {silent_s:.1f} s"))
+            if silent_s > bound_s and record.num_missed >= MIN_MISSED:
+                silent.append((child, f"no answer to {record.num_missed} health checks in {silent_s:.1f} s"))
         if silent:
             return silent
-        stalls = [(child, pulse.stall) for child, pulse in pulses if pulse.stall is not None]
+        stalls = [(child, record.stall) for child, record in records if record.stall is not None]
         computing = [(child, describe_stall(stall)) for child, stall in stalls if not stall.waits_for]
         if computing and {child.role for child, _ in computing} != {DENSE_ROLE}:
             return computing
@@ -95,20 +95,20 @@ class HealthWatch:
         lone_wait_s = max((stall.stalled_s for _, stall in stalls), default=0.0)
         # A lone one waits for an answer that is lost, or only a little longer than the other one.
         if computing or {DENSE_ROLE, ATTENTION_ROLE} <= roles or lone_wait_s > 2 * self._stall_timeout_s:
-            return self._blame_dense(pulses, stalls, now)
+            return self._blame_dense(records, stalls, now)
         return []
 
     def _blame_dense(
-        self, pulses: Sequence[tuple[Child, Pulse]], stalls: Sequence[tuple[Child, stall_pb2.Stall]], now: float
+        self, records: Sequence[tuple[Child, HealthRecord]], stalls: Sequence[tuple[Child, stall_pb2.Stall]], now: float
     ) -> list[tuple[Child, str]]:
         """Where a step runs on GPUs alone, the dense worker cannot tell computing from waiting: blamed as well."""
         is_again = now - self._dense_ended_at < 4 * self._stall_timeout_s
         self._dense_ended_at = now
         roles = (DENSE_ROLE, ATTENTION_ROLE) if is_again else (DENSE_ROLE,)
         reason = "; ".join(describe_stall(stall) for _, stall in stalls)
-        return [(child, reason) for child, _ in pulses if child.role in roles]
+        return [(child, reason) for child, _ in records if child.role in roles]
 
-    async def _check(self, child: Child, pulse: Pulse) -> None:
+    async def _check(self, child: Child, record: HealthRecord) -> None:
         """Asks one service for its health, and for its stall if it does not serve."""
         timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
         try:
@@ -121,16 +121,16 @@ class HealthWatch:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError:
-                pulse.num_missed += 1
+                record.num_missed += 1
                 return
-            pulse.num_missed, pulse.answered_at, pulse.stall = 0, time.monotonic(), None
+            record.num_missed, record.answered_at, record.stall = 0, time.monotonic(), None
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                if not pulse.has_served:
-                    pulse.has_served = True
-                    self.note_start(child.role, pulse.answered_at - pulse.first_seen_at)
+                if not record.has_served:
+                    record.has_served = True
+                    self.note_start(child.role, record.answered_at - record.first_seen_at)
                 return
             try:
-                pulse.stall = await _read_stall(child.role, channel, timeout_s)
+                record.stall = await _read_stall(child.role, channel, timeout_s)
             except grpc.aio.AioRpcError as error:  # it has nothing to say yet
                 log.debug("no status", role=child.role, reason=error.details())
 

@@ -23,7 +23,7 @@ from services.common.config import Config, load_config
 from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
 from services.launch.child import Child
 from services.launch.children import Children
-from services.launch.dense_place import DensePlace
+from services.launch.dense_address import DenseAddress
 from services.launch.probe import compute_one_token
 from services.launch.uninterrupted import uninterrupted
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
@@ -54,12 +54,12 @@ class DenseReplacer:
     def __init__(
         self,
         children: Children,
-        place: DensePlace,
+        dense_address: DenseAddress,
         attention_address: str,
         make_child: Callable[[str, str, Config], Child],
     ) -> None:
         self._children = children
-        self._place = place
+        self._dense_address = dense_address
         self._attention_address = attention_address
         self._make_child = make_child
         self._task: asyncio.Task[Any] | None = None  # of the replacement under way
@@ -86,7 +86,7 @@ class DenseReplacer:
             await asyncio.wait([self._task])
 
     def _configure(self, old: Child, overrides: Sequence[str]) -> Config:
-        if not self._place.can_switch:
+        if not self._dense_address.can_switch:
             raise ConfigError(
                 f"dense.address is {old.config.dense.address}: only a dense worker at a Unix socket can be replaced"
             )
@@ -97,7 +97,7 @@ class DenseReplacer:
                     f"--set {override!r}: only keys of the sections {' and '.join(SECTIONS)} can change, and not "
                     f"{' or '.join(RESERVED)}"
                 )
-        own = [f'dense.address="{self._place.new_address()}"', "dense.standby=true"]
+        own = [f'dense.address="{self._dense_address.new_address()}"', "dense.standby=true"]
         try:
             return load_config(old.config_file, [*overrides, *own])
         except ConfigError as error:
@@ -139,7 +139,7 @@ class DenseReplacer:
     ) -> tuple[float, str]:
         """The pause in milliseconds and the new worker's backend. What fails is undone."""
         old.retire()  # started again now, it would throw the new one out
-        self._place.point_to(new.config.dense.address)  # before the streams end, so that they come back to the new one
+        self._dense_address.point_to(new.config.dense.address)  # before the streams end, so that they come back to the new one
         begin = time.monotonic()
         try:
             timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step's, and an answer's
@@ -149,7 +149,7 @@ class DenseReplacer:
             pause_ms = 1e3 * (time.monotonic() - begin)
             info = await _or_end(self._check_service(new, new_stub), new, watcher)
         except BaseException:
-            self._place.point_to(old.config.dense.address)
+            self._dense_address.point_to(old.config.dense.address)
             await _end(new, watcher)  # before the old one attaches: both at once would throw each other out
             await self._bring_back(old, old_stub)
             raise

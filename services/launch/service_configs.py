@@ -10,14 +10,14 @@ from pathlib import Path
 
 from services.common.config import MAX_PORT, Config
 from services.common.errors import ConfigError
-from services.launch.dense_place import DensePlace
+from services.launch.dense_address import DenseAddress
 
 METRICS_PORT_STEP = 10  # 9100, 9110, ...: the ports between belong to the other services by custom
 
 
-def service_configs(config: Config, run_dir: Path, place: DensePlace) -> list[tuple[str, str, Config]]:
-    """Name, role and config of each, in starting order. Gateways look for the dense worker at its `place`."""
-    dense = with_dense_address(config, place.new_address())
+def service_configs(config: Config, run_dir: Path, dense_address: DenseAddress) -> list[tuple[str, str, Config]]:
+    """Name, role and config of each, in starting order. Gateways look for the dense worker at `dense_address`."""
+    dense = with_dense_address(config, dense_address.new_address())
     gateways = gateway_configs(config, run_dir)
     names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
     return [

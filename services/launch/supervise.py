@@ -27,7 +27,7 @@ from services.gateway import chat_client
 from services.launch.addresses import check_free, check_tls, place_sockets
 from services.launch.child import Child
 from services.launch.children import Children
-from services.launch.dense_place import DensePlace
+from services.launch.dense_address import DenseAddress
 from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
 from services.launch.mps import CONTROL, MpsDaemon, has_gpu, has_mps
@@ -63,14 +63,14 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
         check_free(address)
     check_tls(config)
     api_key = make_own_key(config)
-    place = DensePlace(config.dense.address, run_dir)
-    services = service_configs(config, run_dir, place)
+    dense_address = DenseAddress(config.dense.address, run_dir)
+    services = service_configs(config, run_dir, dense_address)
     mps = start_mps(config, run_dir)
     make_child = functools.partial(Child, run_dir=run_dir, environment=mps.environment if mps else None)
     children = Children()
     registry = new_registry("launch")
     LaunchMetrics(registry, lambda: children)
-    replacer = DenseReplacer(children, place, config.attention.address, make_child)
+    replacer = DenseReplacer(children, dense_address, config.attention.address, make_child)
     control = make_control(run_dir, children, replacer)
     for name, role, own_config in services:
         children.start(make_child(name, role, own_config))
@@ -80,7 +80,7 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     failure = asyncio.create_task(children.wait_failure())
     try:
         [dense] = children.of_role("dense_worker")
-        place.point_to(dense.address)
+        dense_address.point_to(dense.address)
         log.info("control", address=await control.start())
         await control.set_serving(True)
         with serving_metrics(config.launch.metrics_address, registry):
@@ -90,7 +90,7 @@ async def launch_in(run_dir: Path, config: Config, arguments: argparse.Namespace
     finally:
         tasks = (main, drained, failure, health)
         await uninterrupted(stop(tasks, replacer, control, children, config.launch.stop_grace_s))
-        place.remove()
+        dense_address.remove()
         remove_stale_regions()  # of killed children; others have removed theirs
         if mps is not None:
             stop_mps(mps)

@@ -84,7 +84,7 @@ class CudaModelRunner(ModelRunner):
     def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
         # Prompts' log-probabilities ask for `last` again, which needs the residual that a graph keeps to itself.
-        is_captured = num_tokens <= self._buckets[-1] and not step.stretches
+        is_captured = num_tokens <= self._buckets[-1] and not step.spans
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         graph = self._find_graph(num_rows, num_sampled) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)

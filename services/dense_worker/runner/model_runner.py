@@ -17,7 +17,7 @@ import torch
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
-from services.dense_worker.sampling.prompt_logprobs import PromptStretch, find_stretch, rank_prompt_tokens
+from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, StepPlan, StepResult
 
@@ -43,7 +43,7 @@ class StepInput:
     sampled_slots: np.ndarray  # int64 [num_sampled]
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
-    stretches: list[PromptStretch]  # of prompts whose log-probabilities are wanted
+    spans: list[PromptSpan]  # of prompts whose log-probabilities are wanted
 
 
 class RunningStep(Protocol):
@@ -99,14 +99,14 @@ class ModelRunner:
                 self._release_slot(sequence.slot)
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
-        stretches: list[PromptStretch] = []
+        spans: list[PromptSpan] = []
         for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
             slot = sequence.slot
             if slot is None:
                 slot = self._assign_slot(sequence)
             new = sequence.new
-            if new.num_prompt_logprobs is not None and (stretch := find_stretch(entry, new, len(token_ids))):
-                stretches.append(stretch)
+            if new.num_prompt_logprobs is not None and (span := find_span(entry, new, len(token_ids))):
+                spans.append(span)
             _, position, num_tokens, num_logits, drafts = entry
             known = sequence.token_ids[position : position + num_tokens - len(drafts)]
             token_ids += known
@@ -127,7 +127,7 @@ class ModelRunner:
             bound,
             *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
             *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
-            stretches,
+            spans,
         )
 
     @torch.inference_mode()
@@ -152,11 +152,11 @@ class ModelRunner:
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
             host_token_ids.copy_(sampled.token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
-        if step.stretches:
+        if step.spans:
             attn_out = channel.attn_out[: len(step.token_ids)]
-            prompt_ranked = rank_prompt_tokens(self._backend, attn_out, step.stretches, self._max_num_seqs).to_host()
+            prompt_ranked = rank_prompt_tokens(self._backend, attn_out, step.spans, self._max_num_seqs).to_host()
         entries, sequences = step.bound.plan.entries, step.bound.sequences
-        return PendingTokens(entries, sequences, host_token_ids, num_logprobs, ranked, step.stretches, prompt_ranked)
+        return PendingTokens(entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked)
 
     def _assign_slot(self, sequence: KnownSequence) -> int:
         slot = sequence.slot = self._free_slots.pop()

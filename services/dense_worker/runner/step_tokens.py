@@ -10,7 +10,7 @@ import torch
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.sampling.logprobs import RankedTokens
-from services.dense_worker.sampling.prompt_logprobs import PromptStretch, read_prompt_logprobs
+from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
 from services.step import NewSequence, PlanEntry, StepResult
 
 
@@ -32,8 +32,8 @@ class PendingTokens:
     token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan wants
     num_logprobs: Mapping[int, int]  # likeliest tokens wanted beside the sampled one, by index in `token_ids`
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None where that is empty
-    stretches: SequenceOf[PromptStretch]
-    prompt_ranked: RankedTokens | None  # one row for each token of `stretches`; None where these are empty
+    spans: SequenceOf[PromptSpan]
+    prompt_ranked: RankedTokens | None  # one row for each token of `spans`; None where these are empty
 
     def read(self) -> StepResult:
         """Not before the device has run the step. The sequences know their tokens then."""
@@ -51,7 +51,7 @@ class PendingTokens:
             if first in ranked and accepted:
                 logprobs[entry.seq_id] = [ranked[first + index] for index in range(len(accepted))]
             first += entry.num_logits
-        prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.stretches, self.prompt_ranked)
+        prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.spans, self.prompt_ranked)
         return StepResult(token_ids, logprobs, prompt_logprobs)
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens: each is told of by the row of the token before it.
 
-A step computes a stretch of a prompt. Sampling needs the logits of one row a sequence; here they are computed
-for all rows of the stretch, some at a time, so that memory stays bounded however long it is.
+A step computes a span of a prompt. Sampling needs the logits of one row a sequence; here they are computed
+for all rows of the span, some at a time, so that memory stays bounded however long it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_ROWS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStretch:
+class PromptSpan:
     """Prompt tokens that a step tells of."""
 
     seq_id: int
@@ -31,30 +31,30 @@ class PromptStretch:
     num_logprobs: int  # likeliest tokens to report beside each
 
 
-def find_stretch(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptStretch | None:
+def find_span(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptSpan | None:
     """What an entry, whose tokens begin at `first_row` of the step, tells of a prompt that wants it; or nothing."""
     assert new.num_prompt_logprobs is not None
     start = entry.position + 1
     token_ids = new.token_ids[start : min(start + entry.num_tokens, new.num_prompt_tokens)]
     if not token_ids:
         return None
-    return PromptStretch(entry.seq_id, start, token_ids, first_row, new.num_prompt_logprobs)
+    return PromptSpan(entry.seq_id, start, token_ids, first_row, new.num_prompt_logprobs)
 
 
 def rank_prompt_tokens(
-    backend: DenseBackend, attn_out: torch.Tensor, stretches: SequenceOf[PromptStretch], max_num_rows: int
+    backend: DenseBackend, attn_out: torch.Tensor, spans: SequenceOf[PromptSpan], max_num_rows: int
 ) -> RankedTokens:
-    """One row for each token of the stretches, in order; called in place of `DenseBackend.last` or after it.
+    """One row for each token of the spans, in order; called in place of `DenseBackend.last` or after it.
 
     attn_out: [num_tokens, attn_size] of the last layer; max_num_rows: most that `last` may be asked for
     """
     rows, token_ids = [], []
-    for stretch in stretches:
-        rows.append(np.arange(stretch.first_row, stretch.first_row + len(stretch.token_ids)))
-        token_ids += stretch.token_ids
+    for span in spans:
+        rows.append(np.arange(span.first_row, span.first_row + len(span.token_ids)))
+        token_ids += span.token_ids
     packed = np.stack([np.concatenate(rows), np.array(token_ids, dtype=np.int64)])
     device_rows, device_token_ids = upload(packed, attn_out.device)
-    num_top = max(stretch.num_logprobs for stretch in stretches)
+    num_top = max(span.num_logprobs for span in spans)
     size = min(MAX_ROWS_AT_A_TIME, max_num_rows)
     return concatenate(
         rank_tokens(backend.last(attn_out, some_rows), some_token_ids, num_top)
@@ -62,11 +62,11 @@ def rank_prompt_tokens(
     )
 
 
-def read_prompt_logprobs(stretches: SequenceOf[PromptStretch], ranked: RankedTokens) -> list[PromptLogprobs]:
+def read_prompt_logprobs(spans: SequenceOf[PromptSpan], ranked: RankedTokens) -> list[PromptLogprobs]:
     """What `rank_prompt_tokens` found, once it is on the host."""
-    num_top = [stretch.num_logprobs for stretch in stretches for _ in stretch.token_ids]
+    num_top = [span.num_logprobs for span in spans for _ in span.token_ids]
     tokens = iter(ranked.read(num_top))
     return [
-        PromptLogprobs(stretch.seq_id, stretch.start, [next(tokens) for _ in stretch.token_ids])
-        for stretch in stretches
+        PromptLogprobs(span.seq_id, span.start, [next(tokens) for _ in span.token_ids])
+        for span in spans
     ]

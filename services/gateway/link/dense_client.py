@@ -306,15 +306,15 @@ class DenseClient:
             raise _peer_error(error) from error
         raise PeerError("the dense worker ended the stream")
 
-    async def _keep_prompt_logprobs(self, stretches: Sequence[dense_pb2.PromptLogprobs]) -> None:
+    async def _keep_prompt_logprobs(self, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:
         """A little at a time: a step's take longer to decode than others' streams may wait."""
-        for stretch in stretches:
-            for first in range(0, len(stretch.tokens), MAX_DECODED_TOKENS):
-                entry = self._journal.get(stretch.seq_id)
+        for span in spans:
+            for first in range(0, len(span.tokens), MAX_DECODED_TOKENS):
+                entry = self._journal.get(span.seq_id)
                 if entry is None:
                     break
-                tokens = stretch.tokens[first : first + MAX_DECODED_TOKENS]
-                entry.set_prompt_logprobs(stretch.start + first, [decode_logprobs(token) for token in tokens])
+                tokens = span.tokens[first : first + MAX_DECODED_TOKENS]
+                entry.set_prompt_logprobs(span.start + first, [decode_logprobs(token) for token in tokens])
                 await asyncio.sleep(0)
 
     def _dispatch(self, output: dense_pb2.StepOutput) -> None:

@@ -33,7 +33,7 @@ class FinishReason(Enum):
     ABORT = "abort"  # somebody asked for it
 
 
-class News:
+class UpdateQueue:
     """Tells a request's handler which of its sequences have something new."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class News:
             self._waiter.set_result(None)
 
     async def next(self) -> JournalEntry:
-        """Waits for an entry with news. For one caller at a time."""
+        """Waits for an entry with updates. For one caller at a time."""
         while not self._entries:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -58,7 +58,7 @@ class JournalEntry:
     """One open sequence: answer `index` of its request. Ends with at most `request.max_tokens` tokens."""
 
     __slots__ = (
-        "_has_news",
+        "_is_announced",
         "_journal",
         "_num_taken",
         "arrival",
@@ -70,7 +70,6 @@ class JournalEntry:
         "is_admitted",
         "last_token_at",
         "logprobs",
-        "news",
         "num_cached_tokens",
         "num_crashes",
         "output_token_ids",
@@ -80,9 +79,12 @@ class JournalEntry:
         "sampling",
         "seq_id",
         "share",
+        "updates",
     )
 
-    def __init__(self, journal: Journal, seq_id: int, request: GenerationRequest, index: int, news: News) -> None:
+    def __init__(
+        self, journal: Journal, seq_id: int, request: GenerationRequest, index: int, updates: UpdateQueue
+    ) -> None:
         self.seq_id = seq_id
         self.request = request
         self.index = index
@@ -105,8 +107,8 @@ class JournalEntry:
         self.share: Share | None = None  # of which stream
         self._journal = journal
         self._num_taken = 0  # output tokens that the handler has
-        self.news = news
-        self._has_news = False  # announced, and not taken since
+        self.updates = updates
+        self._is_announced = False  # announced, and not taken since
 
     @property
     def is_ended(self) -> bool:
@@ -145,11 +147,11 @@ class JournalEntry:
         self.last_token_at = now
         self.num_crashes = 0
         self.output_token_ids.append(token_id)
-        if not self._has_news:
+        if not self._is_announced:
             self._announce()
 
     def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Those of the prompt tokens from index `start` on; a stretch may come again after a worker died."""
+        """Those of the prompt tokens from index `start` on; a span may come again after a worker died."""
         if start - 1 <= len(self.prompt_logprobs):
             self.prompt_logprobs[start - 1 : start - 1 + len(logprobs)] = logprobs
 
@@ -178,7 +180,7 @@ class JournalEntry:
 
         Raises the error that ended the sequence, once its tokens are taken.
         """
-        self._has_news = False
+        self._is_announced = False
         start = self._num_taken
         token_ids = self.output_token_ids[start:]
         if self.error is not None:
@@ -189,9 +191,9 @@ class JournalEntry:
         return token_ids, self.logprobs[start:]
 
     def _announce(self) -> None:
-        if not self._has_news:
-            self._has_news = True
-            self.news.put(self)
+        if not self._is_announced:
+            self._is_announced = True
+            self.updates.put(self)
 
 
 class Journal:
@@ -207,8 +209,8 @@ class Journal:
         self.num_waiting_tokens = 0  # of their prompts
         self.left_at: deque[float] = deque(maxlen=256)  # when the last ones ceased to wait, on the monotonic clock
 
-    def open(self, request: GenerationRequest, news: News) -> list[JournalEntry]:
-        """`request.best_of` new entries with seq_ids of their own, which announce themselves at `news`.
+    def open(self, request: GenerationRequest, updates: UpdateQueue) -> list[JournalEntry]:
+        """`request.best_of` new entries with seq_ids of their own, which announce themselves at `updates`.
 
         Raises `InvalidRequest` if the request_id is in use by the same caller; of others' nobody learns.
         """
@@ -220,7 +222,7 @@ class Journal:
         entries = []
         for index in range(request.best_of):
             seq_id = self._instance << 32 | next(self._counter) & 0xFFFF_FFFF
-            entries.append(JournalEntry(self, seq_id, request, index, news))
+            entries.append(JournalEntry(self, seq_id, request, index, updates))
             self._entries[seq_id] = entries[-1]
         self._by_request_id[name] = entries
         self.num_waiting += len(entries)

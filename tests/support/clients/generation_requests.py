@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.common.sampling_params import SamplingParams
-from services.gateway.link.journal import Journal, JournalEntry, News
+from services.gateway.link.journal import Journal, JournalEntry, UpdateQueue
 from services.gateway.request import GenerationRequest
 
 
@@ -34,7 +34,7 @@ def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:
 
 def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
     """The only sequence of a request for one answer."""
-    [entry] = journal.open(request, News())
+    [entry] = journal.open(request, UpdateQueue())
     return entry
 
 

@@ -42,7 +42,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self.cancelled_seq_ids: list[int] = []
         self._running: list[dict[int, _Sequence]] = []  # one a stream
         self.num_streams = 0
-        self._news = asyncio.Event()
+        self._updates = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
     async def start(self, address: str) -> None:
@@ -81,8 +81,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                     yield output
                     await asyncio.sleep(self.step_s)
                 else:
-                    self._news.clear()
-                    await self._news.wait()
+                    self._updates.clear()
+                    await self._updates.wait()
         finally:
             self.num_streams -= 1
             self._running = [other for other in self._running if other is not running]
@@ -105,8 +105,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             elif kind == "cancel":
                 self.cancelled_seq_ids.append(message.cancel.seq_id)
                 running.pop(message.cancel.seq_id, None)
-            self._news.set()
-        self._news.set()
+            self._updates.set()
+        self._updates.set()
 
     def _step(self, running: dict[int, _Sequence]) -> dense_pb2.StepOutput:
         output = dense_pb2.StepOutput()

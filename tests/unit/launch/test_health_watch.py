@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config import WatchdogSection
 from services.common.errors import ConfigError
-from services.launch.health_watch import MIN_MISSED, HealthWatch, Pulse
+from services.launch.health_watch import MIN_MISSED, HealthRecord, HealthWatch
 from services.pb import stall_pb2
 
 BOUND_S, START_S = 10.0, 300.0
@@ -21,20 +21,20 @@ class FakeChild:
     role: str
 
 
-def stall(role: str, waits_for: str = "", stalled_s: float = BOUND_S) -> Pulse:
+def stall(role: str, waits_for: str = "", stalled_s: float = BOUND_S) -> HealthRecord:
     said = stall_pb2.Stall(role=role, step_id=7, layer=3, request_ids=["a"], waits_for=waits_for, stalled_s=stalled_s)
-    return Pulse(0.0, 1000.0, has_served=True, stall=said)
+    return HealthRecord(0.0, 1000.0, has_served=True, stall=said)
 
 
-def silent(since_s: float, *, has_served: bool = True) -> Pulse:
-    return Pulse(0.0, 1000.0 - since_s, MIN_MISSED, has_served)
+def silent(since_s: float, *, has_served: bool = True) -> HealthRecord:
+    return HealthRecord(0.0, 1000.0 - since_s, MIN_MISSED, has_served)
 
 
-FINE = Pulse(0.0, 1000.0, has_served=True)
+FINE = HealthRecord(0.0, 1000.0, has_served=True)
 
 
-def blame(watch: HealthWatch, now: float = 1000.0, **pulses: Pulse) -> list[str]:
-    return [child.role for child, _ in watch.find_culprits([(FakeChild(role), each) for role, each in pulses.items()],
+def blame(watch: HealthWatch, now: float = 1000.0, **records: HealthRecord) -> list[str]:
+    return [child.role for child, _ in watch.find_culprits([(FakeChild(role), each) for role, each in records.items()],
                                                            now)]
 
 
@@ -51,7 +51,7 @@ def test_who_does_not_answer_is_blamed_alone(watch: HealthWatch) -> None:
 
 
 def test_a_long_silence_with_few_questions_proves_nothing(watch: HealthWatch) -> None:
-    assert blame(watch, gateway=Pulse(0.0, 0.0, MIN_MISSED - 1, has_served=True)) == []
+    assert blame(watch, gateway=HealthRecord(0.0, 0.0, MIN_MISSED - 1, has_served=True)) == []
 
 
 def test_who_has_not_served_yet_may_load_for_as_long_as_a_start_may_take(watch: HealthWatch) -> None:
@@ -75,10 +75,10 @@ def test_who_computes_for_too_long_is_blamed_and_not_who_waits_for_it(watch: Hea
 
 
 def test_of_two_that_wait_for_each_other_the_dense_worker_goes_and_then_both(watch: HealthWatch) -> None:
-    pulses = {ATTENTION: stall(ATTENTION, DENSE), DENSE: stall(DENSE, ATTENTION)}
-    assert blame(watch, **pulses) == [DENSE]
-    assert blame(watch, now=1020.0, **pulses) == [ATTENTION, DENSE]
-    assert blame(watch, now=2000.0, **pulses) == [DENSE]
+    records = {ATTENTION: stall(ATTENTION, DENSE), DENSE: stall(DENSE, ATTENTION)}
+    assert blame(watch, **records) == [DENSE]
+    assert blame(watch, now=1020.0, **records) == [ATTENTION, DENSE]
+    assert blame(watch, now=2000.0, **records) == [DENSE]
 
 
 def test_one_that_waits_alone_gets_twice_the_time(watch: HealthWatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from services.common.config import Config, dump_config, load_config
 from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
 from services.launch.children import Children
-from services.launch.dense_place import DensePlace
+from services.launch.dense_address import DenseAddress
 from services.launch.replace import DenseReplacer
 from services.launch.service_configs import with_dense_address
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
@@ -135,9 +135,9 @@ class World:
         self.calls: list[str] = []
         self.link = directory / "dense.sock"
         config = load_config(None, ["peers.rpc_timeout_s=0.5", "channel.wait_timeout_s=20"])
-        place = DensePlace(f"unix:{self.link}", directory)
-        address = place.new_address()
-        place.point_to(address)
+        place = DenseAddress(f"unix:{self.link}", directory)
+        address = dense_address.new_address()
+        dense_address.point_to(address)
         self.old = FakeChild("old", with_dense_address(config, address), self.calls, directory)
         self.new: FakeChild | None = None
         self.attention = FakeAttention()
@@ -334,7 +334,7 @@ def test_what_cannot_change_is_refused_before_anything_starts(tmp_path: Path, ov
 
 def test_a_worker_at_a_port_cannot_be_replaced(tmp_path: Path) -> None:
     def prepare(world: World) -> None:
-        world.replacer._place = DensePlace("127.0.0.1:50052", tmp_path)
+        world.replacer._dense_address = DenseAddress("127.0.0.1:50052", tmp_path)
 
     _, result = run(tmp_path, prepare)
     assert isinstance(result, ConfigError) and "only a dense worker at a Unix socket" in str(result)

@@ -65,15 +65,15 @@ class Answer(Response):
         answer_format: Format,
         *,
         is_stream: bool,
-        first_news_timeout_s: float,
+        first_token_timeout_s: float,
     ) -> None:
-        """`first_news_timeout_s`: the status line of a stream waits so long for a token or an error."""
+        """`first_token_timeout_s`: the status line of a stream waits so long for a token or an error."""
         super().__init__()
         self._frontend = frontend
         self._messages = messages
         self._format = answer_format
         self._is_stream = is_stream
-        self._first_news_timeout_s = first_news_timeout_s
+        self._first_token_timeout_s = first_token_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` as long as there is no status line; later ones are sent as an event."""
@@ -105,7 +105,7 @@ class Answer(Response):
             await self._start(generations, scope["state"]["caller"])
             first = asyncio.ensure_future(generations.next_chunk())
             try:
-                await asyncio.wait({first}, timeout=self._first_news_timeout_s)
+                await asyncio.wait({first}, timeout=self._first_token_timeout_s)
                 if first.done():
                     first.result()  # an error is still an answer of its own
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})

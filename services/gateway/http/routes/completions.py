@@ -45,7 +45,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             _traced(completion_messages(body, request_id, limits), request),
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
-            first_news_timeout_s=section.first_news_timeout_s,
+            first_token_timeout_s=section.first_token_timeout_s,
         )
 
     @router.post(
@@ -63,7 +63,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             _traced([chat_message(body, request_id, frontend.limits)], request),
             ChatFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
-            first_news_timeout_s=section.first_news_timeout_s,
+            first_token_timeout_s=section.first_token_timeout_s,
         )
 
     return router

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
-from services.dense_worker.sampling.prompt_logprobs import find_stretch, rank_prompt_tokens, read_prompt_logprobs
+from services.dense_worker.sampling.prompt_logprobs import find_span, rank_prompt_tokens, read_prompt_logprobs
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry
 
@@ -126,10 +126,10 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
     start = 0
     for num_tokens in chunks:
         entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
-        if stretch := find_stretch(entry, sequence, first_row):
+        if span := find_span(entry, sequence, first_row):
             backend = RowBackend(first_row + num_tokens)
-            ranked = rank_prompt_tokens(backend, torch.empty(0), [stretch], max_num_rows)
-            [found] = read_prompt_logprobs([stretch], ranked)
+            ranked = rank_prompt_tokens(backend, torch.empty(0), [span], max_num_rows)
+            [found] = read_prompt_logprobs([span], ranked)
             assert max(backend.asked) <= max_num_rows
             expected = exact_logprobs(backend.logits)
             for index, token in enumerate(found.tokens, found.start):
@@ -143,12 +143,12 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
 
 def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None:
     first, second = prompt_sequence(4, 0, seq_id=1), prompt_sequence(6, 3, seq_id=2)
-    stretches = [
-        find_stretch(PlanEntry(1, 0, 4, num_logits=1), first, 2),
-        find_stretch(PlanEntry(2, 2, 3, num_logits=0), second, 6),
+    spans = [
+        find_span(PlanEntry(1, 0, 4, num_logits=1), first, 2),
+        find_span(PlanEntry(2, 2, 3, num_logits=0), second, 6),
     ]
     backend = RowBackend(9)
-    found = read_prompt_logprobs(stretches, rank_prompt_tokens(backend, torch.empty(0), stretches, 256))
+    found = read_prompt_logprobs(spans, rank_prompt_tokens(backend, torch.empty(0), spans, 256))
     assert [(each.seq_id, each.start, len(each.tokens)) for each in found] == [(1, 1, 3), (2, 3, 3)]
     assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
     expected = exact_logprobs(backend.logits)

@@ -11,7 +11,7 @@ from services.common.errors import CapacityError, Draining, PermissionDenied, Ra
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.access.rate_limits import RateLimits, Usage
-from services.gateway.link.journal import Journal, JournalEntry, News
+from services.gateway.link.journal import Journal, JournalEntry, UpdateQueue
 from tests.support.clients.generation_requests import make_request
 
 ANYBODY = Access(None, "").identify(None)
@@ -36,7 +36,7 @@ class Queue:
         except TwostrokeError:
             ticket.close()
             raise
-        return ticket, self.journal.open(request, News())
+        return ticket, self.journal.open(request, UpdateQueue())
 
 
 def test_only_what_has_not_started_counts() -> None:

@@ -365,7 +365,7 @@ def test_a_stream_that_waits_gets_its_status_in_bounded_time(tmp_path: Path) -> 
         await until(lambda: not dense.running)  # and the client that left is noticed before any token
 
     dense = FakeDense(lambda submit: [])  # never a token
-    with_client(tmp_path, dense, test, first_news_timeout_s=0.1)
+    with_client(tmp_path, dense, test, first_token_timeout_s=0.1)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common.errors import InvalidRequest, PeerError
-from services.gateway.link.journal import FinishReason, Journal, News
+from services.gateway.link.journal import FinishReason, Journal, UpdateQueue
 from tests.support.clients.generation_requests import make_request, open_entry, take
 
 
@@ -101,8 +101,8 @@ def test_a_shut_journal_ends_old_sequences_and_refuses_new_ones() -> None:
 
 def test_the_queue_is_counted_until_a_sequence_starts_or_ends() -> None:
     journal = Journal()
-    entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3), News())
-    [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7), News())
+    entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3), UpdateQueue())
+    [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7), UpdateQueue())
     assert (journal.num_waiting, journal.num_waiting_tokens) == (4, 22)
     entries[0].start(0.0, 0)
     entries[0].start(0.0, 0)  # again, after a worker died

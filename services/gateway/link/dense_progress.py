@@ -1,4 +1,4 @@
-"""`DensePulse`: signs of life of the dense worker, for the gateway's watchdog. Runs in the gateway's event loop.
+"""`DenseProgress`: signs of life of the dense worker, for the gateway's watchdog. Runs in the gateway's event loop.
 
 A message is one; but a long prompt sends none for minutes, and neither does a full queue. So while there is work, the
 dense worker is also asked for its health, which its own watchdog keeps honest.
@@ -19,7 +19,7 @@ from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.watchdog import CHECKS_PER_BOUND, Progress
 
 
-class DensePulse:
+class DenseProgress:
     """What `Watchdog` looks at in a gateway."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`DensePlace`: the one address where gateways find whichever dense worker is the present one.
+"""`DenseAddress`: the one address where gateways find whichever dense worker is the present one.
 
 Every dense worker listens at a socket of its own; the address in the config is a symbolic link to the present one's,
 so that a switch is one atomic rename. A TCP port cannot be passed on like this: a worker there cannot be replaced.
@@ -15,7 +15,7 @@ from services.rpc.server import check_socket_free
 UNIX = "unix:"
 
 
-class DensePlace:
+class DenseAddress:
     """Owns the link. Raises `ConfigError` if `address` is taken, see `check_socket_free`."""
 
     def __init__(self, address: str, run_dir: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.launch.dense_place import DensePlace
+from services.launch.dense_address import DenseAddress
 
 
 def listen(address: str) -> socket.socket:
@@ -34,7 +34,7 @@ def who_answers(path: Path, listeners: list[socket.socket]) -> int:
 def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None:
     run_dir, path = tmp_path / "run", tmp_path / "dense.sock"
     run_dir.mkdir()
-    place = DensePlace(f"unix:{path}", run_dir)
+    place = DenseAddress(f"unix:{path}", run_dir)
     addresses = [place.new_address(), place.new_address()]
     listeners = [listen(address) for address in addresses]
     for number in (0, 1, 0):
@@ -49,25 +49,25 @@ def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None
 def test_what_a_dead_launcher_left_is_replaced_and_what_serves_or_is_a_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
     path.symlink_to(tmp_path / "gone.sock")
-    DensePlace(f"unix:{path}", tmp_path)
+    DenseAddress(f"unix:{path}", tmp_path)
     path.unlink()
     listen(f"unix:{path}").close()
-    place = DensePlace(f"unix:{path}", tmp_path)
+    place = DenseAddress(f"unix:{path}", tmp_path)
     address = place.new_address()
     with listen(address):
         place.point_to(address)
         with pytest.raises(ConfigError, match="another process serves there"):
-            DensePlace(f"unix:{path}", tmp_path)
+            DenseAddress(f"unix:{path}", tmp_path)
     path.unlink()
     path.write_text("a letter")
     with pytest.raises(ConfigError, match="a file is there that is no socket"):
-        DensePlace(f"unix:{path}", tmp_path)
+        DenseAddress(f"unix:{path}", tmp_path)
     assert path.read_text() == "a letter"
 
 
 def test_another_ones_link_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
-    place = DensePlace(f"unix:{path}", tmp_path)
+    place = DenseAddress(f"unix:{path}", tmp_path)
     place.point_to(place.new_address())
     path.unlink()
     path.symlink_to(tmp_path / "somebody.sock")
@@ -76,7 +76,7 @@ def test_another_ones_link_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_at_a_port_there_is_one_worker_only(tmp_path: Path) -> None:
-    place = DensePlace("127.0.0.1:50052", tmp_path)
+    place = DenseAddress("127.0.0.1:50052", tmp_path)
     assert not place.can_switch
     assert place.new_address() == "127.0.0.1:50052"
     place.point_to(place.new_address())
@@ -86,4 +86,4 @@ def test_at_a_port_there_is_one_worker_only(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on unix:{tmp_path}/no/dense.sock: there is no directory"):
-        DensePlace(f"unix:{tmp_path}/no/dense.sock", tmp_path)
+        DenseAddress(f"unix:{tmp_path}/no/dense.sock", tmp_path)
