@@ -139,7 +139,8 @@ class DenseReplacer:
     ) -> tuple[float, str]:
         """The pause in milliseconds and the new worker's backend. What fails is undone."""
         old.retire()  # started again now, it would throw the new one out
-        self._dense_address.point_to(new.config.dense.address)  # before the streams end, so that they come back to the new one
+        # Before the streams end, so that they come back to the new one.
+        self._dense_address.point_to(new.config.dense.address)
         begin = time.monotonic()
         try:
             timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step's, and an answer's

@@ -135,7 +135,7 @@ class World:
         self.calls: list[str] = []
         self.link = directory / "dense.sock"
         config = load_config(None, ["peers.rpc_timeout_s=0.5", "channel.wait_timeout_s=20"])
-        place = DenseAddress(f"unix:{self.link}", directory)
+        dense_address = DenseAddress(f"unix:{self.link}", directory)
         address = dense_address.new_address()
         dense_address.point_to(address)
         self.old = FakeChild("old", with_dense_address(config, address), self.calls, directory)
@@ -154,7 +154,7 @@ class World:
         self._server = grpc.aio.server()
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(self.attention, self._server)
         self._server.add_insecure_port(attention_address)
-        self.replacer = DenseReplacer(self.children, place, attention_address, make_child)
+        self.replacer = DenseReplacer(self.children, dense_address, attention_address, make_child)
         prepare(self)
 
     @property
