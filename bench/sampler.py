@@ -20,9 +20,9 @@ import torch
 
 from bench.gpu.device_rates import require_gpu, time_events
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.runner.upload import upload
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.token_filters import WEIGHT_ONE
+from services.dense_worker.sampling.upload import upload
 
 FILTERS = {"none": {}, "top_p 0.9": {"top_p": 0.9}, "top_k 50": {"top_k": 50}}
 CALLS = 10  # one after another, so that a GPU has work while the host prepares more

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.dense_worker.runner.upload import upload
 from services.dense_worker.sampling.philox import TOKENS_PER_BLOCK
+from services.dense_worker.sampling.upload import upload
 
 _BLOCKS_PER_PROGRAM = 256  # of the generator
 _STEP = tl.constexpr(2.0**-32)  # of the uniform numbers

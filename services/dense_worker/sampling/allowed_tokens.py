@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.runner.slot_table import SlotTable
+from services.dense_worker.sampling.slot_table import SlotTable
 
 _NONE = -1  # no token, where a slot has fewer than the table
 

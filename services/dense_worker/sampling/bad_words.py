@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import MAX_BAD_WORD_TOKENS
-from services.dense_worker.runner.slot_table import SlotTable
-from services.dense_worker.runner.upload import upload
+from services.dense_worker.sampling.slot_table import SlotTable
+from services.dense_worker.sampling.upload import upload
 
 _NONE = -1  # no token: matches any where a word is shorter than the table, and none where the output is
 _MAX_TAIL = MAX_BAD_WORD_TOKENS - 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from services.dense_worker.runner.upload import upload
+from services.dense_worker.sampling.upload import upload
 
 
 class Penalties:

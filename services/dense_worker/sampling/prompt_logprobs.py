@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.runner.upload import upload
 from services.dense_worker.sampling.logprobs import RankedTokens, concatenate, rank_tokens
+from services.dense_worker.sampling.upload import upload
 from services.step import NewSequence, PlanEntry, PromptLogprobs
 
 MAX_ROWS_AT_A_TIME = 256

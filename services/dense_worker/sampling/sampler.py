@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.runner.upload import upload
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.allowed_tokens import AllowedTokens
 from services.dense_worker.sampling.bad_words import BadWords
@@ -23,6 +22,7 @@ from services.dense_worker.sampling.logit_bias import LogitBias
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens
 from services.dense_worker.sampling.penalties import Penalties
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
+from services.dense_worker.sampling.upload import upload
 
 _OPTIONS = np.dtype(
     [

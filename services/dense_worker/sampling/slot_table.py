@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.runner.upload import upload
+from services.dense_worker.sampling.upload import upload
 
 
 class SlotTable:
