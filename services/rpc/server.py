@@ -15,7 +15,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -223,6 +223,28 @@ def _status_of(error: Exception) -> grpc.Status:
         return rich_status(error)
     log.error("unexpected error in a call", exc_info=error)
     return rich_status(TwostrokeError(f"internal error: {type(error).__name__}"))
+
+
+class Service(Protocol):
+    """What a process runs: put together in `start`, taken apart in `stop`."""
+
+    async def start(self) -> None:
+        """Opens everything, in the order in which each part needs the others."""
+
+    async def run(self) -> None:
+        """Serves until cancelled, or until something fails: then it raises that."""
+
+    async def stop(self) -> None:
+        """Closes what `start` has opened, in reverse; also after a start that failed half way."""
+
+
+async def serve(service: Service) -> None:
+    """A service's whole life. Raises what ended it."""
+    try:
+        await service.start()
+        await service.run()
+    finally:
+        await service.stop()
 
 
 def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:

@@ -1,0 +1,55 @@
+"""A service's life: started, run, and stopped however far it came."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.rpc.server import serve
+
+
+class NotedService:
+    """Notes its calls; the one named `failing` fails, and `run` waits to be cancelled."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.calls: list[str] = []
+        self._failing = failing
+
+    async def start(self) -> None:
+        self._note("start")
+
+    async def run(self) -> None:
+        self._note("run")
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self._note("stop")
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._failing:
+            raise RuntimeError(f"{name} fails")
+
+
+@pytest.mark.parametrize(("failing", "calls"), [("start", ["start", "stop"]), ("run", ["start", "run", "stop"])])
+def test_a_service_that_fails_is_stopped_and_its_error_told(failing: str, calls: list[str]) -> None:
+    service = NotedService(failing)
+    with pytest.raises(RuntimeError, match=f"{failing} fails"):
+        asyncio.run(serve(service))
+    assert service.calls == calls
+
+
+def test_a_service_that_is_cancelled_is_stopped() -> None:
+    service = NotedService()
+
+    async def cancel_it() -> None:
+        serving = asyncio.create_task(serve(service))
+        while "run" not in service.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(cancel_it())
+    assert service.calls == ["start", "run", "stop"]
