@@ -7,15 +7,15 @@ import sys
 from services.common.cli import parse_service_args
 from services.common.logs import configure_logs
 from services.common.process import importing
-from services.rpc.server import run_service
+from services.rpc.server import run_service, serve
 
 
 def main() -> None:
     config = parse_service_args("services.attn_worker", sys.argv[1:])
     configure_logs(config.log, "attn_worker")
     with importing():
-        from services.attn_worker.service import serve
-    run_service(serve(config))
+        from services.attn_worker.service import AttentionWorker
+    run_service(serve(AttentionWorker(config)))
 
 
 if __name__ == "__main__":

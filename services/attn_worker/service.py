@@ -1,12 +1,12 @@
-"""An attention worker put together from its parts: started, serving, stopped in reverse."""
+"""`AttentionWorker`: an attention worker put together from its parts."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from services.attn_worker.backends.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
@@ -17,7 +17,7 @@ from services.pb import attn_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_together
-from services.rpc.tracing import Tracer, tracing
+from services.rpc.tracing import tracing
 
 log = structlog.get_logger()
 
@@ -25,46 +25,52 @@ SERVICE_NAME = "twostroke.attn.v1.AttentionWorker"
 STOP_GRACE_S = 1.0
 
 
-async def serve(config: Config) -> None:
-    """Opens everything, serves until cancelled, closes everything."""
-    registry = new_registry("attention")
-    with (
-        serving_metrics(config.attention.metrics_address, registry),
-        tracing(config.tracing, "attention") as tracer,
-    ):
-        await serve_watched(config, registry, tracer)
+class AttentionWorker:
+    """A `Service`."""
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._opened = contextlib.AsyncExitStack()
 
-async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer) -> None:
-    """See `serve`."""
-    section = config.attention
-    tls = read_peer_tls(config.peers)
-    server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
-    model = resolve_model(config.model, section.device)
-    backend = select_backend(section, model)  # here too, so that a backend that is not there ends the start
-    use_device(model.device, section.num_threads)
-    if removed := remove_stale_regions():
-        log.info("removed shared memory of dead processes", names=",".join(removed))
-    servicer = AttentionServicer(
-        section,
-        model,
-        secrets.randbits(64),
-        config.channel.wait_timeout_s,
-        registry,
-        tracer,
-        config.watchdog.stall_timeout_s,
-        server.set_stall,
-    )
-    attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
-    try:
+    async def start(self) -> None:
+        """Serves dense workers from now on; the first that attaches has the KV cache allocated."""
+        config, section = self._config, self._config.attention
+        registry = new_registry("attention")
+        self._opened.enter_context(serving_metrics(section.metrics_address, registry))
+        tracer = self._opened.enter_context(tracing(config.tracing, "attention"))
+        tls = read_peer_tls(config.peers)
+        server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
+        model = resolve_model(config.model, section.device)
+        backend = select_backend(section, model)  # here too, so that a backend that is not there ends the start
+        use_device(model.device, section.num_threads)
+        if removed := remove_stale_regions():
+            log.info("removed shared memory of dead processes", names=",".join(removed))
+        self._servicer = servicer = AttentionServicer(
+            section,
+            model,
+            secrets.randbits(64),
+            config.channel.wait_timeout_s,
+            registry,
+            tracer,
+            config.watchdog.stall_timeout_s,
+            server.set_stall,
+        )
+        attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
+        self._opened.push_async_callback(asyncio.to_thread, servicer.stop)
+        self._opened.push_async_callback(server.stop, STOP_GRACE_S)
+        self._opened.callback(servicer.abort)  # the engine thread may wait for the dense worker
         address = await server.start()
         await server.set_serving(True)
         log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype), backend=backend)
-        await run_together(servicer.watchdog.run(), servicer.wait_failure())
-    except asyncio.CancelledError:  # asked to stop: no crash
-        await servicer.leave(STOP_GRACE_S)
-        raise
-    finally:
-        servicer.abort()
-        await server.stop(STOP_GRACE_S)
-        await asyncio.to_thread(servicer.stop)
+
+    async def run(self) -> None:
+        """Raises what no other attachment would cure: a bug, or a GPU that has failed."""
+        try:
+            await run_together(self._servicer.watchdog.run(), self._servicer.wait_failure())
+        except asyncio.CancelledError:  # asked to stop: no crash
+            await self._servicer.leave(STOP_GRACE_S)
+            raise
+
+    async def stop(self) -> None:
+        """See `Service`."""
+        await self._opened.aclose()
