@@ -7,15 +7,15 @@ import sys
 from services.common.cli import parse_service_args
 from services.common.logs import configure_logs
 from services.common.process import importing
-from services.rpc.server import run_service
+from services.rpc.server import run_service, serve
 
 
 def main() -> None:
     config = parse_service_args("services.dense_worker", sys.argv[1:])
     configure_logs(config.log, "dense_worker")
     with importing():
-        from services.dense_worker.service import serve
-    run_service(serve(config))
+        from services.dense_worker.service import DenseWorker
+    run_service(serve(DenseWorker(config)))
 
 
 if __name__ == "__main__":

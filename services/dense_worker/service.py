@@ -1,21 +1,20 @@
-"""A dense worker put together from its parts: started, serving, stopped in reverse."""
+"""`DenseWorker`: a dense worker put together from its parts."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from services.channel import ChannelSpec
-from services.common.config import Config, ModelSection
-from services.common.gpu import naming_what_needs_memory
+from services.common.config import Config
 from services.common.resolve import ResolvedModel, resolve_model, use_device
-from services.dense_worker.backends.select import select_backend
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.build import LoadedModel, load_model
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
+from services.dense_worker.engine.drafts import DraftSource
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.scheduler import SchedulerLimits
@@ -23,12 +22,8 @@ from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights, weights_hash
 from services.dense_worker.readiness import Readiness
-from services.dense_worker.runner.model_runner import ModelRunner
-from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.servicer import DenseServicer
-from services.dense_worker.tensorrt.profiles import Limits
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -44,189 +39,149 @@ STOP_GRACE_S = 1.0
 MAX_CONNECTION_AGE_MS = 60_000
 
 
-async def serve(config: Config) -> None:
-    """Opens everything, serves until cancelled, closes everything."""
-    registry = new_registry("dense")
-    metrics = DenseMetrics(registry)
-    with (
-        serving_metrics(None if config.dense.standby else config.dense.metrics_address, registry),
-        writing_step_log(config.dense.step_log) as step_logs,
-        tracing(config.tracing, "dense") as tracer,
-    ):
-        await serve_watched(config, registry, metrics, [metrics, *step_logs], tracer)
+class DenseWorker:
+    """A `Service`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._opened = contextlib.AsyncExitStack()
+        self._registry = new_registry("dense")
+        self._metrics = DenseMetrics(self._registry)
+
+    async def start(self) -> None:
+        """Answers health checks from now on, loads the weights, and starts the engine."""
+        config = self._config
+        address = None if config.dense.standby else config.dense.metrics_address
+        self._opened.enter_context(serving_metrics(address, self._registry))
+        step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
+        tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
+        resolved = resolve_model(config.model, config.dense.device)
+        use_device(resolved.device, config.dense.num_threads)
+        bound_address = await self._start_server(tracer)
+        self._model = await asyncio.to_thread(load_model, config, resolved)
+        self._start_engine([self._metrics, *step_logs])
+        self._announce(bound_address)
+
+    async def run(self) -> None:
+        """Raises whatever ends the engine, or the client of the attention worker."""
+        servicer, epoch = self._servicer, secrets.randbits(64)
+        readiness = Readiness(servicer, self._server, lambda attachment: self._model.describe(attachment, epoch))
+        try:
+            await run_together(
+                self._client.run(self._engine, readiness),
+                self._wait_failure(),
+                self._watchdog.run(),
+                self._serve_late_metrics(),
+            )
+        except asyncio.CancelledError:  # asked to stop: no crash
+            servicer.set_info(None)
+            servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
+            await servicer.wait_ended(STOP_GRACE_S)
+            raise
+
+    async def stop(self) -> None:
+        """See `Service`."""
+        await self._opened.aclose()
+
+    def draft_source(self) -> DraftSource | None:
+        """Where drafts come from; with None steps are planned ahead."""
+        return None
+
+    async def _start_server(self, tracer: Tracer) -> str:
+        config = self._config
+        tls = read_peer_tls(config.peers)
+        self._server = GrpcServer(
+            config.dense.address,
+            [SERVICE_NAME],
+            config.peers.max_message_bytes,
+            tls and tls.files,
+            options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
+        )
+        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer))
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
+        address = await self._server.start()
+        self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
+        return address
+
+    def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
+        config, model = self._config, self._model
+        loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = loop.create_future()
+        self._client = AttentionClient(
+            config.attention.address, attach_options(config, model), config.peers, self._servicer.may_attach
+        )
+
+        def deliver(report: StepReport) -> None:
+            loop.call_soon_threadsafe(self._servicer.deliver, report)
+
+        def fail(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._failure.set_exception, error)
+
+        engine = self._engine = Engine(
+            scheduler_limits(config, model.resolved),
+            model.runner,
+            self._client,
+            deliver,
+            fail,
+            result_timeout_s=config.channel.wait_timeout_s,
+            observers=observers,
+            drafts=self.draft_source(),
+        )
+        self._metrics.watch(lambda: engine.counts)
+        self._watchdog = Watchdog(
+            "dense_worker",
+            lambda: engine.progress(model.resolved.config.num_layers),
+            self._server.set_stall,
+            config.watchdog.stall_timeout_s,
+        )
+        engine.start()
+        self._opened.push_async_callback(asyncio.to_thread, engine.stop, STOP_GRACE_S)
+        self._opened.callback(self._client.abort)  # the engine thread may wait for the attention worker
+
+    def _announce(self, address: str) -> None:
+        """Who asks is told that all is loaded, and whether it is this worker's turn."""
+        servicer, state = self._servicer, dense_pb2.DenseStatus
+        servicer.set_engine(self._engine, self._watchdog)
+        servicer.status.weights_hash = self._model.weights_hash
+        servicer.status.state = state.STANDBY
+        if not self._config.dense.standby:
+            servicer.may_attach.set()
+            servicer.status.state = state.ATTACHING
+        log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
+
+    async def _wait_failure(self) -> None:
+        await self._failure
+
+    async def _serve_late_metrics(self) -> None:
+        """Of a worker in standby, once it is its turn: until then the address is the present worker's."""
+        if self._config.dense.standby:
+            await self._servicer.may_attach.wait()
+            await serve_metrics_once_free(self._config.dense.metrics_address, self._registry)
 
 
-async def serve_watched(
-    config: Config,
-    registry: CollectorRegistry,
-    metrics: DenseMetrics,
-    observers: Sequence[EngineObserver],
-    tracer: Tracer,
-) -> None:
-    """See `serve`."""
-    tls = read_peer_tls(config.peers)
-    model = resolve_model(config.model, config.dense.device)
-    use_device(model.device, config.dense.num_threads)
-    server = GrpcServer(
-        config.dense.address,
-        [SERVICE_NAME],
-        config.peers.max_message_bytes,
-        tls and tls.files,
-        options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
-    )
-    servicer = DenseServicer(metrics, SequenceTracer(tracer))
-    dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
-    address = await server.start()
-    try:
-        digest, weights = await asyncio.to_thread(open_weights, config.model, model)
-        engine = run_engine(config, model, digest, weights, servicer, server, address, metrics, observers)
-        await run_together(engine, serve_late_metrics(config, registry, servicer))
-    finally:
-        await server.stop(STOP_GRACE_S)
-
-
-def open_weights(section: ModelSection, model: ResolvedModel) -> tuple[str, ModelWeights]:
-    """The weights and their hash. Raises `ModelError` for what is missing or damaged, `CapacityError` without room."""
-    is_dummy = section.load_format == "dummy"
-    digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
-    with naming_what_needs_memory("the weights"):
-        if is_dummy:
-            return digest, random_weights(model.config, model.dtype, model.device, section.dummy_seed)
-        return digest, load_weights(section.path, model.config, model.dtype, model.device)
-
-
-async def serve_late_metrics(config: Config, registry: CollectorRegistry, servicer: DenseServicer) -> None:
-    """Of a worker in standby, once it is its turn: until then the address is the present worker's."""
-    if config.dense.standby:
-        await servicer.may_attach.wait()
-        await serve_metrics_once_free(config.dense.metrics_address, registry)
-
-
-async def run_engine(
-    config: Config,
-    model: ResolvedModel,
-    digest: str,
-    weights: ModelWeights,
-    servicer: DenseServicer,
-    server: GrpcServer,
-    address: str,
-    metrics: DenseMetrics,
-    observers: Sequence[EngineObserver],
-) -> None:
-    """Runs the engine beside the client of the attention worker; raises whatever ends either."""
-    loop = asyncio.get_running_loop()
+def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
+    """What this worker tells the attention worker of itself."""
+    shape, dtype, device = model.resolved.config, model.resolved.dtype, model.resolved.device
     scheduler = config.scheduler
-    options = AttachOptions(
-        weights_hash=digest,
-        model_fingerprint=model.config.fingerprint,
+    return AttachOptions(
+        weights_hash=model.weights_hash,
+        model_fingerprint=shape.fingerprint,
         max_num_seqs=scheduler.max_num_seqs,
-        spec=ChannelSpec(
-            scheduler.max_num_batched_tokens, model.config.qkv_size, model.config.attn_size, model.dtype
-        ),
-        device=model.device,
+        spec=ChannelSpec(scheduler.max_num_batched_tokens, shape.qkv_size, shape.attn_size, dtype),
+        device=device,
         wait_timeout_s=config.channel.wait_timeout_s,
     )
-    client = AttentionClient(config.attention.address, options, config.peers, servicer.may_attach)
-    backend, runner = await asyncio.to_thread(build_runner, config, model, weights)
-    failure: asyncio.Future[None] = loop.create_future()
-
-    def deliver(report: StepReport) -> None:
-        loop.call_soon_threadsafe(servicer.deliver, report)
-
-    def fail(error: BaseException) -> None:
-        loop.call_soon_threadsafe(failure.set_exception, error)
-
-    engine = Engine(
-        SchedulerLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
-            max_num_waiting=scheduler.max_num_waiting,
-            policy=scheduler.policy,
-            max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
-            priority_ageing_s=scheduler.priority_ageing_s,
-        ),
-        runner,
-        client,
-        deliver,
-        fail,
-        result_timeout_s=config.channel.wait_timeout_s,
-        observers=observers,
-    )
-    metrics.watch(lambda: engine.counts)
-    watchdog = Watchdog(
-        "dense_worker",
-        lambda: engine.progress(model.config.num_layers),
-        server.set_stall,
-        config.watchdog.stall_timeout_s,
-    )
-
-    async def watch_engine() -> None:
-        await failure
-
-    epoch = secrets.randbits(64)
-    readiness = Readiness(
-        servicer, server, lambda attachment: describe(model, digest, backend, attachment, epoch)
-    )
-    engine.start()
-    servicer.set_engine(engine, watchdog)
-    servicer.status.weights_hash = digest
-    servicer.status.state = dense_pb2.DenseStatus.STANDBY
-    if not config.dense.standby:
-        servicer.may_attach.set()
-        servicer.status.state = dense_pb2.DenseStatus.ATTACHING
-    log.info("loaded", address=address, state=dense_pb2.DenseStatus.State.Name(servicer.status.state))
-    try:
-        await run_together(client.run(engine, readiness), watch_engine(), watchdog.run())
-    except asyncio.CancelledError:  # asked to stop: no crash
-        servicer.set_info(None)
-        servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
-        await servicer.wait_ended(STOP_GRACE_S)
-        raise
-    finally:
-        client.abort()
-        await asyncio.to_thread(engine.stop, STOP_GRACE_S)
 
 
-def build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) -> tuple[str, ModelRunner]:
-    """The backend's name, and what runs steps on it. Raises `CapacityError` where a GPU has no room for a step."""
-    with naming_what_needs_memory("the buffers of a step"):
-        return _build_runner(config, model, weights)
-
-
-def _build_runner(config: Config, model: ResolvedModel, weights: ModelWeights) -> tuple[str, ModelRunner]:
-    use_device(model.device, config.dense.num_threads)  # of the calling thread
-    scheduler, layers = config.scheduler, model.config.num_layers
-    limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    selected = select_backend(config.dense, model, weights, config.model.path, limits)
-    sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
-    if model.device.type == "cpu":
-        return selected.name, ModelRunner(selected.backend, sampler, layers, scheduler.max_num_seqs)
-    from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
-
-    return selected.name, CudaModelRunner(
-        selected.backend,
-        sampler,
-        model.config,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        captures_lazily=config.dense.captures_lazily,
-    )
-
-
-def describe(
-    model: ResolvedModel, digest: str, backend: str, attachment: Attachment, epoch: int
-) -> dense_pb2.DenseInfo:
-    """What a gateway may ask for: the model's limits, and the KV cache's where they are lower."""
-    config = model.config
-    return dense_pb2.DenseInfo(
-        family=config.family,
-        dtype=str(model.dtype).removeprefix("torch."),
-        vocab_size=config.vocab_size,
-        num_layers=config.num_layers,
-        max_model_len=min(model.max_model_len, attachment.num_blocks * attachment.block_size),
-        weights_hash=digest,
-        backend=backend,
-        device=str(model.device),
-        epoch=epoch,
+def scheduler_limits(config: Config, model: ResolvedModel) -> SchedulerLimits:
+    """What bounds steps and the queue: the configuration, and the model's longest sequence."""
+    scheduler = config.scheduler
+    return SchedulerLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        max_num_waiting=scheduler.max_num_waiting,
+        policy=scheduler.policy,
+        max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
+        priority_ageing_s=scheduler.priority_ageing_s,
     )

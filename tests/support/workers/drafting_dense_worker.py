@@ -5,14 +5,12 @@ The environment's TWOSTROKE_TEST_DRAFTS names a file of JSON: pairs of prompt an
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from pathlib import Path
 
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
-from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.sequence import Sequence
 
 VARIABLE = "TWOSTROKE_TEST_DRAFTS"
@@ -33,7 +31,11 @@ class KnownAnswers:
         return [token + (index % ONE_WRONG_IN == 0) for index, token in enumerate(drafts, start=first)]
 
 
+class DraftingDenseWorker(service.DenseWorker):
+    def draft_source(self) -> KnownAnswers:
+        return KnownAnswers(json.loads(Path(os.environ[VARIABLE]).read_text()))
+
+
 if __name__ == "__main__":
-    source = KnownAnswers(json.loads(Path(os.environ[VARIABLE]).read_text()))
-    service.Engine = functools.partial(Engine, drafts=source)  # type: ignore[misc]
+    service.DenseWorker = DraftingDenseWorker  # type: ignore[misc]
     main()

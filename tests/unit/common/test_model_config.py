@@ -318,7 +318,7 @@ from services.common.process import importing
 with importing():
     from services.common.errors import ModelError
     from services.common.model_config import load_model_config
-    from services.dense_worker.service import serve
+    from services.dense_worker.service import DenseWorker
 for path in map(Path, sys.argv[1:]):
     try:
         print(load_model_config(path))

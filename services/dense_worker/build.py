@@ -1,0 +1,82 @@
+"""Builds what runs steps on the dense worker's device: the weights, a backend, the sampler and the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.config import Config, ModelSection
+from services.common.gpu import naming_what_needs_memory
+from services.common.resolve import ResolvedModel, use_device
+from services.dense_worker.backends.select import select_backend
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights, weights_hash
+from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.tensorrt.profiles import Limits
+from services.pb import dense_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that can run steps."""
+
+    resolved: ResolvedModel
+    weights_hash: str
+    backend: str  # its name
+    runner: ModelRunner
+
+    def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
+        """What a gateway may ask for: the model's limits, and the KV cache's where they are lower."""
+        model, config = self.resolved, self.resolved.config
+        return dense_pb2.DenseInfo(
+            family=config.family,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=config.vocab_size,
+            num_layers=config.num_layers,
+            max_model_len=min(model.max_model_len, attachment.num_blocks * attachment.block_size),
+            weights_hash=self.weights_hash,
+            backend=self.backend,
+            device=str(model.device),
+            epoch=epoch,
+        )
+
+
+def load_model(config: Config, model: ResolvedModel) -> LoadedModel:
+    """Takes minutes for a large model. Raises `ModelError` for weights that are missing or damaged.
+
+    Raises `CapacityError` where a GPU has no room for the weights or for a step.
+    """
+    digest, weights = _open_weights(config.model, model)
+    with naming_what_needs_memory("the buffers of a step"):
+        return _build_runner(config, model, digest, weights)
+
+
+def _open_weights(section: ModelSection, model: ResolvedModel) -> tuple[str, ModelWeights]:
+    is_dummy = section.load_format == "dummy"
+    digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
+    with naming_what_needs_memory("the weights"):
+        if is_dummy:
+            return digest, random_weights(model.config, model.dtype, model.device, section.dummy_seed)
+        return digest, load_weights(section.path, model.config, model.dtype, model.device)
+
+
+def _build_runner(config: Config, model: ResolvedModel, digest: str, weights: ModelWeights) -> LoadedModel:
+    use_device(model.device, config.dense.num_threads)  # of the calling thread
+    scheduler = config.scheduler
+    limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    selected = select_backend(config.dense, model, weights, config.model.path, limits)
+    sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
+    if model.device.type == "cpu":
+        runner = ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs)
+        return LoadedModel(model, digest, selected.name, runner)
+    from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
+
+    cuda_runner = CudaModelRunner(
+        selected.backend,
+        sampler,
+        model.config,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        captures_lazily=config.dense.captures_lazily,
+    )
+    return LoadedModel(model, digest, selected.name, cuda_runner)
