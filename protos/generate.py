@@ -29,7 +29,7 @@ def generate(output_dir: Path) -> None:
         raise SystemExit("protoc failed")
     own = "|".join(proto.stem for proto in protos)
     for path in output_dir.glob("*_pb2*.py*"):
-        # protoc writes top-level imports between generated modules; ours live in a package.
+        # protoc writes top-level imports between the generated modules, but they live in a package.
         text = re.sub(rf"^import (({own})_pb2)", rf"from {PACKAGE} import \1", path.read_text(), flags=re.M)
         path.write_text(text)
 

@@ -56,17 +56,17 @@ class AttentionWorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Joins a dense worker to this attention worker and hands out the data region. A later Attach
-        replaces an earlier one, whose plans are refused from then on.
+        """Attaches a dense worker to this attention worker and hands out the data region. A later Attach replaces an
+        earlier one; the worker then refuses plans of the earlier attachment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Opens sequences and runs steps, strictly in order. Only plans that open or close sequences, or whose sequences
-        could not all take part, are answered, so that most steps cost one message and not two. The stream's metadata
-        carries `epoch` and `attachment-id`.
+        """Opens sequences and runs steps, strictly in order. The worker answers a plan only if the plan opens or closes
+        sequences, or if a sequence could not take part, so that most steps cost one message and not two. The stream's
+        metadata carries `epoch` and `attachment-id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

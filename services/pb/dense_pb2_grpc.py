@@ -72,7 +72,7 @@ class DenseWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """What is served and how much fits. Answers once the engine can run.
+        """The served model and its limits. Answers once the engine can run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,14 +86,15 @@ class DenseWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Ends the step under way, then every stream, and leaves the attention worker to a successor; weights stay.
+        """Finishes the running step, ends every stream and detaches from the attention worker, so that another dense
+        worker can attach. The weights stay loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeOver(self, request, context):
-        """Attaches to the attention worker and serves: a worker in standby, or one that has left.
+        """Makes a worker in state STANDBY attach to the attention worker and serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

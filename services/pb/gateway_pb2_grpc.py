@@ -70,7 +70,7 @@ class GatewayServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates and answers once, when the text is complete.
+        """Generates and sends one response when the text is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,14 +98,15 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request, of the same API key where there are keys; its answer ends with FINISH_REASON_ABORT.
+        """Ends a running request. With API keys, only requests of the caller's own key can be ended. The answer of the
+        request ends with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfo(self, request, context):
-        """What is served, and its limits.
+        """The served model and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

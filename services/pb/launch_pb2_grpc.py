@@ -50,14 +50,14 @@ class LauncherServicer:
     """Missing associated documentation comment in .proto file."""
 
     def ReplaceDense(self, request, context):
-        """Starts a second dense worker and lets it take over at a step boundary; the first one stays if it cannot.
+        """Starts a second dense worker, which takes over between two steps. If the new worker fails, the old one stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The services that run.
+        """The running services.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
