@@ -6,7 +6,7 @@ The attention worker creates a region for each attachment and owns it; the dense
     dense      write qkv      signal(QKV_READY)   wait(ATTENTION_READY)   read attn_out
     attention  wait(QKV_READY)   read qkv, write attn_out   signal(ATTENTION_READY)
 
-In long steps LONG_STEP_QKV_READY stands for QKV_READY: see `qkv_flag`.
+Long steps use LONG_STEP_QKV_READY instead of QKV_READY: see `qkv_flag`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Kinds of channel between GPUs, by what waits; see `cuda_flags`.
+# Kinds of channel between GPUs: a kernel polls the flags, or the stream's queue waits for them; see `cuda_flags`.
 SPINNING, QUEUED = CUDA_KINDS = ("cuda_ipc_spinning", "cuda_ipc_queued")
 
 
@@ -36,16 +36,16 @@ class Flag(enum.IntEnum):
 
 
 def qkv_flag(num_tokens: int) -> Flag:
-    """What tells the attention worker, in a step of so many tokens, that qkv is ready.
+    """The flag that tells the attention worker that qkv is ready, in a step of `num_tokens` tokens.
 
-    It is a flag of its own where the dense worker's matrix products want every SM of a GPU: a kernel that polled for
-    it would take one from them, and with it up to two thirds more time.
+    Long steps have a flag of their own, because their matrix products use every SM of a GPU. A kernel that polls for
+    the flag would occupy one SM, and the matrix products would take up to two thirds longer.
     """
     return Flag.QKV_READY if num_tokens <= SHORT_STEP_TOKENS else Flag.LONG_STEP_QKV_READY
 
 
 class ChannelAborted(PeerError):
-    """The peer is gone; nothing computed since the last completed step may be used."""
+    """The peer is gone. Results computed since the last completed step must not be used."""
 
 
 class ChannelTimeout(PeerError):
@@ -74,34 +74,34 @@ class ChannelSpec:
 
 
 class Channel(Protocol):
-    """What an engine needs of the seam, whatever memory is underneath.
+    """The seam as an engine uses it, independent of the memory underneath.
 
     On CPU `signal` and `wait` act at once. On CUDA they enqueue on the current stream and may be captured
     in a graph. Rows of `qkv` hold all query heads, then all key heads, then all value heads.
     """
 
-    kind: str  # as in `LaneHandle`
+    kind: str  # as in the message `LaneHandle`
     qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim]
-    waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where no host sees them
-    num_waits: int | None  # calls of `wait` that have ended well; None on CUDA
-    is_waiting: bool  # a thread is in `wait` now; always False on CUDA
+    waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where the host does not see the waits
+    num_waits: int | None  # calls of `wait` that have returned without an error; None on CUDA
+    is_waiting: bool  # whether a thread is in `wait` now; always False on CUDA
 
     def signal(self, flag: Flag) -> None:
         """Publishes everything written so far to the peer."""
 
     def wait(self, flag: Flag) -> None:
-        """Returns, or lets the stream go on, once the peer has signalled.
+        """Blocks the thread (on CPU) or the stream (on CUDA) until the peer has signalled.
 
         On CPU it raises `ChannelAborted` or `ChannelTimeout`. On CUDA an abort lets the stream run through
         with meaningless data: call `check` when the device is done, before using any result.
         """
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
-        """The first rows of `attn_out`, [num_tokens, attn_size], where this process can read them often and fast.
+        """The first rows of `attn_out`, [num_tokens, attn_size], in memory that this process reads fast.
 
-        The dense worker calls it after a wait for ATTENTION_READY, where it needs all rows: of the last layer it reads
-        those from `attn_out` that are sampled. The tensor is valid until the next call.
+        The dense worker calls it after a wait for ATTENTION_READY, in every layer but the last: there it reads only
+        the sampled rows, directly from `attn_out`. The tensor is valid until the next call.
         """
         ...
 
@@ -109,11 +109,14 @@ class Channel(Protocol):
         """Raises `ChannelAborted` after an abort."""
 
     def add_errors(self, count: int) -> None:
-        """Counts sequences that cannot take part in a step; by the attention worker, before its first handoff."""
+        """Adds `count` sequences that cannot take part in a step.
+
+        The attention worker calls it before the first handoff of the step.
+        """
 
     @property
     def num_errors(self) -> int:
-        """All counted so far: as long as it stays the same, every row of every step has meaning."""
+        """Sum of all `add_errors` so far. If a step does not change it, every row of the step is valid."""
         ...
 
     def abort(self) -> None:

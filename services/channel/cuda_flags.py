@@ -1,9 +1,9 @@
-"""The two ways in which a stream sets a flag, or waits for one. Both can be captured in a CUDA graph.
+"""The two ways in which a stream sets a flag or waits for it. Both can be captured in a CUDA graph.
 
-`FlagKernels` poll a flag in device memory from a kernel of one thread: the peer's stream goes on 1 to 2 µs after
-the flag is set. `StreamMemoryOperations` leave the waiting to the GPU's front end, which takes 5 µs longer but keeps
-no kernel running: a matrix product that wants the whole GPU has it, and a process that has only its turn on the GPU,
-without MPS, does not spend that turn waiting.
+`FlagKernels` poll a flag in device memory from a kernel of one thread: the waiting stream goes on 1 to 2 µs after the
+flag is set. `StreamMemoryOperations` let the GPU's front end wait. That takes 5 µs longer, but no kernel runs
+meanwhile: matrix products have the whole GPU, and where processes take turns on the GPU (without MPS), a process does
+not spend its turn polling.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from services.channel import Flag
 from services.channel.region import ABORT_WORD, WORD_BYTES, SharedRegion, flag_word
 from services.common.errors import DeviceError
 
-FLAG_BYTES = 128  # of device memory, for each flag: a cache line of its own
-_POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; a look at the abort mark goes to the host's memory
-_RELEASE_INTERVAL_S = 50e-6  # of the waits of a step under way, which has one for each layer
-_RELEASE_S = 2.0  # after which such a step has ended
-_LATE_RELEASE_INTERVAL_S = 1e-3  # of those of a step that is launched even later
+FLAG_BYTES = 128  # device memory of each flag: a cache line of its own
+_POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; the abort mark is in host memory and slow to read
+_RELEASE_INTERVAL_S = 50e-6  # between two releases of the running step, which waits once per layer
+_RELEASE_S = 2.0  # by then the running step has ended
+_LATE_RELEASE_INTERVAL_S = 1e-3  # between two releases of steps that are launched later
 
-# A dependent launch starts a kernel before the one ahead of it has ended; `griddepcontrol.wait` is that end.
+# A dependent launch starts a kernel before the previous kernel has ended; `griddepcontrol.wait` waits for that end.
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-# Drivers compile PTX for any later GPU, but this version of it has no names for those.
+# The driver compiles this PTX for every later GPU too; PTX 8.0 itself only has names up to sm_90.
 _PTX = """
 .version 8.0
 .target {target}
@@ -75,47 +75,50 @@ class CudaFlags(Protocol):
     """Sets and takes the flags of one channel, in the order of the current stream."""
 
     def signal(self, flag: Flag) -> None:
-        """Enqueues setting the flag, after all that was enqueued before, and visible after it."""
+        """Enqueues setting the flag. The peer sees it after the effects of all work enqueued before."""
 
     def wait(self, flag: Flag) -> None:
-        """Enqueues waiting until the flag is set, or the channel aborted, and clearing it."""
+        """Enqueues a wait until the flag is set or the channel is aborted, then clears the flag."""
 
     def release(self) -> None:
-        """Ends this process's waits, also of steps that are launched later, once the region is marked as aborted."""
+        """Ends all waits of this process, also those of steps launched later. Call it after setting the abort mark."""
 
     def close(self) -> None:
-        """The device is done with the flags."""
+        """Releases host resources. The device must be done with the flags."""
 
 
 class StreamMemoryOperations:
-    """Flags in host memory that both processes have registered: a CPU's store releases a wait."""
+    """Flags in host memory that both processes have registered with the driver: a CPU's store releases a wait."""
 
     def __init__(self, region: SharedRegion, header_pointer: int) -> None:
         self._region = region
         self._header_pointer = header_pointer
         self._is_closed = threading.Event()
         self._release: threading.Thread | None = None  # after an abort
-        self._release_lock = threading.Lock()  # an abort comes from any thread, also beside `close`
+        self._release_lock = threading.Lock()  # an abort may come from any thread, also during `close`
 
     def signal(self, flag: Flag) -> None:
-        """See `CudaFlags`."""
+        """Enqueues a stream memory write of 1."""
         check(driver.cuStreamWriteValue32(_current_stream(), self._address(flag), 1, 0))
 
     def wait(self, flag: Flag) -> None:
-        """See `CudaFlags`."""
+        """Enqueues a stream memory wait for 1 and a write of 0."""
         stream, equal = _current_stream(), driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
         check(driver.cuStreamWaitValue32(stream, self._address(flag), 1, equal))
         check(driver.cuStreamWriteValue32(stream, self._address(flag), 0, 0))
 
     def release(self) -> None:
-        """See `CudaFlags`. A thread is at it until `close`, for each side: who aborted first may be dead by now."""
+        """Starts a thread that sets all flags again and again until `close`.
+
+        Each process has its own thread, because the process that aborted first may have died since.
+        """
         with self._release_lock:
             if self._release is None and not self._is_closed.is_set():
                 self._release = threading.Thread(target=self._release_waits, name="release", daemon=True)
                 self._release.start()
 
     def close(self) -> None:
-        """See `CudaFlags`."""
+        """Ends the releasing thread, if an abort has started it."""
         with self._release_lock:
             self._is_closed.set()
         if self._release is not None:
@@ -134,15 +137,15 @@ class StreamMemoryOperations:
 
 
 class FlagKernels:
-    """Flags in the memory of the attention worker's GPU; the abort mark in the host's memory ends every wait.
+    """Flags in the memory of the attention worker's GPU. The abort mark in host memory ends every wait.
 
-    Flags that take long to come are left to `queued`, which has no kernel running meanwhile.
+    LONG_STEP_QKV_READY, which takes long to come, is left to `queued`: it keeps no kernel running meanwhile.
     """
 
     def __init__(
         self, device: torch.device, flags_pointer: int, header_pointer: int, queued: StreamMemoryOperations
     ) -> None:
-        """`device` is this process's, and current. Raises `DeviceError` when the driver refuses the kernels."""
+        """`device` is the GPU of this process and current. Raises `DeviceError` when the driver refuses the kernels."""
         self._queued = queued
         capability = torch.cuda.get_device_capability(device)
         overlaps = capability >= _DEPENDENT_LAUNCH_CAPABILITY
@@ -169,25 +172,25 @@ class FlagKernels:
             launch.attrs, launch.numAttrs = [attribute], 1
 
     def signal(self, flag: Flag) -> None:
-        """See `CudaFlags`."""
+        """Launches the kernel `set_flag`, or queues the signal of a long step."""
         if flag is Flag.LONG_STEP_QKV_READY:
             self._queued.signal(flag)
         else:
             self._run(self._set, self._address(flag))
 
     def wait(self, flag: Flag) -> None:
-        """See `CudaFlags`."""
+        """Launches the kernel `take_flag`, or queues the wait of a long step."""
         if flag is Flag.LONG_STEP_QKV_READY:
             self._queued.wait(flag)
         else:
             self._run(self._take, self._address(flag), self._abort_pointer)
 
     def release(self) -> None:
-        """See `CudaFlags`: the kernels look at the mark themselves."""
+        """Releases the queued waits. Waiting kernels read the abort mark themselves."""
         self._queued.release()
 
     def close(self) -> None:
-        """See `CudaFlags`. The kernels stay loaded: graphs that are still to be destroyed know them."""
+        """Closes the queued flags. The kernels stay loaded, because graphs that still exist refer to them."""
         self._queued.close()
 
     def _address(self, flag: Flag) -> int:

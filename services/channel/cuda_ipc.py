@@ -1,8 +1,8 @@
-"""`CudaIpcChannel`: the seam between two processes on one GPU, or on two that reach each other's memory.
+"""`CudaIpcChannel`: the seam between two processes on one GPU, or on two GPUs that can access each other's memory.
 
 The data region is device memory that the attention worker allocates outside torch's allocator and exports
-by CUDA IPC. Beside it there is a page of host memory that both processes register with the driver: what a CPU
-writes there ends all waits when the peer is dead.
+by CUDA IPC. In addition, both processes register a page of host memory with the driver: a CPU can write to it and
+end all waits when the peer is dead.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.gpu import gpu_uuid, naming_what_needs_memory
 
 _OFFER = struct.Struct("64s36s")  # the memory's IPC handle, and the UUID of its GPU
-_OFFER_OFFSET = 2048  # in the region's header
+_OFFER_OFFSET = 2048  # offset of the offer in the region's header
 _NO_PEER_ACCESS = (
     runtime.cudaError_t.cudaErrorPeerAccessUnsupported,
     runtime.cudaError_t.cudaErrorMapBufferObjectFailed,
 )
 _NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
-# A matrix product reads its input once for each of its tiles, and a peer's memory is not cached here: from here on
-# to copy it first is faster, as `bench/seam.py` finds with two GPUs.
+# From this many tokens on, copying a peer's memory first is faster: a matrix product reads its input once per tile,
+# and reads from a peer are not cached. Measured by `bench/seam.py` on two GPUs.
 _COPIED_FROM_TOKENS = 5
-_ALIGNMENT = 512  # of attn_out and the flags within the data region
+_ALIGNMENT = 512  # bytes; of attn_out and the flags within the data region
 
 
 def choose_kind(device: torch.device, peer_gpu: str) -> str:
-    """What is faster between this process on `device` and one on the GPU with the UUID `peer_gpu`.
+    """The faster kind between this process on `device` and a peer on the GPU with the UUID `peer_gpu`.
 
-    Processes that take turns on one GPU, without MPS, must not spend them polling.
+    Processes that share one GPU without MPS take turns on it; they must not spend their turns polling.
     """
     takes_turns = peer_gpu == gpu_uuid(device)
     if takes_turns:
@@ -53,7 +53,7 @@ def choose_kind(device: torch.device, peer_gpu: str) -> str:
 
 
 class CudaIpcChannel:
-    """See `services.channel.Channel`. Use `create` in the attention worker, `map` in the dense one.
+    """A `Channel` in GPU memory. The attention worker calls `create`, the dense worker `map`.
 
     `signal` and `wait` enqueue on torch's current stream. Either process can release both streams.
     """
@@ -71,7 +71,7 @@ class CudaIpcChannel:
         is_owner: bool,
         lies_on_peer: bool = False,
     ) -> None:
-        """`device` is where this process computes, and current; the memory may lie on a peer of it."""
+        """`device` is the GPU of this process and current; the memory may lie on a peer GPU."""
         self.kind = kind
         self._region = region
         self._device = device
@@ -100,7 +100,7 @@ class CudaIpcChannel:
     def create(
         cls, device: torch.device, kind: str, spec: ChannelSpec, epoch: int, attachment_id: int, lane: int
     ) -> Self:
-        """Allocates the region, of one of CUDA_KINDS, on `device`; raises `CapacityError` when memory is short."""
+        """Allocates a region on `device`; `kind` is one of CUDA_KINDS. Raises `CapacityError` when memory is short."""
         torch.cuda.init()
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
             error, pointer = runtime.cudaMalloc(_data_bytes(spec))
@@ -123,10 +123,10 @@ class CudaIpcChannel:
     def map(
         cls, device: torch.device, kind: str, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int
     ) -> Self:
-        """Maps the peer's region, of its `kind`, for work on `device`; raises `StaleEpoch` for another one.
+        """Maps the peer's region, which has the given `kind`, for work on `device`.
 
-        Raises `ConfigError` where `device` has no access to the memory of the peer's GPU, and `CapacityError` where
-        it has no room to copy from there.
+        Raises `StaleEpoch` if the region's epoch or attachment is not the expected one, `ConfigError` if `device`
+        cannot access the memory of the peer's GPU, and `CapacityError` if `device` has no room for a copy of attn_out.
         """
         torch.cuda.init()
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
@@ -137,7 +137,7 @@ class CudaIpcChannel:
             lies_on_peer = gpu.decode() != gpu_uuid(device)
             error, pointer = runtime.cudaIpcOpenMemHandle(ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
             if error != runtime.cudaError_t.cudaSuccess:
-                cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the other may be dead just now
+                cause = ConfigError if error in _NO_PEER_ACCESS else PeerError  # the peer may just have died
                 raise cause(f"{device} cannot map the attention worker's GPU memory: {error.name}")
             undo.callback(runtime.cudaIpcCloseMemHandle, int(pointer))
             channel = cls(device, kind, region, spec, int(pointer), is_owner=False, lies_on_peer=lies_on_peer)
@@ -150,42 +150,42 @@ class CudaIpcChannel:
         return self._region.name.encode()
 
     def signal(self, flag: Flag) -> None:
-        """See `Channel.signal`."""
+        """Enqueues setting the flag on torch's current stream."""
         self._flags.signal(flag)
 
     def wait(self, flag: Flag) -> None:
-        """See `Channel.wait`."""
+        """Enqueues a wait for the flag on torch's current stream."""
         self._flags.wait(flag)
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
-        """See `Channel.fetch_attn_out`. Enqueues a copy if the memory lies on a peer and the rows are many."""
+        """The first rows of `attn_out`. Enqueues a copy if the memory lies on a peer GPU and the rows are many."""
         attn_out = self.attn_out[:num_tokens]
         if self._near_attn_out is None or num_tokens < _COPIED_FROM_TOKENS:
             return attn_out
-        # A kernel: as `copy_` it would be a graph's copy node, which takes 10 µs more.
+        # A multiplication is a kernel. `copy_` would become a copy node in the CUDA graph, which takes 10 µs longer.
         return torch.mul(attn_out, 1.0, out=self._near_attn_out[:num_tokens])
 
     def check(self) -> None:
-        """See `Channel.check`."""
+        """Raises `ChannelAborted` if the region carries the abort mark. Does not wait for the device."""
         if self._region.is_aborted:
             raise ChannelAborted("the peer went away in the middle of a step")
 
     def add_errors(self, count: int) -> None:
-        """See `Channel.add_errors`."""
+        """Adds `count` to the error counter in the region's header, in host memory."""
         self._region.add_errors(count)
 
     @property
     def num_errors(self) -> int:
-        """See `Channel.num_errors`."""
+        """The error counter in the region's header."""
         return self._region.num_errors
 
     def abort(self) -> None:
-        """See `Channel.abort`."""
+        """Sets the abort mark and releases the waits of this process's streams."""
         self._region.abort()
         self._flags.release()
 
     def close(self) -> None:
-        """See `Channel.close`. The device must be done with the region."""
+        """Waits for the device, then unmaps the region; the attention worker also frees its memory."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self._flags.close()
@@ -207,8 +207,8 @@ def _make_flags(
 
 
 def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """A tensor over memory that torch does not own. It passes for one on `device`, even where the memory lies on
-    a peer: any public way would take the memory's own device, and kernels of `device` would refuse it.
+    """A tensor over memory that torch does not own. torch takes it for a tensor on `device`, even if the memory lies
+    on a peer GPU: torch's public functions would use the memory's own device, and kernels on `device` would refuse it.
     """
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)

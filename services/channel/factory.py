@@ -18,9 +18,9 @@ def create_channel(
     lane: int,
     wait_timeout_s: float,
 ) -> Channel:
-    """In the attention worker, for its device and the dense worker's GPU, which is told by its UUID.
+    """Creates the attention worker's end of a channel between its `device` and the dense worker's GPU.
 
-    Raises `CapacityError` when memory is short.
+    `peer_gpu` is that GPU's UUID. Raises `CapacityError` when memory is short.
     """
     if device.type == "cpu":
         return ShmChannel.create(spec, epoch, attachment_id, lane, wait_timeout_s)
@@ -38,7 +38,10 @@ def map_channel(
     attachment_id: int,
     wait_timeout_s: float,
 ) -> Channel:
-    """In the dense worker. Raises `StaleEpoch`, or `ConfigError` when the two workers' devices cannot meet."""
+    """Maps the dense worker's end of a channel that the attention worker has created.
+
+    Raises `StaleEpoch`, or `ConfigError` when the two workers' devices cannot share memory.
+    """
     own_kind = "shm" if device.type == "cpu" else "cuda_ipc"
     if not kind.startswith(own_kind):
         raise ConfigError(

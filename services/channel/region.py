@@ -1,7 +1,7 @@
-"""`SharedRegion`: a named piece of POSIX shared memory whose owner's death can be noticed.
+"""`SharedRegion`: a named piece of POSIX shared memory, which other processes can tell from a dead owner's.
 
-The creator holds an exclusive `flock` on the file for life, so that whoever starts next can tell a living
-region from one that a killed process left behind, and remove it.
+The creator holds an exclusive `flock` on the file as long as it lives. A process that starts later can therefore
+recognise a region that a killed process left behind, and remove it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.errors import CapacityError, PeerError, StaleEpoch
 
 HEADER_BYTES = 4096
-# The header is 64-bit words. Those that different processes write stand on cache lines of their own.
+# The header consists of 64-bit words. Words that different processes write lie on separate cache lines.
 WORD_BYTES = 8
 WORDS_PER_LINE = 8
 ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort
@@ -27,7 +27,7 @@ _NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
 
 
 class SharedRegion:
-    """Header (epoch, attachment, abort mark, flags) and whatever follows it, `num_bytes` in all."""
+    """A header (epoch, attachment, abort mark, flags) and the data after it, `num_bytes` together."""
 
     def __init__(self, path: Path, file: int, num_bytes: int, *, is_owner: bool) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class SharedRegion:
     def create(cls, num_bytes: int, epoch: int, attachment_id: int, lane: int) -> Self:
         """Allocates a zeroed region; raises `CapacityError` when shared memory cannot hold it."""
         path = SHM_DIR / f"{NAME_PREFIX}{epoch:016x}-{attachment_id}-{lane}"
-        # Nobody looks for the hidden name, so that the region is locked before it can be found.
+        # The file first has a hidden name that nobody looks for, so that it is locked before it can be found.
         hidden = path.with_name(f".{path.name}")
         file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -62,7 +62,7 @@ class SharedRegion:
 
     @classmethod
     def open(cls, name: str, num_bytes: int, epoch: int, attachment_id: int) -> Self:
-        """Maps the peer's region; raises `StaleEpoch` when it is not the one that was announced."""
+        """Maps the peer's region; raises `StaleEpoch` when its epoch or attachment is not the expected one."""
         path = SHM_DIR / name
         try:
             file = os.open(path, os.O_RDWR)
@@ -89,14 +89,14 @@ class SharedRegion:
 
     @property
     def is_aborted(self) -> bool:
-        """A closed region counts as aborted: whoever asks still is too late."""
+        """Whether the abort mark is set. A closed region counts as aborted."""
         try:
             return bool(self.words[ABORT_WORD])
         except ValueError:  # released
             return True
 
     def add_errors(self, count: int) -> None:
-        """See `Channel.add_errors`; there is one writer."""
+        """Adds `count` to the error counter. Only the attention worker may call it: the sum is not atomic."""
         self.words[_NUM_ERRORS] += count
 
     @property
@@ -106,13 +106,13 @@ class SharedRegion:
     def abort(self) -> None:
         """Sets the abort mark, which is never cleared: the next attachment gets a new region.
 
-        Called from other threads than `close`, and perhaps after it: then nobody waits any more.
+        May be called from any thread, also after `close`: then it does nothing, since nobody waits any more.
         """
         with contextlib.suppress(ValueError):  # released
             self.words[ABORT_WORD] = 1
 
     def close(self) -> None:
-        """Unmaps the memory, at once and not when the last exception that saw it is forgotten; the owner removes it.
+        """Unmaps the memory at once, even if an exception still refers to it. The owner also removes the file.
 
         Tensors over it must not be used afterwards.
         """
@@ -120,10 +120,10 @@ class SharedRegion:
         if self._is_owner:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
-        with contextlib.suppress(BufferError):  # somebody has a tensor over it still: it goes with that
+        with contextlib.suppress(BufferError):  # a tensor over the memory still exists: the mapping ends with it
             self.memory.close()
 
 
 def flag_word(flag: int) -> int:
-    """Index in `words` of a flag, alone on its cache line."""
+    """Index of a flag in `words`. Each flag has a cache line of its own."""
     return _FIRST_FLAG + flag * WORDS_PER_LINE

@@ -1,7 +1,7 @@
 """`ShmChannel`: the seam in POSIX shared memory, for two processes on one CPU host.
 
-Ordering: data is written before the flag by the same thread; x86-64 keeps stores in order, and on other
-CPUs the system calls around an engine's step do.
+Ordering: one thread writes the data and then the flag. x86-64 keeps stores in order; on other CPUs the system calls
+around an engine's step do.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, align_up
 from services.channel.region import HEADER_BYTES, SharedRegion, flag_word
 
-# A wait spins for the time a layer of a small model takes, then lets other processes run, then naps.
+# A wait first spins for about as long as a layer of a small model takes, then yields the CPU, then sleeps.
 _SPIN_S = 20e-6
 _YIELD_S = 5e-3
 _NAP_S = 50e-6
 
 
 class ShmChannel:
-    """See `services.channel.Channel`. Use `create` in the attention worker, `map` in the dense one."""
+    """A `Channel` in POSIX shared memory. The attention worker calls `create`, the dense worker `map`."""
 
     kind = "shm"
 
@@ -48,7 +48,7 @@ class ShmChannel:
 
     @classmethod
     def map(cls, handle: bytes, spec: ChannelSpec, epoch: int, attachment_id: int, wait_timeout_s: float) -> Self:
-        """Maps the peer's region; raises `StaleEpoch` when it is not the one that was announced."""
+        """Maps the peer's region; raises `StaleEpoch` when its epoch or attachment is not the expected one."""
         region = SharedRegion.open(handle.decode(), _region_bytes(spec), epoch, attachment_id)
         return cls(region, spec, wait_timeout_s)
 
@@ -58,7 +58,7 @@ class ShmChannel:
         return self._region.name.encode()
 
     def signal(self, flag: Flag) -> None:
-        """Sets the flag; the peer has cleared it, since both sides strictly alternate."""
+        """Sets the flag. The peer has cleared it before, since both sides strictly alternate."""
         self._region.words[flag_word(flag)] = 1
 
     def wait(self, flag: Flag) -> None:
@@ -86,29 +86,29 @@ class ShmChannel:
         self.waited_s += time.perf_counter() - start
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
-        """See `Channel.fetch_attn_out`."""
+        """The first rows of `attn_out` themselves: shared memory is as fast to read as any other."""
         return self.attn_out[:num_tokens]
 
     def check(self) -> None:
-        """See `Channel.check`."""
+        """Raises `ChannelAborted` if the region carries the abort mark."""
         if self._region.is_aborted:
             raise ChannelAborted("the peer went away in the middle of a step")
 
     def add_errors(self, count: int) -> None:
-        """See `Channel.add_errors`."""
+        """Adds `count` to the error counter in the region's header."""
         self._region.add_errors(count)
 
     @property
     def num_errors(self) -> int:
-        """See `Channel.num_errors`."""
+        """The error counter in the region's header."""
         return self._region.num_errors
 
     def abort(self) -> None:
-        """See `Channel.abort`."""
+        """Sets the abort mark, which waits on both sides poll."""
         self._region.abort()
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Drops the tensors and unmaps the region."""
         del self.qkv, self.attn_out
         self._region.close()
 

@@ -1,4 +1,4 @@
-"""Where shared-memory regions lie, and the removal of those that killed processes left. Needs no torch."""
+"""Names of shared-memory regions, and the removal of regions that killed processes left behind. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def remove_stale_regions() -> list[str]:
             continue  # another user's, or just removed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)  # its creator, or another one who cleans up, may have been faster
+            path.unlink(missing_ok=True)  # its creator, or another cleanup, may have removed it already
             removed.append(path.name)
         except BlockingIOError:
             pass  # its creator lives

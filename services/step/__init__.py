@@ -1,4 +1,7 @@
-"""The step as a value: `StepPlan` and `StepResult`, alike for all workers. No torch; messages in the codec alone."""
+"""The step as a value: `StepPlan` and `StepResult`, the same for all workers.
+
+Nothing here needs torch, and only the codec knows the messages of gRPC.
+"""
 
 from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan, spans_of

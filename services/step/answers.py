@@ -1,4 +1,4 @@
-"""What the attention worker answers to a plan: whom it opened, and what closed sequences gave back."""
+"""The attention worker's answers to a plan: the sequences it opened, and the blocks that closed sequences freed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SequenceOpened:
-    """The answer to one `NewSequence`: where it stands in the KV cache, or why it was refused."""
+    """The answer to one `NewSequence`: how much of it the KV cache holds, or why it was refused."""
 
     seq_id: int
-    num_cached_tokens: int = 0  # leading tokens that need not be computed; fewer than it has
+    num_cached_tokens: int = 0  # leading tokens that are cached; fewer than the sequence has
     num_pinned_blocks: int = 0  # blocks that left the free pool
-    num_held_blocks: int = 0  # blocks it holds now
-    num_freed_blocks: int = 0  # blocks it held before, as of a dead dense worker, and could not keep
-    error: str | None = None  # it is not open; all else is 0
+    num_held_blocks: int = 0  # blocks that the sequence holds now
+    num_freed_blocks: int = 0  # blocks that the sequence held (left by a dead dense worker) and could not keep
+    error: str | None = None  # why the sequence was refused; all counts are then 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAccepted:
-    """The plan has been taken, before its layers run. Sent only if there is something to tell."""
+    """The worker has accepted a plan; its layers have not run yet. Sent only if the plan opened or closed
+    sequences, or if an entry could not take part.
+    """
 
     step_id: int
-    num_freed_blocks: int = 0  # by the sequences it closed
-    num_free_blocks: int = 0  # after it, cached prefixes included
-    errors: Mapping[int, str] | None = None  # by seq_id, of entries that could not take part: their rows mean nothing
+    num_freed_blocks: int = 0  # blocks of the sequences that the plan closed
+    num_free_blocks: int = 0  # free blocks after the plan, cached prefixes included
+    errors: Mapping[int, str] | None = None  # by seq_id: entries that could not take part; their rows are meaningless

@@ -1,4 +1,4 @@
-"""Plans and answers as messages and back; see `protos/step.proto` and `protos/attn.proto`."""
+"""Converts plans and answers to messages and back; see `protos/step.proto` and `protos/attn.proto`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan
 
 
 def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
-    """The plan as columns."""
+    """The plan as a message, its entries as columns."""
     entries = plan.entries
     drafts = [entry.draft_token_ids for entry in entries] if plan.has_drafts else []
     return step_pb2.StepPlan(
@@ -36,7 +36,7 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
 
 
 def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
-    """Raises `InvalidRequest` when columns that belong together differ in length."""
+    """The plan of a message. Raises `InvalidRequest` when columns that belong together differ in length."""
     columns = [message.seq_ids, message.positions, message.num_tokens, message.num_logits]
     forks = (message.fork_parents, message.fork_children, message.fork_positions)
     if message.num_drafts:
@@ -81,7 +81,7 @@ def encode_accepted(accepted: PlanAccepted) -> attn_pb2.PlanAnswer:
 
 
 def decode_answer(answer: attn_pb2.PlanAnswer) -> SequenceOpened | PlanAccepted:
-    """Whichever of the two it is."""
+    """The answer of a message: to a new sequence if `opened` is set, else to a plan."""
     if not answer.HasField("opened"):
         errors = {error.seq_id: error.message for error in answer.errors}
         return PlanAccepted(answer.step_id, answer.num_freed_blocks, answer.num_free_blocks, errors)

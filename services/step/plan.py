@@ -1,7 +1,8 @@
-"""`StepPlan`: what a step does, as the scheduler decided. Every worker follows the same plan.
+"""`StepPlan`: what a step does, as the scheduler decided. All workers run the same plan.
 
-Plans are made one step ahead of what is known: they fix lengths, not tokens. A plan with drafts is the exception,
-for it does not fix how many of them will be accepted: its sequences are planned again when its result is there.
+A plan is made before the result of the step before it is known: it fixes how many tokens a step computes, not which.
+Drafts are the exception: nobody knows in advance how many will be accepted, so a sequence with drafts is planned
+again only after the result of its step.
 """
 
 from __future__ import annotations
@@ -15,50 +16,50 @@ from services.common.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """What never changes about a sequence, and its tokens so far. Sent once, before its first entry."""
+    """The constant properties of a sequence and its tokens so far. Sent once, before its first entry."""
 
     seq_id: int
     request_id: str
-    token_ids: tuple[int, ...]  # all so far, prompt first
+    token_ids: tuple[int, ...]  # all tokens so far, prompt first
     num_prompt_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()  # ascending
-    num_logprobs: int | None = None  # likeliest tokens to report beside each sampled one; None: report nothing
-    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens, whose logits are all needed then
+    num_logprobs: int | None = None  # most likely tokens to report with each sampled token; None: report nothing
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; if set, all their logits are needed
     cache_salt: str = ""  # only sequences of equal salt share blocks
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
 
 
 class PlanEntry(NamedTuple):
-    """One sequence's part in a step: tokens `[position, position + num_tokens)`, drafts last.
+    """One sequence's part of a step: tokens `[position, position + num_tokens)`, drafts last.
 
-    A tuple, because a step has hundreds of them.
+    It is a tuple, because a step has hundreds of entries and tuples are fast to make.
     """
 
     seq_id: int
-    position: int  # tokens in the KV cache that stay; whatever it holds beyond them is overwritten
+    position: int  # tokens in the KV cache that stay; the step overwrites the cache from there on
     num_tokens: int  # at least 1
-    num_logits: int  # last rows whose logits are needed: 0, or 1 more than there are drafts
-    draft_token_ids: tuple[int, ...] = ()  # its last tokens, guesses that the step verifies
+    num_logits: int  # number of last rows that need logits: 0, or 1 more than there are drafts
+    draft_token_ids: tuple[int, ...] = ()  # the entry's last tokens: guesses that the step verifies
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A sequence becomes two, alike so far. Full blocks are shared, the last one is copied."""
+    """Makes a second sequence with the same tokens. Both share the full blocks; the last, partial one is copied."""
 
-    parent_seq_id: int  # all of its tokens are known
+    parent_seq_id: int  # all tokens of the parent must be known
     child_seq_id: int
-    position: int  # of the parent's tokens in the KV cache, so many are the child's, too
+    position: int  # the child starts with this many of the parent's tokens in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does; `entries` are in batch order. Before them: confirm, close, fork."""
+    """What a step does: first confirm tokens, close and fork sequences, then run `entries` in batch order."""
 
-    step_id: int  # ascending; 0: no step, only `new_sequences`
+    step_id: int  # ascending; 0: no step, only `new_sequences` to open
     entries: tuple[PlanEntry, ...] = ()
     close_seq_ids: tuple[int, ...] = ()
-    confirmed: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id) known since the last plan, in order
+    confirmed: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id) that became known since the last plan, in order
     forks: tuple[Fork, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
     lane: int = 0
@@ -73,7 +74,7 @@ class StepPlan:
 
 
 def spans_of(plans: Iterable[StepPlan]) -> dict[int, range]:
-    """Indexes of the tokens that these steps compute, by seq_id."""
+    """The token indexes that these steps compute, by seq_id; each from the first to the last plan's."""
     spans: dict[int, range] = {}
     for entry in (entry for plan in plans for entry in plan.entries):
         span = range(entry.position, entry.position + entry.num_tokens)

@@ -1,4 +1,4 @@
-"""`StepResult`: what a step yields, as plain numbers. Ragged: an entry gets no token, one, or several."""
+"""`StepResult`: the tokens of a step, as plain numbers. It is ragged: an entry gets no token, one, or several."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the entries of a plan got.
+    """The tokens and log-probabilities of a plan's entries.
 
-    An entry with `num_logits` gets the drafts that the sampler would have chosen, too, and the token it chose after
-    them: at least one token, at most `num_logits`.
+    An entry with logits gets its accepted drafts (those that the sampler chose too) and the token that the sampler
+    chose after them: at least one token, at most `num_logits`.
     """
 
-    token_ids: Sequence[Sequence[int]]  # aligned with the plan's entries; empty for those without logits
-    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # by seq_id that wants them
+    token_ids: Sequence[Sequence[int]]  # aligned with the plan's entries; empty for entries without logits
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # by seq_id, if requested
     prompt_logprobs: Sequence[PromptLogprobs] = ()
