@@ -1,6 +1,6 @@
 """Writes `docs/configuration.md` from `services/common/config.py`: `python docs/generate_configuration.py [FILE]`.
 
-Sections, keys, types and defaults are those of the code. What a section or key means is its docstring or comment there.
+Sections, keys, types and defaults come from the code, descriptions from its docstrings and comments.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ INTRODUCTION = """# Configuration
 
 This page is written by `make docs` from `services/common/config.py`: change the comments there.
 
-One TOML file configures all services; each of them reads it with `--config FILE`, once, at its start. A key on the
-command line replaces that of the file, and may be repeated for other keys:
+One TOML file configures all services; each service reads it once, at its start, with `--config FILE`. `--set` replaces
+one value of the file and may be repeated:
 
     python -m services.launch --config server.toml --set scheduler.max_num_seqs=128
 
@@ -34,13 +34,13 @@ command line replaces that of the file, and may be repeated for other keys:
     [gateway]
     address = "127.0.0.1:50051"
 
-An unknown section or key, a value of a wrong type or combinations that cannot work end the start with one line that
-names them. What only the model or the machine can tell (a missing file, too many layers, a device that is not there)
-ends it with an error in the log.
+An unknown section or key, a value of a wrong type or an impossible combination ends the start with one line that
+names it. A problem that only the model or the machine shows (a missing file, too many layers, a missing device) ends
+the start with an error in the log.
 
 Two environment variables hold secrets. `TWOSTROKE_API_KEYS` (`NAME=KEY,NAME=KEY`) gives the gateway API keys without a
-file, and `TWOSTROKE_API_KEY` is the key that the chat client sends. In the tables "none" as a default means that the
-key is left out.
+file, and `TWOSTROKE_API_KEY` is the key that the chat client sends. The default "none" in the tables means that the
+key is left out of the file.
 """
 
 TYPE_NAMES = {
@@ -65,7 +65,7 @@ BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than
 
 
 def generate() -> str:
-    """The page. Raises `ValueError` when a section or key has no description, or a type no name."""
+    """The page. Raises `ValueError` for a section or key without a description, or a type without a name."""
     text = SOURCE.read_text()
     classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     comments = _comments(text)
@@ -92,7 +92,7 @@ def _row(name: str, field: ast.AnnAssign, section: Section, comments: dict[int, 
 
 
 def _comments(text: str) -> dict[int, tuple[bool, str]]:
-    """By line number: whether the comment has the line for itself, and its words."""
+    """By line number: whether the line holds only the comment, and the comment's text."""
     lines = text.splitlines(keepends=True)
     return {
         token.start[0]: (not token.line[: token.start[1]].strip(), token.string.removeprefix("#").strip())

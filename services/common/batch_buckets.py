@@ -1,21 +1,21 @@
-"""Sizes for which steps are captured as CUDA graphs. A step is padded to the next one."""
+"""The sizes for which CUDA graphs are captured. A step is padded to the next size."""
 
 from __future__ import annotations
 
 import bisect
 
-MAX_CAPTURED_TOKENS = 2048  # larger steps keep the GPU busy longer than launching their kernels takes
-# Up to here the workers hand over in another way (see `channel.qkv_flag`), so no step is padded beyond it.
+MAX_CAPTURED_TOKENS = 2048  # for larger steps the GPU takes longer than launching the kernels
+# Longer steps use another flag (see `channel.qkv_flag`), so no step of up to this size is padded beyond it.
 SHORT_STEP_TOKENS = 32
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
-    """Ascending numbers of sequences up to `max_num_seqs`; padding adds an eighth at the most, or 3."""
+    """Ascending numbers of sequences up to `max_num_seqs`. Padding adds at most an eighth, or 3."""
     return _buckets(1, max_num_seqs)
 
 
 def token_buckets(max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Ascending numbers of tokens: the batch buckets, and on to what is worth capturing."""
+    """Ascending numbers of tokens: the batch buckets and larger sizes up to `MAX_CAPTURED_TOKENS`."""
     largest = min(max_num_tokens, MAX_CAPTURED_TOKENS)
     batches = batch_buckets(min(max_num_seqs, largest))
     sizes = {*batches, *_buckets(batches[-1], largest)}
@@ -23,7 +23,7 @@ def token_buckets(max_num_seqs: int, max_num_tokens: int) -> list[int]:
 
 
 def bucket_for(buckets: list[int], size: int) -> int:
-    """The smallest bucket that holds `size`, which is at most the last one."""
+    """The smallest bucket that is at least `size`; `size` must not exceed the last bucket."""
     return buckets[bisect.bisect_left(buckets, size)]
 
 

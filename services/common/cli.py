@@ -12,10 +12,10 @@ from services.common.process import die_with_parent
 
 
 def parse_service_args(prog: str, argv: Sequence[str]) -> Config:
-    """The config of `python -m PROG ARGV...`. A wrong one ends the process with one line and status 1."""
+    """The config of `python -m PROG ARGV...`. An invalid one ends the process with an error line and status 1."""
     parser = argparse.ArgumentParser(prog=prog)
     add_config_arguments(parser)
-    parser.add_argument("--die-with-parent", type=int, metavar="PID", help="stop when the starting process, PID, ends")
+    parser.add_argument("--die-with-parent", type=int, metavar="PID", help="stop when the parent process PID ends")
     arguments = parser.parse_args(dashed(argv))
     if arguments.die_with_parent is not None:
         die_with_parent(arguments.die_with_parent)
@@ -38,7 +38,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
-    """Long flags with dashes, so that `--max_tokens=5` means `--max-tokens=5`; values stay as they are."""
+    """Replaces underscores in the names of long flags by dashes: `--max_tokens=5` means `--max-tokens=5`."""
     return [_dash(argument) if argument.startswith("--") else argument for argument in argv]
 
 

@@ -1,8 +1,8 @@
-"""One TOML file for all services: sections, defaults, and the only place that reads the environment's files.
+"""The config of all services: one TOML file, its sections and defaults, and the environment variables.
 
-Read once at start and immutable; each constructor gets just its section. Unknown sections, unknown keys,
-wrong types and impossible combinations are a `ConfigError` before anything starts. Each key's comment says what it
-means: docs/configuration.md is made of them (`make docs`).
+It is read once at start and immutable; each constructor gets only its section. Unknown sections, unknown keys,
+wrong types and impossible combinations raise a `ConfigError` before anything starts. The comment of each key is its
+documentation: docs/configuration.md is generated from these comments (`make docs`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pydantic import Field
 
 from services.common.errors import ConfigError
 
-API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # of the gateway
-API_KEY_VARIABLE = "TWOSTROKE_API_KEY"  # of clients
+API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # read by the gateway
+API_KEY_VARIABLE = "TWOSTROKE_API_KEY"  # read by clients
 MAX_PORT = 65535
-MAX_MODEL_NAME_CHARACTERS = 256  # of what clients call a model
-MAX_SECONDS = 1e9  # 31 years; a deadline that is too far away gRPC takes for one that has passed
-MAX_MESSAGE_BYTES = 2**31 - 1  # of gRPC
-MAX_PROMPTS = 1024  # that the schema of HTTP requests admits
+MAX_MODEL_NAME_CHARACTERS = 256  # of a name that clients use for the model
+MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as expired
+MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
+MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
 BALANCED_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
@@ -33,7 +33,7 @@ EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 def _is_host_and_port(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        host.encode("idna")  # as sockets do; it may have no empty part and none of over 63 bytes
+        host.encode("idna")  # as sockets do; refuses empty parts and parts of more than 63 bytes
     except UnicodeError:
         return False
     return bool(host) and port.isdecimal() and int(port) <= MAX_PORT
@@ -66,8 +66,8 @@ def _check_target(address: str) -> str:
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
 Target = Annotated[str, pydantic.AfterValidator(_check_target)]
-TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers know no Unix sockets
-# As browsers send it: lower case, without a path, without the scheme's own port. "null" is of files and sandboxes.
+TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers do not support Unix sockets
+# As browsers send it: lower case, without a path, without the default port. Files and sandboxes have origin "null".
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*)$")]
 HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$")]  # without a port
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
@@ -82,116 +82,118 @@ class Section(pydantic.BaseModel):
 
 
 class ModelSection(Section):
-    """What is served."""
+    """The model that is served."""
 
     path: Path = EMBEDDED_MODEL  # a Hugging Face model directory
-    name: ModelName | None = None  # what clients call it; none: the directory's name. See gateway.served_model_names
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else the model's own
-    load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: random weights, config.json suffices
-    num_layers: Count | None = None  # run only the first layers; none: all
+    name: ModelName | None = None  # the name for clients; none: the directory's name. See gateway.served_model_names
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on a CPU, else the model's type
+    load_format: Literal["safetensors", "dummy"] = "safetensors"  # dummy: random weights; needs only config.json
+    num_layers: Count | None = None  # run only this many first layers; none: all
     max_model_len: Count | None = None  # tokens of prompt and output together; none: the model's own limit
-    dummy_seed: int = 0  # of the random weights
+    dummy_seed: int = 0  # seed of the random weights
 
 
 class GatewaySection(Section):
-    """What clients reach, and how much they may ask for."""
+    """The gateway, which clients reach, and the limits of their requests."""
 
     address: Address = "127.0.0.1:50051"  # of the gRPC API
-    max_message_bytes: MessageBytes = 3 * 2**19  # of one gRPC message of a client; to parse 1.5 MiB may take 15 ms
-    max_receiving: Count = 64  # gRPC messages that arrive at the same time; beyond it the oldest is given up
+    max_message_bytes: MessageBytes = 3 * 2**19  # size of one gRPC message of a client; parsing 1.5 MiB may take 15 ms
+    max_receiving: Count = 64  # gRPC messages that may arrive at the same time; beyond it the oldest is dropped
     http_address: Address = "127.0.0.1:8080"  # of the HTTP API
-    cors_origins: tuple[Origin, ...] = ()  # origins whose pages may use the HTTP API from a browser; "*": all
-    # names that the Host header of HTTP requests may have, beside this machine's local names; "*": all; empty: all,
-    # unless http_address is loopback, where a foreign name is an attack by DNS rebinding
+    cors_origins: tuple[Origin, ...] = ()  # origins of web pages that may use the HTTP API from a browser; "*": all
+    # names that the Host header of HTTP requests may have, in addition to this machine's local names; "*": all.
+    # Empty: all, but with a loopback http_address only local names, as protection against DNS rebinding
     allowed_hosts: tuple[HostName, ...] = ()
-    served_model_names: tuple[ModelName, ...] = ()  # names for clients to use; the first goes before model.name
-    accept_any_model_name: bool = False  # whether a request that names any other model is answered by this one
-    max_n: Count = 16  # answers to one prompt
-    # likeliest tokens whose log-probabilities a request may ask for beside each output token; an answer keeps about
-    # 120 bytes of each until it ends
+    served_model_names: tuple[ModelName, ...] = ()  # names that clients may use; the first replaces model.name
+    accept_any_model_name: bool = False  # whether this model also answers requests for any other model name
+    max_n: Count = 16  # maximum number of answers to one prompt
+    # maximum number of most likely tokens whose log-probabilities a request may get for each output token; an answer
+    # keeps about 120 bytes for each of them until it ends
     max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
-    strict_max_tokens: bool = False  # whether max_tokens beyond what the context leaves is an error; else it is lowered
-    max_answers: Count = 256  # to all prompts of one HTTP request
-    # log-probabilities of all answers to one request: tokens times (1 + the likeliest ones beside each); 128 k tokens
-    # with 20 of these make 2.8 million
+    strict_max_tokens: bool = False  # whether max_tokens beyond the rest of the context is an error; else it is lowered
+    max_answers: Count = 256  # maximum number of answers to all prompts of one HTTP request
+    # maximum number of log-probabilities in all answers to one request: tokens times (1 + most likely tokens for
+    # each); 128 k tokens with 20 most likely tokens each make 2.8 million
     max_request_logprobs: Count = 4_000_000
-    max_num_waiting: Count = 4_000  # answers that have not started yet, beyond which requests are refused
-    max_num_waiting_tokens: Count = 4_000_000  # the same, in tokens of their prompts; each takes about 100 bytes
-    queue_timeout_s: Seconds = 600.0  # longest wait of a request for its first step
-    tls_certificate: Path | None = None  # PEM, for gRPC and HTTP alike; read at start; none: no TLS
-    tls_key: Path | None = None  # PEM; the key of tls_certificate
-    tls_client_ca: Path | None = None  # PEM; with it, clients must show a certificate that it signed
-    local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes, launcher and siblings
-    shares_ports: bool = False  # with other gateways of this machine, by SO_REUSEPORT; the launcher sets it
-    sibling_addresses: tuple[SocketAddress, ...] = ()  # local_address of these gateways: an Abort is passed on to them
-    # how long requests under way may go on after SIGTERM; after SIGINT they end at once
+    max_num_waiting: Count = 4_000  # answers that have not started yet; further requests are refused
+    max_num_waiting_tokens: Count = 4_000_000  # the same limit in prompt tokens; each takes about 100 bytes
+    queue_timeout_s: Seconds = 600.0  # longest time that a request waits for its first step
+    tls_certificate: Path | None = None  # PEM file, for gRPC and HTTP; read at start; none: no TLS
+    tls_key: Path | None = None  # PEM file; the key of tls_certificate
+    tls_client_ca: Path | None = None  # PEM file; if set, clients must present a certificate signed by this CA
+    local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes, launcher and gateways
+    shares_ports: bool = False  # whether several gateway processes share the ports (SO_REUSEPORT); set by the launcher
+    sibling_addresses: tuple[SocketAddress, ...] = ()  # local_address of these gateways; they also get every Abort
+    # time that running requests have to finish after SIGTERM; SIGINT ends them at once
     drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
-    api_keys_file: Path | None = None  # TOML, read again when it changes; see services/gateway/access/api_keys.py
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9100
-    max_body_bytes: Count = 2 * 2**20  # of the body of one HTTP request
-    max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; to parse so many takes 20 ms
-    max_header_bytes: Count = 32 * 2**10  # of the headers of one HTTP request
-    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # in one HTTP request for completions
-    max_connections: Count = 4096  # of HTTP; fewer where the process may not open so many files
-    max_grpc_connections: Count = 1024  # of gRPC, with the same rule; one more is closed at once
-    max_grpc_streams: Count = 4096  # open calls of one gRPC connection; beyond it calls wait in the client
-    # from connecting to the last header of an HTTP request, which is a 408 afterwards; with gRPC, of the handshake
+    api_keys_file: Path | None = None  # TOML file, read again when it changes; see services/gateway/access/api_keys.py
+    metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9100
+    max_body_bytes: Count = 2 * 2**20  # size of the body of one HTTP request
+    max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; parsing this many takes 20 ms
+    max_header_bytes: Count = 32 * 2**10  # size of the headers of one HTTP request
+    max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # prompts in one HTTP request for completions
+    max_connections: Count = 4096  # HTTP connections; lowered if the process may not open enough files
+    max_grpc_connections: Count = 1024  # gRPC connections, lowered likewise; a further connection is closed at once
+    max_grpc_streams: Count = 4096  # open calls of one gRPC connection; further calls wait in the client
+    # time from connecting to the last header of an HTTP request, after that it gets a 408; for gRPC, of the handshake
     header_timeout_s: Seconds = 10.0
-    body_timeout_s: Seconds = 60.0  # from the last header until the body, or the message of a gRPC call, is complete
-    keep_alive_timeout_s: Seconds = 30.0  # after which an idle HTTP connection is closed
-    grpc_idle_timeout_s: Seconds = 300.0  # after which a gRPC connection without a call is closed
-    slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread
-    first_token_timeout_s: Seconds = 1.0  # longest wait of a streamed answer's status line for a token or an error
-    tokenizer_info: bool = False  # whether GET /tokenizer_info tells clients the chat template and special tokens
-    num_dense_streams: Count = 1  # to dense workers; so many replicas of them can be used
+    body_timeout_s: Seconds = 60.0  # time from the last header to the end of the body, or of a gRPC call's message
+    keep_alive_timeout_s: Seconds = 30.0  # an idle HTTP connection is closed after this time
+    grpc_idle_timeout_s: Seconds = 300.0  # a gRPC connection without a call is closed after this time
+    slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread before its request ends
+    first_token_timeout_s: Seconds = 1.0  # longest wait for a token or an error before a streamed answer's status line
+    tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
+    num_dense_streams: Count = 1  # streams to dense workers; at most this many replicas are used
 
 
 class DenseSection(Section):
     """The dense worker, which holds the weights."""
 
-    address: Target = "127.0.0.1:50052"  # for the gateway it may name several replicas
-    backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it is there and faster than torch
+    address: Target = "127.0.0.1:50052"  # in the gateway's config it may name several replicas
+    backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT if it is installed and faster than torch
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
-    build: Literal["auto", "never"] = "auto"  # whether the start builds missing TensorRT plans, or refuses
-    plan_dir: Path = Path("~/.cache/twostroke/plans")  # of TensorRT; may be shared by models, GPUs and workers
-    # whether a CUDA graph is captured when a step first needs it, which delays that step, and not at the start
+    build: Literal["auto", "never"] = "auto"  # auto: build missing TensorRT plans at start; never: refuse to start
+    plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
+    # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
-    standby: bool = False  # whether it loads, and attaches only when the launcher says so: for a planned take-over
+    standby: bool = False  # whether the worker attaches only on the launcher's command, for a planned take-over
     profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9101
-    step_log: Path | None = None  # file to which every step appends a line of JSON, of about 300 bytes
+    metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
+    step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
 
 
 class SchedulerSection(Section):
-    """What a step holds, and who goes first."""
+    """The size of a step, and the order of sequences."""
 
-    max_num_seqs: Count = 64  # sequences of one step
-    max_num_batched_tokens: Count = 512  # tokens of one step
-    # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get; max_utilization: when
-    # there are blocks for those it has, and the last in order gives its own up, to be computed again, when they run out
+    max_num_seqs: Count = 64  # maximum number of sequences in one step
+    max_num_batched_tokens: Count = 512  # maximum number of tokens in one step
+    # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get. max_utilization: a
+    # sequence starts when there are blocks for the tokens it has; when blocks run out, the last sequence gives up its
+    # blocks and is computed again later
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
-    max_num_waiting: Count = 10_000  # sequences that wait and never ran, of all gateways together
-    max_num_waiting_tokens: Count = 10_000_000  # the same, in tokens of their prompts
+    max_num_waiting: Count = 10_000  # maximum number of waiting sequences that never ran, of all gateways together
+    max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
 
 
 class AttentionSection(Section):
     """The attention worker, which holds the KV cache."""
 
-    address: Address = "127.0.0.1:50053"  # of its gRPC API, which the dense worker calls
+    address: Address = "127.0.0.1:50053"  # address of its gRPC API, which the dense worker calls
     # auto: torch on a CPU, Triton on a GPU; flashinfer: on a GPU, with `pip install flashinfer-python==0.5.3`
     backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     block_size: Count = 16  # tokens of one KV cache block
-    num_blocks: Count | None = None  # of the KV cache; none: as many as the memory below holds
+    num_blocks: Count | None = None  # blocks of the KV cache; none: as many as fit into the memory below
     kv_cache_bytes: Count = 256 * 2**20  # memory of the KV cache on a CPU
-    kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # on a GPU, of what weights leave free
-    enable_prefix_cache: bool = True  # whether requests with the same beginning share its blocks
-    # whether a CUDA graph is captured when a step first needs it, which delays that step, and not at the start
+    # on a GPU: size of the KV cache as a fraction of the memory that the weights leave free
+    kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    enable_prefix_cache: bool = True  # whether requests with the same prefix share blocks
+    # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9102
+    metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
 
 
 class ChannelSection(Section):
@@ -201,53 +203,53 @@ class ChannelSection(Section):
 
 
 class WatchdogSection(Section):
-    """When a service counts as stalled. Progress is a layer of a step; a service that loads or captures has no step."""
+    """When a service counts as stalled. Each layer of a step is progress; loading and capturing are never stalls."""
 
-    stall_timeout_s: Seconds = 30.0  # with work but without progress, or without an answer to a health check
+    stall_timeout_s: Seconds = 30.0  # time with work but without progress, or without an answer to a health check
 
 
 class PeerSection(Section):
-    """Calls of the services among each other."""
+    """Calls between the services."""
 
     connect_timeout_s: Seconds = 120.0  # how long a service waits at start for the services it needs
-    rpc_timeout_s: Seconds = 10.0  # of one unary call between services
-    max_message_bytes: MessageBytes = 64 * 2**20  # of one gRPC message between services
-    tls_certificate: Path | None = None  # PEM; with it the services speak TLS, and each must show a certificate
-    tls_key: Path | None = None  # PEM; the key of tls_certificate
-    tls_ca: Path | None = None  # PEM; must have signed the certificates of the others
-    tls_server_name: str | None = None  # in the workers' certificates; none: the host of their address
+    rpc_timeout_s: Seconds = 10.0  # time limit of one unary call between services
+    max_message_bytes: MessageBytes = 64 * 2**20  # size of one gRPC message between services
+    tls_certificate: Path | None = None  # PEM file; if set, the services use TLS, and each must present a certificate
+    tls_key: Path | None = None  # PEM file; the key of tls_certificate
+    tls_ca: Path | None = None  # PEM file; the CA that has signed the certificates of the other services
+    tls_server_name: str | None = None  # the name in the workers' certificates; none: the host of their address
 
 
 class LaunchSection(Section):
     """The launcher, which starts and watches all services on one machine."""
 
-    start_timeout_s: Seconds = 300.0  # from start until the gateway serves
-    stop_grace_s: Seconds = 4.0  # from SIGTERM to SIGKILL, for all services at once
-    max_restarts: Annotated[int, Field(ge=0)] = 5  # of one service within restart_window_s; then everything stops
-    restart_window_s: Seconds = 60.0  # in which restarts are counted
+    start_timeout_s: Seconds = 300.0  # longest time from the start until the gateway serves
+    stop_grace_s: Seconds = 4.0  # time from SIGTERM to SIGKILL, for all services together
+    max_restarts: Annotated[int, Field(ge=0)] = 5  # restarts of one service in restart_window_s; then all services stop
+    restart_window_s: Seconds = 60.0  # the period in which restarts are counted
     mps: Literal["auto", "on", "off"] = "auto"  # whether to start an MPS daemon; auto: when both workers share a GPU
-    restart_delay_s: Seconds = 0.2  # before the first restart; doubles with each further one in the window
-    metrics_address: TcpAddress | None = None  # where Prometheus finds /metrics; usually 127.0.0.1:9103
-    gateway_processes: Count = 1  # at the same ports; limits of the section gateway and of API keys hold for each
+    restart_delay_s: Seconds = 0.2  # wait before the first restart; doubles with each further restart in the window
+    metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9103
+    gateway_processes: Count = 1  # at the same ports; limits of the section gateway and of API keys hold for each one
 
 
 class LogSection(Section):
     """What the services write to standard error."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"  # lines below it are not written
-    format: Literal["logfmt", "json"] = "logfmt"  # of the log's lines
-    error_file: Path | None = None  # keeps the last error, for the launcher
+    level: Literal["debug", "info", "warning", "error"] = "info"  # least severe level that is written
+    format: Literal["logfmt", "json"] = "logfmt"  # format of the log lines
+    error_file: Path | None = None  # file that keeps the last error, for the launcher
 
 
 class TracingSection(Section):
-    """OpenTelemetry spans of requests, sent in batches by OTLP over gRPC."""
+    """OpenTelemetry spans of requests, sent in batches over OTLP/gRPC."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+:\d+$")] | None = None  # of a collector; none: no traces
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose client has not decided; 1: all of them
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # fraction of requests traced, if the client leaves it open
 
 
 class Config(Section):
-    """Everything, by section."""
+    """The whole config, by section."""
 
     model: ModelSection = ModelSection()
     gateway: GatewaySection = GatewaySection()
@@ -286,9 +288,9 @@ class Config(Section):
 
 
 def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file (or none) and applies `section.key=value` overrides, the later the stronger.
+    """Reads a TOML file (or none) and applies `section.key=value` overrides; the last one of a key wins.
 
-    A value is TOML where it parses as such, otherwise a plain string: `model.dtype=float16` needs no quotes.
+    A value that does not parse as TOML is a plain string: `model.dtype=float16` needs no quotes.
     """
     document: dict[str, object] = {}
     if file is not None:
@@ -307,18 +309,18 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def api_keys_of_environment() -> str:
-    """`NAME=KEY,NAME=KEY`, for keys that should not lie in a file; may be empty. See gateway/access/api_keys.py."""
+    """`NAME=KEY,NAME=KEY`: API keys that no file should hold; may be empty. See gateway/access/api_keys.py."""
     return os.environ.get(API_KEYS_VARIABLE, "")
 
 
 def add_api_key(name: str, key: str) -> None:
-    """One more for the gateways that this process starts."""
+    """Adds an API key to the environment of the gateways that this process starts."""
     pairs = api_keys_of_environment()
     os.environ[API_KEYS_VARIABLE] = f"{pairs},{name}={key}" if pairs else f"{name}={key}"
 
 
 def api_key_of_environment() -> str | None:
-    """The key that a client sends if it is told none."""
+    """The key that a client sends by default."""
     return os.environ.get(API_KEY_VARIABLE)
 
 
@@ -357,7 +359,7 @@ def _describe(error: pydantic.ErrorDict) -> str:
 
 
 def toml_value(value: object) -> str:
-    """As a TOML file has it. A path is a string."""
+    """A value in TOML syntax. A path becomes a string."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

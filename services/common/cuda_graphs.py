@@ -1,4 +1,4 @@
-"""`StepGraphs`: the captured CUDA graphs of one kind of step, alike in both workers."""
+"""`StepGraphs`: the captured CUDA graphs of one kind of step, for both workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Size = TypeVar("Size")
 class StepGraphs(Generic[Size]):
     """One graph of `run(size)` for each size, all in one memory pool. For one thread.
 
-    `warm_up(size)` runs uncaptured before, to compile kernels; neither may wait for the peer.
+    Before each capture, `warm_up(size)` runs uncaptured to compile kernels. Neither function may wait for the peer.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StepGraphs(Generic[Size]):
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
 
     def capture_all(self, sizes: Iterable[Size]) -> None:
-        """Waits for the device. Start with the largest: the others then find memory in the pool."""
+        """Captures all sizes and waits for the device. Pass the largest size first: the others reuse its memory."""
         start = time.monotonic()
         with torch.cuda.stream(self._stream):
             free_before = torch.cuda.mem_get_info()[0]
@@ -44,7 +44,7 @@ class StepGraphs(Generic[Size]):
         log.info("captured graphs", num_graphs=len(self._graphs), seconds=seconds, bytes=num_bytes)
 
     def find(self, size: Size) -> torch.cuda.CUDAGraph:
-        """Captures it first, which waits for the device, if no step of this size has come before."""
+        """The graph of this size. Captures it, which waits for the device, if it does not exist yet."""
         graph = self._graphs.get(size)
         if graph is None:
             start, free_before = time.monotonic(), torch.cuda.mem_get_info()[0]
@@ -54,7 +54,7 @@ class StepGraphs(Generic[Size]):
         return graph
 
     def _capture(self, size: Size) -> torch.cuda.CUDAGraph:
-        """Raises `CapacityError` where the GPU has no room for it."""
+        """Captures a graph. Raises `CapacityError` if the GPU has no room for it."""
         graph = torch.cuda.CUDAGraph()
         with (
             naming_what_needs_memory("the CUDA graphs of steps"),

@@ -1,4 +1,7 @@
-"""How a dense worker says on a gateway's stream who it is: where calls are balanced, no other call would tell."""
+"""A dense worker's description in the metadata of a gateway's stream.
+
+Behind a load balancer a separate call could reach another replica than the stream.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ from collections.abc import Iterable
 
 from services.pb import dense_pb2
 
-KEY = "dense-info-bin"  # initial metadata of `Connect`; gRPC takes bytes under names that end so
+KEY = "dense-info-bin"  # initial metadata of `Connect`; gRPC requires the suffix -bin for bytes
 
 Metadata = tuple[tuple[str, bytes], ...]
 
 
 def dense_info_metadata(info: dense_pb2.DenseInfo) -> Metadata:
-    """What the worker sends before anything else."""
+    """The initial metadata that the worker sends on a new stream."""
     return ((KEY, info.SerializeToString()),)
 
 
 def read_dense_info(metadata: Iterable[tuple[str, str | bytes]]) -> dense_pb2.DenseInfo | None:
-    """What the gateway makes of it; None where it is missing."""
+    """The description in a stream's metadata; None if it is missing."""
     for key, value in metadata:
         if key == KEY and isinstance(value, bytes):
             return dense_pb2.DenseInfo.FromString(value)

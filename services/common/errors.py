@@ -16,11 +16,11 @@ class TwostrokeError(Exception):
     status_code: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_status: int = 500
     code: str = "internal"
-    retry_after_s: float | None = None  # when trying again may help; None: nobody knows
+    retry_after_s: float | None = None  # after how many seconds a retry may help; None: unknown
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param  # the field of the request that is wrong, where it is one
+        self.param = param  # the field of the request that is wrong, if the error concerns one
 
 
 class InvalidRequest(TwostrokeError):
@@ -32,13 +32,13 @@ class InvalidRequest(TwostrokeError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer together have more tokens than the model takes."""
+    """Prompt and answer together have more tokens than the model supports."""
 
-    code = "context_length_exceeded"  # OpenAI's
+    code = "context_length_exceeded"  # the code that OpenAI uses
 
 
 class Unauthenticated(TwostrokeError):
-    """No API key, or one that is not known."""
+    """The API key is missing or unknown."""
 
     status_code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
@@ -46,7 +46,7 @@ class Unauthenticated(TwostrokeError):
 
 
 class PermissionDenied(TwostrokeError):
-    """Known, but not allowed to."""
+    """The caller is known but not allowed to do this."""
 
     status_code = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403
@@ -54,7 +54,7 @@ class PermissionDenied(TwostrokeError):
 
 
 class NotFound(TwostrokeError):
-    """A name (model, request, sequence) that nobody knows."""
+    """The name of a model, request or sequence is unknown."""
 
     status_code = grpc.StatusCode.NOT_FOUND
     http_status = 404
@@ -62,13 +62,13 @@ class NotFound(TwostrokeError):
 
 
 class UnknownModel(NotFound):
-    """Another model than the served one."""
+    """The request names a model that is not served."""
 
-    code = "model_not_found"  # OpenAI's
+    code = "model_not_found"  # the code that OpenAI uses
 
 
 class CapacityError(TwostrokeError):
-    """The request is fine but does not fit: queue, KV cache or shared memory. `retry_after_s` in seconds."""
+    """The request is valid but does not fit into the queue, KV cache or shared memory."""
 
     status_code = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
@@ -80,13 +80,13 @@ class CapacityError(TwostrokeError):
 
 
 class RateLimited(CapacityError):
-    """The caller has used up what one API key may have at once or in a minute; the server itself has room."""
+    """The API key has reached its limit per minute or of requests at once; the server itself has room."""
 
     code = "rate_limit_exceeded"
 
 
 class DeadlineExceeded(TwostrokeError):
-    """Somebody waited as long as was allowed: a client that does not read, a call with a deadline."""
+    """A time limit has passed: a client did not read its answer, or a call missed its deadline."""
 
     status_code = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status = 504
@@ -94,7 +94,7 @@ class DeadlineExceeded(TwostrokeError):
 
 
 class QueueTimeout(DeadlineExceeded):
-    """The request waited longer for its first step than it was allowed to: the server is too busy."""
+    """The request waited too long for its first step, because the server is busy."""
 
     http_status = 503
     code = "queue_timeout"
@@ -109,7 +109,7 @@ class PeerError(TwostrokeError):
 
 
 class DeviceError(TwostrokeError):
-    """A GPU or its driver has failed a call: this process cannot go on. For its peers it is one that is gone."""
+    """A call to a GPU or its driver failed, and this process cannot go on. Its peers treat the process as gone."""
 
     status_code = grpc.StatusCode.UNAVAILABLE
     http_status = 503
@@ -117,7 +117,7 @@ class DeviceError(TwostrokeError):
 
 
 class Draining(TwostrokeError):
-    """This server is about to stop and takes no new requests; another one may."""
+    """This server is about to stop and accepts no new requests; another server may accept them."""
 
     status_code = grpc.StatusCode.UNAVAILABLE
     http_status = 503
@@ -125,7 +125,7 @@ class Draining(TwostrokeError):
 
 
 class RequestAborted(TwostrokeError):
-    """The server gave up on this one request; the others go on."""
+    """The server gave up this request; other requests continue."""
 
     status_code = grpc.StatusCode.ABORTED
     http_status = 500
@@ -133,28 +133,28 @@ class RequestAborted(TwostrokeError):
 
 
 class StaleEpoch(TwostrokeError):
-    """A handle or plan of an attention worker, or attachment, that no longer exists."""
+    """A handle or plan belongs to an attention worker or an attachment that no longer exists."""
 
     status_code = grpc.StatusCode.FAILED_PRECONDITION
     code = "stale_epoch"
 
 
 class RolledBack(TwostrokeError):
-    """A change that could not be made; everything is as it was before."""
+    """A change could not be made and was undone; everything is as before."""
 
     status_code = grpc.StatusCode.ABORTED
     code = "rolled_back"
 
 
 class ConfigError(TwostrokeError):
-    """A configuration that cannot work; raised before anything starts."""
+    """The configuration cannot work; raised before anything starts."""
 
     status_code = grpc.StatusCode.FAILED_PRECONDITION
     code = "config"
 
 
 class ModelError(TwostrokeError):
-    """A model directory that is missing, incomplete, damaged or not supported."""
+    """The model directory is missing, incomplete, damaged or not supported."""
 
     status_code = grpc.StatusCode.FAILED_PRECONDITION
     code = "model"

@@ -1,4 +1,4 @@
-"""`LineWriter`: whole lines to a file that may be full, or a pipe that may have no reader."""
+"""`LineWriter`: writes whole lines to a file whose disk may be full, or to a pipe that may have no reader."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 
 
 class LineWriter:
-    """Has no buffer: what a buffer could not write would come later, in pieces. For one thread at a time."""
+    """Writes without a buffer, because the rest of a failed line must not follow later. For one thread at a time."""
 
     def __init__(self, file: int) -> None:
-        """`file` is a descriptor, which somebody else closes."""
+        """`file` is a file descriptor; the caller closes it."""
         self._file = file
-        self._is_torn = False  # the last line was written in part
+        self._is_torn = False  # whether the last line was written only in part
 
     def write(self, line: str) -> None:
-        """Raises `OSError` when the line cannot be written, or only a part of it: then the next one starts anew."""
+        """Writes a line. Raises `OSError` if that fails; after a partial write the next call starts a new line."""
         unwritten = ("\n" * self._is_torn + line + "\n").encode(errors="backslashreplace")
         while unwritten:
             num_bytes = os.write(self._file, unwritten)

@@ -1,7 +1,7 @@
 """Structured logs on standard error: one line an event, key=value or JSON, by structlog.
 
-To log never fails. A line that cannot be written, for want of a reader or of room on a disk, is dropped and counted;
-the first one that can be written again has the count, as `num_dropped_lines`.
+Logging never fails. A line that cannot be written, because the pipe has no reader or the disk is full, is dropped and
+counted. The first line after that carries the count as `num_dropped_lines`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def configure_logs(section: LogSection, service: str) -> None:
 
 
 def tell_people(text: str) -> None:
-    """Writes a text for whoever started this process by hand to standard error; perhaps nobody reads it any more."""
+    """Writes a text to standard error, for the person who started this process; ignores a closed stream."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -53,18 +53,18 @@ class LogLines:
     """A logger for structlog that writes each rendered event as a line; from any thread."""
 
     def __init__(self, file: int) -> None:
-        """`file` is a descriptor."""
+        """`file` is a file descriptor."""
         self._writer = LineWriter(file)
         self._lock = threading.Lock()
-        self._is_told = True  # of all that were dropped
-        self.num_dropped = 0  # in the life of the process
+        self._is_told = True  # whether the log shows all dropped lines
+        self.num_dropped = 0  # lines since the start of the process
 
     def add_num_dropped(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        """A processor; see the module."""
+        """A structlog processor: adds the count of dropped lines to the first event after a dropped one."""
         return event if self._is_told else {**event, "num_dropped_lines": self.num_dropped}
 
     def msg(self, line: str) -> None:
-        """Writes a line, or drops it."""
+        """Writes a line; counts it as dropped if that fails."""
         with self._lock:
             try:
                 self._writer.write(line)

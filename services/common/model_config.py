@@ -1,7 +1,7 @@
 """The shape of a model, read once from a Hugging Face directory and used by both workers.
 
-transformers parses config.json (old and new spellings, defaults); what this product cannot compute
-exactly is refused here, before any weight is read. Nothing of transformers leaves this file.
+transformers parses config.json (old and new spellings, defaults). This module refuses every model that the workers
+cannot compute exactly, before any weight is read. No object of transformers leaves this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",  # 2.5 too
+    "qwen2": "Qwen2ForCausalLM",  # and Qwen2.5
     "qwen3": "Qwen3ForCausalLM",
 }
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -43,11 +43,11 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Everything the rotary tables depend on; `None` where the rope_type has no such parameter."""
+    """All parameters of the rotary tables. A parameter that the rope_type does not have is `None`."""
 
     rope_type: str  # one of ROPE_TYPES
     theta: float
-    rotary_dim: int  # the head_dim of these families; frequencies: rotary_dim // 2
+    rotary_dim: int  # equals head_dim in these families; there are rotary_dim // 2 frequencies
     max_position_embeddings: int
     factor: float = 1.0
     original_max_position_embeddings: int | None = None  # yarn, longrope, llama3
@@ -65,7 +65,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and variants of a decoder-only model of a supported family; sizes count elements."""
+    """Sizes (in elements) and variants of a decoder-only model of a supported family."""
 
     family: str  # key of ARCHITECTURES
     vocab_size: int
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of all of the above: equal in two processes that run the same model."""
+        """Hexadecimal digest of all fields: equal in two processes that run the same model."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
     @property
@@ -109,10 +109,10 @@ class ModelConfig:
 
 
 def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
-    """Read `path`/config.json (and generation_config.json, if there) without network access.
+    """Reads `path`/config.json (and generation_config.json, if it exists) without network access.
 
-    `num_layers` keeps only that many of the first layers. Raises ModelError, naming the value and what
-    is supported, for a missing, broken, contradictory or unsupported config.
+    `num_layers` keeps only this many first layers. Raises `ModelError` for a missing, broken, contradictory or
+    unsupported config; the message names the value and the supported ones.
     """
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist or is not a directory")
@@ -154,7 +154,7 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
-    """The JSON object in `file`, or None where there is no such file."""
+    """The JSON object in `file`, or None if the file does not exist."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
 def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
     try:
         hf = AutoConfig.for_model(**raw)
-        hf.standardize_rope_params()  # as its models do: only now it sees an original length outside of the parameters
+        hf.standardize_rope_params()  # as Hugging Face's models do; reads an original length beside rope_parameters
         return hf
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
@@ -200,7 +200,7 @@ def _checkpoint_dtype(hf: PretrainedConfig, path: Path) -> str:
 
 
 def _check_shapes(hf: PretrainedConfig, path: Path) -> None:
-    """Refuse what transformers lets through but no projection can compute."""
+    """Refuses shapes and activations that transformers accepts but the workers cannot compute."""
     num_heads, num_kv_heads, head_dim = hf.num_attention_heads, hf.num_key_value_heads, _head_dim(hf)
     if num_heads % num_kv_heads:
         raise ModelError(
@@ -219,7 +219,7 @@ def _head_dim(hf: PretrainedConfig) -> int:
 
 
 def _sliding_windows(hf: PretrainedConfig, path: Path) -> tuple[int | None, ...]:
-    """Per layer: Mistral has one window for all, Qwen names its sliding layers, Llama has none."""
+    """The window of each layer: Mistral has one window for all, Qwen names its sliding layers, Llama has none."""
     if hf.model_type == "llama":
         return (None,) * hf.num_hidden_layers
     window = hf.sliding_window
@@ -292,7 +292,7 @@ def _rope_config(hf: PretrainedConfig, head_dim: int, path: Path) -> RopeConfig:
 
 
 def _eos_token_ids(hf: PretrainedConfig, path: Path) -> tuple[int, ...]:
-    """From generation_config.json where it names any, as Hugging Face `generate` does, else config.json."""
+    """The ids in generation_config.json, as in Hugging Face `generate`; if it has none, those in config.json."""
     generation = _read_json(path / "generation_config.json") or {}
     eos = generation.get("eos_token_id")
     if eos is None:
@@ -302,4 +302,4 @@ def _eos_token_ids(hf: PretrainedConfig, path: Path) -> tuple[int, ...]:
     token_ids = eos if isinstance(eos, list) else [eos]
     if any(type(token_id) is not int for token_id in token_ids):
         raise ModelError(f"{path} has eos_token_id {eos!r}, expected a token id or a list of them")
-    return tuple(token_id for token_id in token_ids if token_id >= 0)  # -1 stands for none
+    return tuple(token_id for token_id in token_ids if token_id >= 0)  # -1 means none

@@ -1,4 +1,4 @@
-"""This process: its end, its memory, its modules."""
+"""What a service does with its own process: end with its parent, import modules, measure its memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """This process gets SIGINT (end at once) when its parent ends, however that happens.
+    """Sends this process SIGINT (end at once) when its parent ends for whatever reason.
 
-    The kernel sends SIGCONT, the one signal that both wakes a stopped process and lets it clean up.
+    The kernel sends SIGCONT first: only this signal wakes a stopped process and still lets it clean up.
     """
 
     def end_if_orphaned(*_: object) -> None:
@@ -26,16 +26,16 @@ def die_with_parent(parent_pid: int) -> None:
 
     signal.signal(signal.SIGCONT, end_if_orphaned)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    end_if_orphaned()  # it may have ended already
+    end_if_orphaned()  # the parent may have ended already
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """While a service's modules are imported, which live as long as it does.
+    """A context for importing a service's modules, which live as long as the process.
 
-    The garbage collector looks at them neither now nor later: it would take a fifth of the time, and afterwards each
-    full collection would hold up all streams for a quarter of a second. And transformers believes that there is no
-    torch: for a config.json or a tokenizer, which is all we ask of it, it would import torch's compiler, for 2 s.
+    The garbage collector skips these modules now and later. It would take a fifth of the import time, and each later
+    full collection would stop all streams for a quarter of a second. transformers is made to believe that torch is
+    not installed: we use it only for a config.json or a tokenizer, for which it would import torch's compiler (2 s).
     """
     gc.disable()
     _import_transformers_without_torch()
@@ -45,12 +45,12 @@ def importing() -> Iterator[None]:
 
 
 def _import_transformers_without_torch() -> None:
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would advise to install torch
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
     torch = sys.modules.get("torch")
     sys.modules["torch"] = None  # type: ignore[assignment]
     from transformers.utils import is_torch_available
 
-    is_torch_available()  # it keeps the answer
+    is_torch_available()  # transformers caches the answer
     if torch is None:
         del sys.modules["torch"]
     else:

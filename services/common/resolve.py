@@ -1,4 +1,4 @@
-"""What the config leaves open, resolved once at start, alike in both workers: model, element type, device."""
+"""Resolves at start what the config leaves open: model, element type, device. Both workers use it in the same way."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from services.common.config import ModelSection
 from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 
-_GPU_PACKAGES = {"triton": "triton", "cuda.bindings": "cuda-bindings"}  # by module
-_MIN_CAPABILITY = (8, 0)  # bfloat16 on the matrix units; asynchronous copies, which the kernels use
+_GPU_PACKAGES = {"triton": "triton", "cuda.bindings": "cuda-bindings"}  # name of the package, by module
+_MIN_CAPABILITY = (8, 0)  # the kernels use bfloat16 on the tensor cores and asynchronous copies
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The model as it runs."""
+    """The model with everything that config and hardware decide."""
 
     config: ModelConfig
     dtype: torch.dtype  # of weights, activations and KV cache
     device: torch.device
-    max_model_len: int  # tokens of prompt and output that positions reach
+    max_model_len: int  # maximum number of tokens, prompt and output together
 
 
 def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
@@ -36,9 +36,9 @@ def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU when there is one.
+    """The device of a name; `auto` is the first GPU if there is one, else the CPU.
 
-    Raises `ConfigError` for a GPU that is not there, or too old, and for a package that it needs and is not there.
+    Raises `ConfigError` if the GPU does not exist or is too old, or if a package that it needs is not installed.
     """
     num_gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and num_gpus == 0):
@@ -63,7 +63,7 @@ def resolve_device(name: str) -> torch.device:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is what it is a part of
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
@@ -72,14 +72,14 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own type on a GPU, and float32 on a CPU, where it is fastest and exact."""
+    """The element type of a name. `auto` is the checkpoint's type on a GPU, and float32, the fastest, on a CPU."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.checkpoint_dtype
     return getattr(torch, name)
 
 
 def resolve_max_model_len(section: ModelSection, config: ModelConfig) -> int:
-    """The length asked for, or else the model's own. Beyond that only scaled RoPE can go."""
+    """The configured length, or else the model's own. Raises `ConfigError` for a longer one without scaled RoPE."""
     own = config.max_position_embeddings
     if section.max_model_len is None:
         return own
@@ -92,9 +92,9 @@ def resolve_max_model_len(section: ModelSection, config: ModelConfig) -> int:
 
 
 def use_device(device: torch.device, num_threads: int | None) -> None:
-    """Makes the device current, and sets how many CPU threads run one torch operation.
+    """Makes the device current and sets the number of CPU threads of one torch operation.
 
-    Default: all cores but one, which the other worker spins on.
+    Default: all cores but one. The other worker spins on that one.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""`SamplingParams` as the message of the wire and back, alike for clients, gateway and dense worker."""
+"""Converts `SamplingParams` to the gRPC message and back, for clients, gateway and dense worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name no
 
 
 def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """Every option, defaults too, but for a `top_k` that is None."""
+    """The message. It has every option, defaults included, except a `top_k` that is None."""
     return sampling_pb2.SamplingParams(
         **{name: getattr(params, name) for name in _SCALARS},
         logit_bias=dict(params.logit_bias),
@@ -23,7 +23,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
-    """The options as they came, not validated; those that are missing by `defaults`, else by `SamplingParams`."""
+    """The options of a message, not validated. Missing ones come from `defaults`, else from `SamplingParams`."""
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     if message.logit_bias:
         given["logit_bias"] = tuple(sorted(message.logit_bias.items()))

@@ -1,8 +1,7 @@
-"""The sampling options of one request, as gateway and dense worker both see them.
+"""The sampling options of one request, as gateway and dense worker use them.
 
-A plain value: the gateway builds and validates it, the journal keeps it, the dense worker's sampler obeys it.
-Together with the token ids so far and the model's logits it determines every later token; no sampler has state
-beyond that.
+The gateway builds and validates them, the journal keeps them, and the dense worker's sampler applies them.
+The options, the token ids so far and the model's logits determine every later token: samplers have no other state.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
 
-GREEDY_BELOW = 1e-5  # dividing logits by less than this could only pick the most likely token anyway
+GREEDY_BELOW = 1e-5  # a smaller temperature would always pick the most likely token anyway
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
@@ -29,8 +28,8 @@ MAX_ALLOWED_TOKENS = 1024
 class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
-    Applied in this order, each to what the one before left: `logit_bias`, repetition, frequency and presence
-    penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, temperature, `top_k`, `top_p`, `min_p`.
+    They are applied in this order, each to the result of the one before: `logit_bias`, repetition, frequency and
+    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, temperature, `top_k`, `top_p`, `min_p`.
     """
 
     temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
@@ -43,23 +42,23 @@ class SamplingParams:
     min_tokens: int = 0  # >= 0: no stop token is sampled before this many output tokens
     seed: int = 0  # [0, 2**64): same seed, options, token ids and logits => same next token
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, [-100, 100]): added to the token's logit
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids each: no such sequence lies within the output
-    # Only these are sampled, EOS not unless it is one of them; empty: all. No token twice. Where bad words and
-    # `min_tokens` leave none of them, all of them are equally likely.
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each word: the output contains no such sequence
+    # Only these tokens are sampled (EOS too must be listed); empty: all tokens. No token twice. Where bad words and
+    # `min_tokens` exclude all of these tokens, all of them are equally likely.
     allowed_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, so that filters and seed do not matter."""
+        """Whether the most likely token is always taken, so that filters and seed have no effect."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any option depends on which tokens occurred before."""
+        """Whether any penalty applies, which depends on the tokens so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def validate(self) -> None:
-        """Raise `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
+        """Raises `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
         _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if self.top_k is not None and self.top_k < 1:
             raise InvalidRequest(f"top_k is {self.top_k}, must be at least 1 (omit it to keep all tokens)", "top_k")
@@ -83,7 +82,7 @@ class SamplingParams:
         _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
 
     def validate_token_ids(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` for the first option that names more tokens than there are, or one beyond them."""
+        """Raises `InvalidRequest` for the first option with a token id, or a top_k, beyond the vocabulary."""
         if self.top_k is not None and self.top_k > vocab_size:
             raise InvalidRequest(f"top_k is {self.top_k}, vocab_size is {vocab_size}", "top_k")
         _check_token_ids("logit_bias", (token_id for token_id, _ in self.logit_bias), vocab_size)
@@ -92,7 +91,7 @@ class SamplingParams:
         _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
 
     def check_choice(self, stop_token_ids: Iterable[int]) -> None:
-        """Raise `InvalidRequest` where bad words and `min_tokens` forbid all of `allowed_token_ids` from the start."""
+        """Raises `InvalidRequest` if bad words and `min_tokens` exclude all of `allowed_token_ids` from the start."""
         if not self.allowed_token_ids:
             return
         left = set(self.allowed_token_ids) - {word[0] for word in self.bad_words if len(word) == 1}
@@ -100,7 +99,7 @@ class SamplingParams:
             left.difference_update(stop_token_ids)
         if not left:
             raise InvalidRequest(
-                f"of {len(self.allowed_token_ids)} allowed_token_ids bad_words and min_tokens leave none",
+                f"bad_words and min_tokens exclude all {len(self.allowed_token_ids)} allowed_token_ids",
                 "allowed_token_ids",
             )
 
@@ -127,5 +126,5 @@ def _check_range(name: str, value: float, low: float, high: float, is_low_exclud
 
 
 def _field(name: str) -> str:
-    """`logit_bias[5]` is of the field `logit_bias`."""
+    """The field of a name: `logit_bias` for `logit_bias[5]`."""
     return name.partition("[")[0]

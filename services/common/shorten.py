@@ -1,4 +1,4 @@
-"""What a client sent, as far as it is shown in errors: a message of megabytes must not come back."""
+"""Shortens a client's text before an error quotes it, so that no error message has megabytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MARK = "…"
 
 
 def shorten(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
-    """At most so many characters, the last of them a mark where some are missing."""
+    """The text, cut to at most `most` characters; a cut text ends with `MARK`."""
     return text if len(text) <= most else text[: most - 1] + MARK
 
 
 def quote(text: str) -> str:
-    """In quotation marks, with everything escaped that does not print; the first `MAX_QUOTED_CHARACTERS`."""
+    """The first `MAX_QUOTED_CHARACTERS` in quotation marks, with unprintable characters escaped."""
     return repr(shorten(text, MAX_QUOTED_CHARACTERS))

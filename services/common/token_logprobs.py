@@ -1,4 +1,4 @@
-"""`TokenLogprobs`: what a request that asks for log-probabilities learns of one token. A plain value."""
+"""`TokenLogprobs`: the log-probabilities that a request gets for one token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from services.pb import sampling_pb2
 class TokenLogprobs:
     """Natural logarithms of the model's own probabilities, before any sampling option."""
 
-    logprob: float  # of the token that was chosen, or stands in the prompt
-    top: tuple[tuple[int, float], ...]  # the likeliest (token_id, logprob), most likely first
+    logprob: float  # of the sampled token, or of the prompt's token
+    top: tuple[tuple[int, float], ...]  # (token_id, logprob) of the most likely tokens, most likely first
 
 
 def encode_logprobs(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
-    """As a message; see `protos/sampling.proto`."""
+    """Converts to the message of `protos/sampling.proto`."""
     return sampling_pb2.TokenLogprobs(
         logprob=value.logprob,
         top_token_ids=[token_id for token_id, _ in value.top],
@@ -25,7 +25,7 @@ def encode_logprobs(value: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
 
 
 def decode_logprobs(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
-    """The value of a message."""
+    """Converts from the message of `protos/sampling.proto`."""
     return TokenLogprobs(
         message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
     )
