@@ -1,4 +1,4 @@
-"""How services of this project reach each other: one channel with quick reconnects and no proxy, in TLS if asked."""
+"""gRPC channels between the services: quick reconnects, no proxy, and TLS if configured."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from services.rpc.tls import TlsFiles, tls_files
 
 RECONNECT_MS = 50
 MAX_RECONNECT_MS = 500
-# Of workers on other machines: one that vanishes without a word is noticed within the sum of the two.
+# For workers on other machines: a worker that vanishes silently is noticed within the sum of the two.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 DENSE_WORKER = "twostroke.dense.v1.DenseWorker"
-# Every call goes to the next of those that answer `grpc.health.v1` that they serve.
+# Calls go in turn to all replicas that report SERVING to `grpc.health.v1`.
 ROUND_ROBIN = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": DENSE_WORKER}}
 
 
 def is_balanced(address: str) -> bool:
-    """Whether an address stands for replicas of the dense worker, among which gRPC takes turns."""
+    """Whether an address names replicas of the dense worker, among which gRPC distributes the calls."""
     return address.startswith(BALANCED_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTls:
-    """How the services of one cluster know each other: every one has this certificate, or one by the same authority."""
+    """TLS between the services of one cluster: each has this certificate, or one that the same CA has signed."""
 
     files: TlsFiles
-    server_name: str | None  # in the workers' certificates; None: the host of the address, localhost of a socket
+    server_name: str | None  # name in the workers' certificates; None: the host of the address (localhost for a socket)
 
 
 def read_peer_tls(peers: PeerSection) -> PeerTls | None:
-    """None where the config asks for no TLS. Raises `ConfigError` for files that cannot be used."""
+    """The TLS files of the config; None without TLS. Raises `ConfigError` for files that cannot be used."""
     files = tls_files(peers.tls_certificate, peers.tls_key, peers.tls_ca)
     return None if files is None else PeerTls(files, peers.tls_server_name)
 
 
 def open_channel(address: str, max_message_bytes: int, tls: PeerTls | None = None) -> grpc.aio.Channel:
-    """A channel to a peer that may come later or come back; `max_message_bytes` of one message, both ways."""
+    """A channel to a peer, which may start later and may restart.
+
+    `max_message_bytes` limits one message in either direction.
+    """
     options: list[tuple[str, object]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -48,7 +51,7 @@ def open_channel(address: str, max_message_bytes: int, tls: PeerTls | None = Non
         ("grpc.min_reconnect_backoff_ms", RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_MS),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
+        ("grpc.use_local_subchannel_pool", 1),  # every channel gets a connection of its own
     ]
     if is_balanced(address):
         options += [

@@ -1,4 +1,4 @@
-"""Errors of the tree in `services.common.errors` as gRPC statuses with details that programs can read.
+"""Turns the errors of `services.common.errors` into gRPC statuses with machine-readable details.
 
 The details are google.rpc's own messages: https://cloud.google.com/apis/design/errors#error_details.
 """
@@ -13,13 +13,13 @@ from grpc_status import rpc_status
 from services.common.errors import TwostrokeError
 
 DOMAIN = "twostroke"
-# gRPC sends a message twice, in the status (percent-encoded) and in the details (base64), as metadata, of which
-# clients take 8 KiB.
+# gRPC sends a message twice as metadata: in the status (percent-encoded) and in the details (base64). Clients accept
+# 8 KiB of metadata.
 MAX_MESSAGE_BYTES = 1000
 
 
 def rich_status(error: TwostrokeError) -> grpc.Status:
-    """Code, message and details: ErrorInfo always, BadRequest where a field is wrong, RetryInfo where time helps."""
+    """Code, message and details: always ErrorInfo; BadRequest if a field is wrong; RetryInfo if a retry may help."""
     message = _shorten(str(error))
     details = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)]
     if error.param is not None:
@@ -38,7 +38,7 @@ def rich_status(error: TwostrokeError) -> grpc.Status:
 
 
 def _shorten(text: str) -> str:
-    """At most `MAX_MESSAGE_BYTES` of UTF-8, with a mark where some is missing; lone surrogates become '?'."""
+    """Cuts a text to `MAX_MESSAGE_BYTES` of UTF-8, ending with a mark if cut; lone surrogates become '?'."""
     data = text.encode(errors="replace")
     if len(data) <= MAX_MESSAGE_BYTES:
         return data.decode()

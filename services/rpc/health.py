@@ -1,7 +1,8 @@
 """`HealthServicer`: `grpc.health.v1` in a service's event loop.
 
-That of grpcio-health-checking writes to a watcher while it holds the lock that a change of status needs: one client
-that takes nothing (a flow-control window of 0) keeps every change, and the server's stop, waiting for ever.
+The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and every change of status needs that
+lock. One client that reads nothing (a flow-control window of 0) then blocks all changes, and the server's stop, for
+ever.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ Status = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Nobody who asks or watches delays `set`."""
+    """The health service. `set` never waits for a client that checks or watches."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {}
-        self._changed = asyncio.Event()  # of one change; then there is a new one
+        self._changed = asyncio.Event()  # set by one change, then replaced by a new event
         self._is_shut = False
 
     def set(self, names: list[str], status: int) -> None:
-        """What is answered for the services `names` from now on; nothing after `shut`."""
+        """Sets the status of the services `names`. Does nothing after `shut`."""
         if not self._is_shut:
             self._statuses.update(dict.fromkeys(names, status))
             self._changed.set()
             self._changed = asyncio.Event()
 
     def shut(self) -> None:
-        """NOT_SERVING for all, whatever is set later."""
+        """Sets all services to NOT_SERVING for good."""
         self.set(list(self._statuses), Status.NOT_SERVING)
         self._is_shut = True
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> Status:
-        """The status of a service, or NOT_FOUND."""
+        """Answers with the status of a service, or with the error NOT_FOUND."""
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {quote(request.service)}")
         return Status(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        """Writes the status of a service, then each that differs; a slow reader gets the latest."""
+        """Streams the status of a service and each change of it. A slow reader gets only the latest status."""
         last_status = None
         while True:
             changed = self._changed

@@ -1,7 +1,7 @@
 """Prometheus metrics of one process: its registry, the buckets of its histograms, and the scraper's HTTP server.
 
-Every service makes one registry at start and passes it to the constructors of what it measures. Names are
-`twostroke_<service>_<what>_<unit>`; `deploy/prometheus/metrics.md` lists them all.
+Every service creates one registry at start and passes it to the constructors of the parts that it measures. Metrics are
+named `twostroke_<service>_<what>_<unit>`; `deploy/prometheus/metrics.md` lists them all.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ log = structlog.get_logger()
 PREFIX = "twostroke"
 HAND_OVER_TIMEOUT_S = 120.0
 HAND_OVER_RETRY_S = 0.2
-# 1, 2, 5 in each decade: 1 ms to 100 s for what a client waits for, finer below for a step and its parts.
+# 1, 2, 5 in each decade: 1 ms to 100 s for a client's waiting times, from 10 µs for a step and its parts.
 LATENCY_BUCKETS_S = (*(m / 10**e for e in (3, 2, 1) for m in (1, 2, 5)), 1, 2, 5, 10, 20, 50, 100)
 STEP_BUCKETS_S = (*(m / 10**e for e in (5, 4, 3, 2, 1) for m in (1, 2, 5)), 1, 2, 5, 10)
 
 
 def new_registry(service: str) -> CollectorRegistry:
-    """A registry that holds the figures of this process and what was built into it."""
-    disable_created_metrics()  # a series more for every counter and histogram, and nobody asks for it
+    """A registry with the metrics of this process (memory, CPU, files) and its version."""
+    disable_created_metrics()  # otherwise each counter and histogram has one more series, which nobody uses
     registry = CollectorRegistry()
     ProcessCollector(namespace=PREFIX, registry=registry)
     info = Gauge(
         "twostroke_build_info",
-        "Always 1; the labels say what runs.",
+        "Always 1; the labels name service and versions.",
         ["service", "version", "python"],
         registry=registry,
     )
@@ -44,9 +44,10 @@ def new_registry(service: str) -> CollectorRegistry:
 
 @contextlib.contextmanager
 def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterator[str | None]:
-    """Answers scrapers at `http://ADDRESS/metrics`, in threads of its own, as long as the context lasts.
+    """Serves the registry at `http://ADDRESS/metrics`, in threads of its own, as long as the context lasts.
 
-    Yields the address with the real port; None serves nothing. Raises `ConfigError` if it is taken.
+    Yields the address with the real port. With the address None it serves nothing and yields None. Raises
+    `ConfigError` if the address is in use.
     """
     if address is None:
         yield None
@@ -67,7 +68,10 @@ def serving_metrics(address: str | None, registry: CollectorRegistry) -> Iterato
 
 
 async def serve_metrics_once_free(address: str | None, registry: CollectorRegistry) -> None:
-    """Like `serving_metrics`, until cancelled, from when the process that this one succeeds has left the address."""
+    """Like `serving_metrics`, until cancelled; first waits until the previous process has left the address.
+
+    After `HAND_OVER_TIMEOUT_S` it logs an error and returns.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + HAND_OVER_TIMEOUT_S
     while address is not None:

@@ -1,6 +1,6 @@
-"""Tracing by OpenTelemetry: spans leave in batches over OTLP/gRPC, from a thread of their own.
+"""Tracing by OpenTelemetry: a thread sends the spans in batches over OTLP/gRPC.
 
-The queue is bounded: spans that a slow or absent collector cannot take are dropped, and no request waits for it.
+The queue is bounded. If the collector is slow or absent, spans are dropped; no request waits for it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from services.rpc.tracing import Attribute
 
 MAX_NUM_PENDING = 2048  # spans
 EXPORT_INTERVAL_MS = 1000
-EXPORT_TIMEOUT_S = 1.0  # of one batch, tries included: also bounds the end of the process
+EXPORT_TIMEOUT_S = 1.0  # of one batch, retries included; it also bounds the end of the process
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracer:
-    """See `services.rpc.tracing.Tracer`."""
+    """A `services.rpc.tracing.Tracer` that exports spans to a collector."""
 
     is_enabled = True
 
     def __init__(self, endpoint: str, sample_ratio: float, service: str) -> None:
         resource = Resource({SERVICE_NAME: f"twostroke-{service}", SERVICE_VERSION: VERSION})
-        sampler = ParentBased(TraceIdRatioBased(sample_ratio))  # a client's own decision counts first
+        sampler = ParentBased(TraceIdRatioBased(sample_ratio))  # the client's decision takes precedence
         self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(
@@ -46,13 +46,13 @@ class OtelTracer:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def start(self, name: str, traceparent: str, start_s: float | None = None, **attributes: Attribute) -> OtelSpan:
-        """See `Tracer`."""
+        """Starts a span below `traceparent`, at `start_s` on the monotonic clock, or now."""
         return OtelSpan(self, name, traceparent, start_s, attributes)
 
     def begin(
         self, name: str, traceparent: str, start_s: float | None, attributes: dict[str, Attribute]
     ) -> trace.Span:
-        """The library's span; names of attributes get the project's prefix."""
+        """Starts a span of the library; the names of its attributes get the project's prefix."""
         return self._tracer.start_span(
             name,
             context=_PROPAGATOR.extract({"traceparent": traceparent}),
@@ -61,16 +61,16 @@ class OtelTracer:
         )
 
     def to_ns(self, at_s: float) -> int:
-        """Nanoseconds since 1970 of a time on the monotonic clock."""
+        """Converts a time on the monotonic clock to nanoseconds since 1970."""
         return self._epoch_ns + int(at_s * 1e9)
 
     def stop(self) -> None:
-        """Sends what is left; blocks for `EXPORT_TIMEOUT_S` and the batch that is under way at the most."""
+        """Sends the remaining spans. Blocks at most for the batch being sent and another `EXPORT_TIMEOUT_S`."""
         self._provider.shutdown()
 
 
 class OtelSpan:
-    """See `services.rpc.tracing.Span`."""
+    """A `services.rpc.tracing.Span` around a span of the library."""
 
     def __init__(
         self,
@@ -85,18 +85,18 @@ class OtelSpan:
 
     @property
     def traceparent(self) -> str:
-        """See `Span`."""
+        """The span's context as a W3C string."""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))
         return carrier["traceparent"]
 
     def add_child(self, name: str, start_s: float, end_s: float) -> None:
-        """See `Span`."""
+        """Adds a finished span below this one; times are on the monotonic clock."""
         child = self._tracer.begin(name, self.traceparent, start_s, {})
         child.end(self._tracer.to_ns(end_s))
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """See `Span`."""
+        """Ends the span, with status ERROR if there is an `error`. Does nothing the second time."""
         if not self._span.is_recording():
             return
         self._span.set_attributes(prefixed(attributes))
@@ -106,5 +106,5 @@ class OtelSpan:
 
 
 def prefixed(attributes: dict[str, Attribute]) -> dict[str, Attribute]:
-    """Names as they are sent."""
+    """The attributes with the project's prefix in their names."""
     return {f"twostroke.{name}": value for name, value in attributes.items()}

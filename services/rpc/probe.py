@@ -1,11 +1,11 @@
 """`python -m services.rpc.probe --address ADDR`: asks a service for its health once; for containers and scripts.
 
-Speaks `grpc.health.v1` and imports nothing heavier than gRPC, since it runs every few seconds. The exit status is
+It calls `grpc.health.v1` and imports nothing heavier than gRPC, since it runs every few seconds. The exit status is
 
     0  SERVING
     1  the command line is wrong, or a certificate file cannot be read
-    2  nobody answers at the address within the time
-    3  somebody answers, with an error: a service name that is not known there, a call that takes too long
+    2  no server answers at the address within the time limit
+    3  a server answers with an error: it does not know the service's name, or the call takes too long
     4  the service answers that it is not serving
 """
 
@@ -27,7 +27,7 @@ MAX_TIMEOUT_MS = 3_600_000
 
 
 class ExitCode(IntEnum):
-    """See the top of this file."""
+    """The exit statuses of the probe; the module's docstring explains them."""
 
     SERVING = 0
     USAGE = 1
@@ -38,11 +38,11 @@ class ExitCode(IntEnum):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")  # argparse's own 2 means something else here
+        self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")  # argparse exits with 2: UNREACHABLE
 
 
 def main(argv: Sequence[str] | None = None) -> ExitCode:
-    """Prints one line on standard error, unless the service serves."""
+    """Probes once. Prints one line on standard error unless the service serves."""
     parser = _build_parser()
     arguments = parser.parse_args(argv)
     code, message = probe(
@@ -66,10 +66,10 @@ def probe(
     credentials: grpc.ChannelCredentials | None = None,
     server_name: str | None = None,
 ) -> tuple[ExitCode, str]:
-    """One call of `Check`, within `timeout_s` connection and all; what came of it, and a word on it.
+    """Calls `Check` once, within `timeout_s` including the connection. Returns the exit code and an explanation.
 
-    `service` is a full proto name, or empty for the whole server. Without `credentials` it speaks plain text;
-    `server_name` is what the server's certificate must be of, if that is not the address.
+    `service` is a full proto name, or empty for the whole server. Without `credentials` the connection is plain text.
+    `server_name` is the name in the server's certificate, if it is not the host of the address.
     """
     with open_sync_channel(address, credentials, server_name) as channel:
         try:
@@ -89,13 +89,13 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="services.rpc.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--address", required=True, metavar="ADDR", help="HOST:PORT or unix:PATH of the service")
-    parser.add_argument("--service", default="", metavar="NAME", help="full proto name (the whole server)")
+    parser.add_argument("--service", default="", metavar="NAME", help="full proto name (default: the whole server)")
     parser.add_argument(
         "--timeout-ms",
         type=_milliseconds,
         default=DEFAULT_TIMEOUT_MS,
         metavar="N",
-        help="longest time that the answer may take (%(default)s)",
+        help="time limit for the answer (%(default)s)",
     )
     add_tls_arguments(parser)
     return parser

@@ -1,6 +1,6 @@
-"""gRPC server reflection as v1alpha and as v1: Python's package has the former alone, newer clients ask for the latter.
+"""gRPC server reflection as v1alpha and v1: Python's package has only v1alpha, newer clients ask for v1.
 
-The messages of both are the same on the wire; only the package in their names differs.
+The messages of both are the same on the wire; only the package names differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ V1_SERVICE = f"{V1_PACKAGE}.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Lists `service_names`, full proto names, and reflection itself under both of its names."""
+    """Adds reflection, which lists `service_names` (full proto names) and itself under both of its names."""
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer([*service_names, reflection.SERVICE_NAME, V1_SERVICE])
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -31,7 +31,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 def _describe_v1() -> None:
-    """Puts v1's descriptor where reflection looks: clients ask for that of every service that is listed."""
+    """Adds v1's descriptor to the default pool: clients ask for the descriptor of every listed service."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileContainingSymbol(V1_SERVICE)

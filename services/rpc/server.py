@@ -1,6 +1,6 @@
-"""Life cycle of a gRPC service: bind, report health, serve, drain, stop. Everything opened is closed.
+"""The life cycle of a gRPC service: bind, report health, serve, drain, stop.
 
-Errors of the tree in `services.common.errors` become gRPC statuses here, and nowhere else.
+Only here do the errors of `services.common.errors` become gRPC statuses.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from services.rpc.tls import TlsFiles, warn_if_exposed
 
 log = structlog.get_logger()
 
-MAX_SOCKET_PATH_BYTES = 107  # of Linux
-MIN_PING_INTERVAL_MS = 5_000  # of clients that make sure that we still live
-LIVENESS = "liveness"  # health name for who restarts us: it serves even while there is nothing to serve with
+MAX_SOCKET_PATH_BYTES = 107  # the limit of Linux
+MIN_PING_INTERVAL_MS = 5_000  # clients may not send keep-alive pings more often
+LIVENESS = "liveness"  # health name for the supervisor: SERVING as long as a restart would not help
 
 Request = TypeVar("Request")
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
 class GrpcServer:
-    """One listening server with health and reflection.
+    """A listening server with health service and reflection.
 
     `service_names` are full proto names; they report SERVING between `set_serving(True)` and `(False)`.
     """
@@ -58,10 +58,11 @@ class GrpcServer:
         shares_port: bool = False,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """`local_address`: a Unix socket where it listens too, and without TLS. `shares_port`: with other processes.
+        """`local_address` is a second address: a Unix socket without TLS. `shares_port` allows other processes on the
+        same port.
 
-        `max_message_bytes` is of messages that come in; those that go out are limited by who receives them. What
-        `interceptors` raise becomes a status, too.
+        `max_message_bytes` limits incoming messages; the receivers limit outgoing ones. Errors that `interceptors`
+        raise become statuses too.
         """
         self._address = address
         self._tls = tls
@@ -74,7 +75,7 @@ class GrpcServer:
             options=[
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 *options,
-                ("grpc.so_reuseport", int(shares_port)),  # else a second server on the same port is an error
+                ("grpc.so_reuseport", int(shares_port)),  # if 0, a second server on the same port is an error
                 ("grpc.max_receive_message_length", max_message_bytes),
             ],
         )
@@ -83,7 +84,7 @@ class GrpcServer:
         add_reflection(self.server, [*service_names, health.SERVICE_NAME])
 
     async def start(self) -> str:
-        """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
+        """Binds and serves; returns the address with the real port. Raises `ConfigError` if the address is in use."""
         if self._address.startswith(BALANCED_SCHEMES):
             raise ConfigError(f"cannot listen on {self._address}: that is a name for clients")
         port = self._bind(self._address, self._tls)
@@ -109,12 +110,12 @@ class GrpcServer:
             raise ConfigError(f"cannot listen on {address}: port in use or address not of this host") from error
 
     async def set_serving(self, is_serving: bool) -> None:
-        """What `grpc.health.v1` answers for the whole server and each of its services, unless it is stalled."""
+        """Sets the health of the whole server and of each service. A stalled server reports NOT_SERVING anyway."""
         self._is_serving = is_serving
         self._set_health(["", *self._service_names], is_serving and self._stall is None)
 
     async def set_stall(self, stall: stall_pb2.Stall | None) -> None:
-        """A stalled server does not serve; only one that waits for nobody would gain from a restart."""
+        """Makes a stalled server NOT_SERVING, and also not live if it waits for nobody: a restart may then help."""
         self._stall = stall
         self._set_health([LIVENESS], stall is None or bool(stall.waits_for))
         await self.set_serving(self._is_serving)
@@ -124,23 +125,24 @@ class GrpcServer:
         self._health.set(names, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
+        """Refuses new calls, gives running calls `grace_s` seconds to end, then cancels them."""
         self._health.shut()
         await self.server.stop(grace_s)
 
 
 async def until_over(requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
-    """A call's requests; ends when the call does, whichever side ended it, and however."""
-    # What gRPC says to a reader that outlives its call: the second, if the call has ended with an error.
+    """A call's requests. The iterator ends when the call ends, on whichever side and for whatever reason."""
+    # gRPC raises UsageError to a reader of an ended call, and AbortError if the call ended with an error.
     with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):
         async for request in requests:
             yield request
 
 
 def check_socket_free(path: str) -> None:
-    """A Unix socket, or a link to one, that a dead process left may be taken over: gRPC does not ask.
+    """Checks that a Unix socket can be bound. gRPC would replace any file there without a check.
 
-    Raises `ConfigError` for one that answers, for anything else that is there, and for a path that cannot be one.
+    A socket, or a link to one, that a dead process left may be replaced. Raises `ConfigError` if a process listens on
+    the socket, if another file is there, or if the path cannot be a socket's.
     """
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
@@ -152,7 +154,7 @@ def check_socket_free(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISSOCK(mode) and not stat.S_ISLNK(mode):
-            raise ConfigError(f"cannot listen on unix:{path}: a file is there that is no socket")
+            raise ConfigError(f"cannot listen on unix:{path}: the file there is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
@@ -181,7 +183,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         }
         make_handler, behaviour, guard = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
         if inspect.iscoroutinefunction(behaviour):
-            guard = _guard_unary  # streams may also be coroutines that write, as the health service's are
+            guard = _guard_unary  # streams may also be coroutines that write, as in the health service
         return make_handler(
             guard(behaviour),
             request_deserializer=handler.request_deserializer,
@@ -195,7 +197,7 @@ def _guard_unary(behaviour: Handler) -> Handler:
             return await behaviour(request, context)
         except Exception as error:
             status = _status_of(error)
-        del request  # or gRPC's own error, raised here, would keep it until the garbage collector comes
+        del request  # else the error that gRPC raises here keeps it until the next garbage collection
         await context.abort(status.code, status.details, status.trailing_metadata)
 
     return guarded
@@ -216,7 +218,7 @@ def _guard_stream(behaviour: Handler) -> Handler:
 
 
 def _status_of(error: Exception) -> grpc.Status:
-    """What to abort a call with. Raises the error itself where the call has been aborted already."""
+    """The status with which to abort a call. Raises the error itself if the call has been aborted already."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, TwostrokeError):
@@ -248,9 +250,9 @@ async def serve(service: Service) -> None:
 
 
 def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:
-    """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with 1.
+    """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with status 1.
 
-    With `drain`, the first SIGTERM sets that instead: the service ends itself when what runs has ended.
+    With `drain`, the first SIGTERM only sets this event: the service ends itself when its requests have ended.
     """
     status = 0
     try:
@@ -262,13 +264,13 @@ def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = N
         log.critical("stopped by a bug", exc_info=error)
         status = 70  # EX_SOFTWARE
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the stream has no reader any more
             stream.flush()
-    os._exit(status)  # all is closed; the interpreter would take a second to take torch apart
+    os._exit(status)  # everything is closed; a regular exit would take a second to unload torch
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs all to their ends, or until one fails: then the others are cancelled and its error is raised."""
+    """Runs all coroutines to their ends. If one fails, cancels the others and raises its error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -281,13 +283,13 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
 
 
 async def run_until(end: Coroutine[Any, Any, None], *coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs all until `end` returns, or until one fails: then its error is raised. The others are cancelled."""
+    """Runs all coroutines until `end` returns, then cancels them. If one fails, raises its error."""
     others = asyncio.ensure_future(run_together(*coroutines))
     until = asyncio.ensure_future(end)
     try:
         done, _ = await asyncio.wait([others, until], return_when=asyncio.FIRST_COMPLETED)
         if until not in done:
-            others.result()  # raises what ended them; what returned early leaves the end to decide
+            others.result()  # raises their error; if all returned without one, `end` decides
             await until
         else:
             until.result()

@@ -1,4 +1,4 @@
-"""TLS: the PEM files that a config names, checked and read once at start, as gRPC and uvicorn want them."""
+"""TLS: checks and reads the PEM files of the config once at start, for gRPC and uvicorn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of one side. With `ca`, the other side must show a certificate that it signed."""
+    """The PEM files of one side. With `ca`, the other side must present a certificate signed by that CA."""
 
-    certificate: Path  # and those that lead to the root, in this order
+    certificate: Path  # followed by the intermediate certificates up to the root
     key: Path
     ca: Path | None
 
@@ -29,7 +29,7 @@ class TlsFiles:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             for file in files:
-                file.read_bytes()  # else the error would not say which
+                file.read_bytes()  # so that the error names the file
             context.load_cert_chain(self.certificate, self.key, password="")
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
@@ -40,7 +40,7 @@ class TlsFiles:
             raise ConfigError(f"TLS file {str(error.filename)!r} cannot be read: {error.strerror}") from error
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server; `check` has passed."""
+        """Credentials for a gRPC server. Call `check` first."""
         return grpc.ssl_server_credentials(
             [(self.key.read_bytes(), self.certificate.read_bytes())],
             root_certificates=None if self.ca is None else self.ca.read_bytes(),
@@ -48,13 +48,13 @@ class TlsFiles:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a gRPC client; `check` has passed."""
+        """Credentials for a gRPC client. Call `check` first."""
         ca = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.certificate.read_bytes())
 
 
 def tls_files(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
-    """Checked, or None if the config names no files. Raises `ConfigError`."""
+    """The checked files, or None if the config names none. Raises `ConfigError` if they cannot be used."""
     if certificate is None or key is None:
         return None
     files = TlsFiles(certificate, key, ca)
@@ -63,13 +63,13 @@ def tls_files(certificate: Path | None, key: Path | None, ca: Path | None) -> Tl
 
 
 def warn_if_exposed(address: str) -> None:
-    """For an address without TLS."""
+    """Logs a warning if other machines can reach this address, which has no TLS."""
     if is_exposed(address):
-        log.warning("others than this machine can reach this address, and nothing is encrypted", address=address)
+        log.warning("other machines can reach this address, and the connection is not encrypted", address=address)
 
 
 def is_exposed(address: str) -> bool:
-    """Whether others than this machine can reach it."""
+    """Whether other machines can reach the address."""
     if address.startswith("unix:"):
         return False
     host = address.rpartition(":")[0].strip("[]")

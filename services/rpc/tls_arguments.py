@@ -1,4 +1,4 @@
-"""The command-line flags with which clients of a service ask for TLS. Imports nothing heavier than gRPC."""
+"""The command-line flags for TLS that clients of the services share. Imports nothing heavier than gRPC."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import grpc
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--tls` and its companions."""
-    parser.add_argument("--tls", action="store_true", help="speak TLS; the flags below ask for it too")
-    parser.add_argument("--tls-ca-cert", type=Path, metavar="FILE", help="PEM of who signed the server's certificate")
-    parser.add_argument("--tls-client-cert", type=Path, metavar="FILE", help="PEM of our own, where both have one")
-    parser.add_argument("--tls-client-key", type=Path, metavar="FILE", help="its key")
-    parser.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate (the address)")
+    """Adds `--tls` and the flags for its files."""
+    parser.add_argument("--tls", action="store_true", help="use TLS; the flags below imply it")
+    parser.add_argument("--tls-ca-cert", type=Path, metavar="FILE", help="PEM of the CA of the server's certificate")
+    parser.add_argument("--tls-client-cert", type=Path, metavar="FILE", help="PEM of the client's certificate")
+    parser.add_argument("--tls-client-key", type=Path, metavar="FILE", help="PEM of the client's key")
+    parser.add_argument("--tls-server-name", metavar="NAME", help="name in the certificate (default: the host)")
 
 
 def read_credentials(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> grpc.ChannelCredentials | None:
-    """What the flags ask for; None: plain text. Wrong ones and unreadable files end the process by `parser.error`."""
+    """The credentials of the flags; None for plain text. Invalid flags and files end the process by `parser.error`."""
     if (arguments.tls_client_cert is None) != (arguments.tls_client_key is None):
         parser.error("--tls-client-cert and --tls-client-key belong together")
     flags = (arguments.tls_ca_cert, arguments.tls_client_cert, arguments.tls_server_name)
@@ -42,7 +42,7 @@ def read_credentials(
 def open_sync_channel(
     address: str, credentials: grpc.ChannelCredentials | None, server_name: str | None
 ) -> grpc.Channel:
-    """`server_name` is what the server's certificate must be of, if that is not the address."""
+    """A blocking channel. `server_name` is the name in the server's certificate, if it is not the address's host."""
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     if server_name is not None:
         options.append(("grpc.ssl_target_name_override", server_name))
@@ -52,7 +52,7 @@ def open_sync_channel(
 
 
 def _check(ca_cert: Path | None, key: Path | None, cert: Path | None) -> None:
-    """Raises `ssl.SSLError`: gRPC would only say that nobody answers."""
+    """Raises `ssl.SSLError` for invalid files; gRPC would only report that the server is unavailable."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca_cert is not None:
         context.load_verify_locations(ca_cert)

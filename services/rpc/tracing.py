@@ -1,7 +1,7 @@
-"""Traces of requests through the services: what the code sees, with or without OpenTelemetry behind it.
+"""Traces of requests through the services: the interface that the code uses, with or without OpenTelemetry.
 
-`tracing` decides once, at start. Without an endpoint nothing is imported, kept or sent. Contexts travel between
-services as W3C `traceparent` strings (https://www.w3.org/TR/trace-context/). Times are on the monotonic clock.
+`tracing` decides once, at start. Without an endpoint nothing is imported, kept or sent. Services pass contexts to each
+other as W3C `traceparent` strings (https://www.w3.org/TR/trace-context/). Times are on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ Attribute = str | int | float | bool
 
 
 class Span(Protocol):
-    """Something that takes time, as part of a trace."""
+    """A part of a trace: an operation with a start and an end."""
 
     @property
     def traceparent(self) -> str:
-        """For spans below this one, in this service or the next; empty if there is no trace."""
+        """The context for spans below this one, in this or another service; empty if there is no trace."""
         ...
 
     def add_child(self, name: str, start_s: float, end_s: float) -> None:
-        """A span below this one that is over already."""
+        """Adds a finished span below this one."""
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """It is over; `error` says why it failed. Ending it twice does nothing."""
+        """Ends the span; `error` says why it failed. Does nothing the second time."""
 
 
 class Tracer(Protocol):
-    """Makes spans."""
+    """Starts spans."""
 
     is_enabled: bool
 
     def start(self, name: str, traceparent: str, start_s: float | None = None, **attributes: Attribute) -> Span:
-        """A span below `traceparent`, or of a new trace if that is empty or malformed; from now on if not earlier."""
+        """Starts a span below `traceparent`, or in a new trace if that is empty or malformed.
+
+        `start_s` is its start if that is in the past.
+        """
         ...
 
 
@@ -46,19 +49,19 @@ class NoSpan:
     traceparent = ""
 
     def add_child(self, name: str, start_s: float, end_s: float) -> None:
-        """See `Span`."""
+        """Does nothing."""
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """See `Span`."""
+        """Does nothing."""
 
 
 class NoTracer:
-    """A `Tracer` for those who configured none."""
+    """The `Tracer` without a configured endpoint."""
 
     is_enabled = False
 
     def start(self, name: str, traceparent: str, start_s: float | None = None, **attributes: Attribute) -> Span:
-        """See `Tracer`."""
+        """A span that records nothing."""
         return NoSpan()
 
 
@@ -68,7 +71,7 @@ def tracing(section: TracingSection, service: str) -> Iterator[Tracer]:
     if section.endpoint is None:
         yield NoTracer()
         return
-    from services.rpc.otel import OtelTracer  # time and memory that most do not need
+    from services.rpc.otel import OtelTracer  # imported late: it takes time and memory
 
     tracer = OtelTracer(section.endpoint, section.sample_ratio, service)
     try:

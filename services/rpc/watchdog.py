@@ -1,9 +1,9 @@
-"""`Watchdog`: notices that a service makes no progress, though its port is open and its health check answers.
+"""`Watchdog`: notices that a service makes no progress, although its port is open and its health check answers.
 
-Looks at a counter of progress every so often. While there is work and the counter stands still for the bound, the
-service is stalled: one error in the log names role, step, layer and requests, `stall` says the same to whoever asks
-for the status, and the health turns NOT_SERVING. Runs on the event loop; whether that itself still runs, only
-somebody outside can tell: the supervisor, or a container's probe.
+It reads a counter of progress at regular intervals. A service with work whose counter does not change for the time
+limit is stalled: an error in the log names role, step, layer and requests, the status call returns the same as
+`stall`, and the health turns NOT_SERVING. The watchdog runs on the event loop. Only the supervisor or a container's
+probe can notice that the event loop itself has stopped.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from services.pb import stall_pb2
 
 log = structlog.get_logger()
 
-MAX_REQUEST_IDS = 16  # to name
+MAX_REQUEST_IDS = 16  # that a report names
 CHECKS_PER_BOUND = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of work that is under way."""
+    """How far the running work has come."""
 
-    counter: tuple[int, ...]  # anything that changes with every bit of progress
+    counter: tuple[int, ...]  # numbers that change with every bit of progress
     step_id: int = 0
-    layer: int | None = None  # None: the host cannot know
+    layer: int | None = None  # None: the host cannot know it
     request_ids: tuple[str, ...] = ()
     waits_for: str = ""  # role of the service it waits for; empty when it computes
 
@@ -40,7 +40,7 @@ OnStall = Callable[[stall_pb2.Stall | None], Awaitable[None]]
 class Watchdog:
     """`read_progress` returns None when there is nothing to do; `on_stall` is awaited when a stall begins or ends.
 
-    Time in which the watchdog itself could not look does not count: the whole process was stopped, or had no CPU.
+    Time in which the watchdog itself did not run does not count: the process was stopped, or had no CPU.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Watchdog:
             await self.check(time.monotonic())
 
     async def check(self, now: float) -> None:
-        """Looks once; `now` is on the monotonic clock."""
+        """Checks for progress once; `now` is on the monotonic clock."""
         passed_s = 0.0 if self._last_check_s is None else min(now - self._last_check_s, 2 * self._interval_s)
         self._last_check_s = now
         progress = self._read_progress()
@@ -72,11 +72,11 @@ class Watchdog:
             self._counter, self._stalled_s = counter, 0.0
             if self.stall is not None:
                 log.warning("progress again", role=self._role)
-                await self._tell(None)
+                await self._report(None)
             return
         self._stalled_s += passed_s
         if self._stalled_s >= self._stall_timeout_s:
-            await self._tell(self._describe(progress))
+            await self._report(self._describe(progress))
 
     def _describe(self, progress: Progress) -> stall_pb2.Stall:
         return stall_pb2.Stall(
@@ -88,7 +88,7 @@ class Watchdog:
             stalled_s=self._stalled_s,
         )
 
-    async def _tell(self, stall: stall_pb2.Stall | None) -> None:
+    async def _report(self, stall: stall_pb2.Stall | None) -> None:
         last, self.stall = self.stall, stall
         if stall is None or last is None or last.waits_for != stall.waits_for:
             if stall is not None:
@@ -97,7 +97,7 @@ class Watchdog:
 
 
 def describe_stall(stall: stall_pb2.Stall) -> str:
-    """One line for people."""
+    """A stall as one line of text."""
     words = [f"{stall.role} has made no progress for {stall.stalled_s:.1f} s"]
     if stall.step_id:
         words.append(f"step {stall.step_id}")

@@ -60,7 +60,7 @@ def test_what_a_dead_launcher_left_is_replaced_and_what_serves_or_is_a_file_is_n
             DenseAddress(f"unix:{path}", tmp_path)
     path.unlink()
     path.write_text("a letter")
-    with pytest.raises(ConfigError, match="a file is there that is no socket"):
+    with pytest.raises(ConfigError, match="the file there is not a socket"):
         DenseAddress(f"unix:{path}", tmp_path)
     assert path.read_text() == "a letter"
 

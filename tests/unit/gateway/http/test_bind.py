@@ -13,7 +13,7 @@ from services.gateway.http.server import bind
 def test_a_file_at_the_sockets_path_is_kept(tmp_path: Path) -> None:
     letter = tmp_path / "letter"
     letter.write_text("dear")
-    with pytest.raises(ConfigError, match=f"unix:{letter}: a file is there that is no socket"):
+    with pytest.raises(ConfigError, match=f"unix:{letter}: the file there is not a socket"):
         bind(f"unix:{letter}")
     assert letter.read_text() == "dear"
 
