@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,15 +14,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A mapped data region, which the engine closes, and what the attention worker said of its cache."""
+    """Mapped data regions, which the engine closes, and what the attention worker said of its cache."""
 
     epoch: int
     attachment_id: int
-    channel: Channel | None  # None: of no attention worker
+    channels: Mapping[int, Channel]  # by lane
     block_size: int
     num_blocks: int
     num_free_blocks: int
     held_blocks: dict[int, int]  # by sequences that an earlier dense worker left open
+
+    def abort(self) -> None:
+        """Releases whoever waits in one of the channels, for good. May be called from any thread."""
+        for channel in self.channels.values():
+            channel.abort()
+
+    def close(self) -> None:
+        """Unmaps all regions; nothing may use them any more."""
+        for channel in self.channels.values():
+            channel.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class AttentionClient:
                 attachment = self._attachment = await self._attach()
                 listener.on_attached(attachment)
                 end = await self._serve(attachment, listener, watcher)
-                attachment.channel.abort()
+                attachment.abort()
                 if end.is_replaced:
                     self._may_attach.clear()  # to attach again would throw the other one out
                 listener.on_detached(attachment, end)
@@ -103,7 +103,7 @@ class AttentionClient:
     def abort(self) -> None:
         """Releases an engine thread that waits for the attention worker. Called when all ends."""
         if self._attachment is not None:
-            self._attachment.channel.abort()
+            self._attachment.abort()
 
     def ready(self, attachment: Attachment) -> None:
         """The engine can run steps. Called on the engine thread; never blocks."""
@@ -148,19 +148,21 @@ class AttentionClient:
                 await asyncio.sleep(_RETRY_S)
 
     def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
-        lane = reply.lanes[0]
         return Attachment(
             epoch=reply.epoch,
             attachment_id=reply.attachment_id,
-            channel=map_channel(
-                self._options.device,
-                lane.kind,
-                lane.handle,
-                self._options.spec,
-                reply.epoch,
-                reply.attachment_id,
-                self._options.wait_timeout_s,
-            ),
+            channels={
+                lane.lane: map_channel(
+                    self._options.device,
+                    lane.kind,
+                    lane.handle,
+                    self._options.spec,
+                    reply.epoch,
+                    reply.attachment_id,
+                    self._options.wait_timeout_s,
+                )
+                for lane in reply.lanes
+            },
             block_size=reply.block_size,
             num_blocks=reply.num_blocks,
             num_free_blocks=reply.num_free_blocks,

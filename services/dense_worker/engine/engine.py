@@ -183,7 +183,8 @@ class Engine:
         self._current = published.plan
         session.under_way += (published.plan,)
         self._attention.publish(session.attachment, published.plan)
-        step = self._runner.launch(published.plan)
+        channel = session.attachment.channels[published.plan.lane]
+        step = self._runner.launch(published.plan, channel)
         return InFlight(session, published, step, start_s, time.monotonic() - start_s)
 
     def _collect(self, in_flight: InFlight) -> tuple[StepResult, float | None]:
@@ -249,7 +250,7 @@ class Engine:
 
     def _attach(self, attachment: Attachment) -> None:
         self._is_leaving = False
-        self._runner.attach(attachment.channel)
+        self._runner.attach(attachment.channels)
         self._session = Session(attachment)  # from now on the watchdog looks; on a GPU to get here takes its time
         self._scheduler.begin(self._session)
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
@@ -258,8 +259,8 @@ class Engine:
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
         if self._session is not None and self._session.attachment is attachment:
             self._session = None
-            attachment.channel.abort()  # lets what has been launched run through
-            attachment.channel.close()  # now: the next attachment may need the room
+            attachment.abort()  # lets what has been launched run through
+            attachment.close()  # now: the next attachment may need the room
             for observer in self._observers:
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)

@@ -34,7 +34,8 @@ class InFlight:
         step is planned. Returns the result, and the seconds waited for the attention worker (None on CUDA, where no
         host sees it). Raises `PeerError` after `timeout_s`, or when the session has ended.
         """
-        channel, step_id = self.session.attachment.channel, self.published.plan.step_id
+        step_id, lane = self.published.plan.step_id, self.published.plan.lane
+        channel = self.session.attachment.channels[lane]
         waited_s = channel.waited_s
         deadline = time.monotonic() + timeout_s
         while not self.step.is_done():
@@ -44,7 +45,7 @@ class InFlight:
                 raise PeerError(f"step {step_id} has not ended after {timeout_s} s")
         result = self.step.collect()
         deadline = time.monotonic() + timeout_s
-        while self.session.num_errors != channel.num_errors:  # they say whose rows have no meaning
+        while self.session.num_errors[lane] != channel.num_errors:  # they say whose rows have no meaning
             left_s = deadline - time.monotonic()
             if left_s <= 0.0 or not self._handle_one(inbox, is_attached, left_s):
                 raise PeerError(f"errors up to step {step_id} are not here after {timeout_s} s")

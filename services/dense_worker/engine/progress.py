@@ -12,14 +12,15 @@ def progress_of(
     session: Session, plan: StepPlan | None, counts: EngineCounts, num_completed: int, num_layers: int
 ) -> Progress | None:
     """How far a step (`plan`, being launched or collected) has come, or None where there is nothing to do."""
-    channel = session.attachment.channel
-    num_waits = channel.num_waits
-    counter = (session.attachment.attachment_id, counts.num_steps, num_completed, num_waits or 0)
+    channels = session.attachment.channels
+    num_waits = [channel.num_waits or 0 for channel in channels.values()]
+    counter = (session.attachment.attachment_id, counts.num_steps, num_completed, *num_waits)
     if plan is not None:
+        channel = channels[plan.lane]
         return Progress(
             counter,
             step_id=plan.step_id,
-            layer=None if num_waits is None else num_waits % num_layers,
+            layer=None if channel.num_waits is None else channel.num_waits % num_layers,
             request_ids=tuple(session.request_ids.get(entry.seq_id, f"{entry.seq_id:x}") for entry in plan.entries),
             waits_for="attn_worker" if channel.is_waiting else "",
         )

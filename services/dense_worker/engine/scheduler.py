@@ -232,7 +232,7 @@ class Scheduler:
         if published is None:
             raise PeerError(f"step {answer.step_id} was not published, or has been answered")
         errors = answer.errors or {}
-        session.num_errors += len(errors)
+        session.num_errors[published.plan.lane] += len(errors)
         session.ledger.give_back(answer.num_freed_blocks)
         session.closing.difference_update(published.plan.close_seq_ids)
         session.num_closing_plans -= bool(published.plan.close_seq_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class PublishedPlan:
 
 # Of a worker that has not attached yet. It has no blocks, so that nothing runs.
 NOWHERE = Attachment(
-    epoch=0, attachment_id=0, channel=None, block_size=1, num_blocks=0, num_free_blocks=0, held_blocks={}
+    epoch=0, attachment_id=0, channels={}, block_size=1, num_blocks=0, num_free_blocks=0, held_blocks={}
 )
 
 
@@ -55,7 +56,7 @@ class Session:
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
         self.under_way: tuple[StepPlan, ...] = ()  # published and not completed, or not when the session ended
-        self.num_errors = 0  # in the answers that have come
+        self.num_errors = Counter[int]()  # in the answers that have come, by lane
         self.request_ids: dict[int, str] = {}  # by seq_id, of those running; for messages, from any thread
 
         # Sequences of an earlier dense worker, their blocks, and until when they may be claimed.

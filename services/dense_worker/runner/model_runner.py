@@ -7,6 +7,7 @@ the input of its next step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,22 +68,23 @@ class ModelRunner:
         self._free_slots = list(range(max_num_seqs))
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
         self._used_slots: set[int] = set()
-        self._channel: Channel | None = None
 
-    def attach(self, channel: Channel) -> None:
-        """Meets the attention worker in `channel` from now on; every sequence is forgotten."""
+    def attach(self, channels: Mapping[int, Channel]) -> None:
+        """Steps will run over these channels, by lane, from now on; every sequence is forgotten."""
         for slot in list(self._used_slots):
             self._release_slot(slot)
         self._sequences.clear()
-        self._channel = channel
 
     def open(self, new: NewSequence) -> None:
         """Plans may name this sequence from now on, until one closes it."""
         self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids))
 
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """On a CPU nothing can run beside the host: the step runs when it is collected, in plan order."""
-        return _LazyStep(self, self.bind(plan))
+    def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
+        """Runs a step over the channel of its lane.
+
+        On a CPU nothing can run beside the host: the step runs when it is collected, in plan order.
+        """
+        return _LazyStep(self, self.bind(plan), channel)
 
     def bind(self, plan: StepPlan) -> BoundPlan:
         """Finds the sequences of a plan, after its closings and forks. Called as soon as it is published."""
@@ -131,13 +133,12 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput, channel: Channel) -> StepResult:
         """Runs all layers, and the sampler. Raises what `Channel.wait` raises."""
-        assert self._channel is not None, "steps need an attachment"
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
-        logits = run_layers(self._backend, self._channel, self._num_layers, token_ids, step.sampled_rows)
-        return self.finish(step, logits, self._channel, torch.empty(len(logits), dtype=torch.int64)).read()
+        logits = run_layers(self._backend, channel, self._num_layers, token_ids, step.sampled_rows)
+        return self.finish(step, logits, channel, torch.empty(len(logits), dtype=torch.int64)).read()
 
     def finish(
         self, step: StepInput, logits: torch.Tensor, channel: Channel, host_token_ids: torch.Tensor
@@ -207,10 +208,11 @@ def run_layers(
 class _LazyStep:
     runner: ModelRunner
     bound: BoundPlan
+    channel: Channel
 
     def is_done(self) -> bool:
         return True
 
     def collect(self) -> StepResult:
         step = self.runner.prepare(self.bound)
-        return self.runner.run(step) if self.bound.plan.entries else StepResult(())
+        return self.runner.run(step, self.channel) if self.bound.plan.entries else StepResult(())

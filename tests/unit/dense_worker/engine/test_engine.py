@@ -45,11 +45,11 @@ class SlowStep(FakeStep):
 
 
 class FakeRunner:
-    def attach(self, channel: object) -> None: ...
+    def attach(self, channels: object) -> None: ...
 
     def open(self, new: NewSequence) -> None: ...
 
-    def launch(self, plan: StepPlan) -> FakeStep:
+    def launch(self, plan: StepPlan, channel: object) -> FakeStep:
         return FakeStep(plan)
 
 
@@ -122,7 +122,7 @@ class SlowRunner(FakeRunner):
         self.launched: queue.Queue[StepPlan] = queue.Queue()
         self.has_ended = threading.Event()
 
-    def launch(self, plan: StepPlan) -> SlowStep:
+    def launch(self, plan: StepPlan, channel: object) -> SlowStep:
         self.launched.put(plan)
         return SlowStep(plan, self.has_ended)
 
@@ -218,14 +218,14 @@ def started_engine(
 
 
 def make_attachment(attention: FakeAttention, attachment_id: int, num_blocks: int = 100) -> Attachment:
-    return Attachment(1, attachment_id, attention.channel, 4, num_blocks, num_blocks, {})
+    return Attachment(1, attachment_id, {0: attention.channel}, 4, num_blocks, num_blocks, {})
 
 
 def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
     may_attach = threading.Event()
 
     class CapturingRunner(FakeRunner):
-        def attach(self, channel: object) -> None:
+        def attach(self, channels: object) -> None:
             assert may_attach.wait(TIMEOUT_S)
 
     attention = FakeAttention(bad_step=0)
@@ -338,7 +338,7 @@ def test_a_step_that_never_ends_gives_the_attachment_up_however_much_comes_meanw
             return False
 
     class TalkingRunner(FakeRunner):
-        def launch(self, plan: StepPlan) -> TalkingStep:
+        def launch(self, plan: StepPlan, channel: object) -> TalkingStep:
             return TalkingStep(plan)
 
     attention = NotingAttention()

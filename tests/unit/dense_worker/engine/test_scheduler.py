@@ -53,7 +53,7 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 def new_session(cache: KVCache) -> Session:
     """An attachment to this cache, as it is now."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
-    return Session(Attachment(1, 1, None, *counts, cache.held_blocks))
+    return Session(Attachment(1, 1, {}, *counts, cache.held_blocks))
 
 
 def sample(plan: StepPlan) -> StepResult:

@@ -16,6 +16,13 @@ from services.step import Fork, NewSequence, PlanEntry, StepPlan
 
 VOCAB_SIZE = 64
 NUM_LAYERS = 2
+CHANNEL: Any = SimpleNamespace(
+    qkv=torch.empty(32, 1),
+    attn_out=torch.empty(32, 1),
+    signal=lambda flag: None,
+    wait=lambda flag: None,
+    fetch_attn_out=lambda num_tokens: torch.empty(num_tokens, 1),
+)
 
 
 class NextNumber:
@@ -38,14 +45,7 @@ class NextNumber:
 def make_runner(max_num_seqs: int = 2) -> tuple[ModelRunner, NextNumber]:
     backend = NextNumber()
     runner = ModelRunner(backend, Sampler(max_num_seqs, VOCAB_SIZE, "cpu"), NUM_LAYERS, max_num_seqs)
-    channel: Any = SimpleNamespace(
-        qkv=torch.empty(32, 1),
-        attn_out=torch.empty(32, 1),
-        signal=lambda flag: None,
-        wait=lambda flag: None,
-        fetch_attn_out=lambda num_tokens: torch.empty(num_tokens, 1),
-    )
-    runner.attach(channel)
+    runner.attach({0: CHANNEL})
     return runner, backend
 
 
@@ -57,10 +57,10 @@ def test_drafts_are_fed_and_kept_as_far_as_they_are_right() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
     plan = StepPlan(1, (PlanEntry(1, 0, 5, 4, (7, 8, 30)),))
-    assert runner.launch(plan).collect().token_ids == [[7, 8, 9]]
+    assert runner.launch(plan, CHANNEL).collect().token_ids == [[7, 8, 9]]
     assert backend.fed == [[5, 6, 7, 8, 30]]
     plan = StepPlan(2, (PlanEntry(1, 4, 2, 2, (10,)),))  # goes back to the token after the last right draft
-    assert runner.launch(plan).collect().token_ids == [[10, 11]]
+    assert runner.launch(plan, CHANNEL).collect().token_ids == [[10, 11]]
     assert backend.fed[1] == [9, 10]
 
 
@@ -77,10 +77,10 @@ def test_a_row_counts_only_if_every_draft_before_it_was_chosen(
 def test_a_fork_goes_on_from_its_parents_tokens_with_a_slot_of_its_own() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
-    runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),))).collect()
+    runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL).collect()
     plan = StepPlan(2, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,))), forks=(Fork(1, 2, 2),))
-    assert runner.launch(plan).collect().token_ids == [[8], [8]]
-    runner.launch(StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,))).collect()
+    assert runner.launch(plan, CHANNEL).collect().token_ids == [[8], [8]]
+    runner.launch(StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [7, 7, 20], [8]]
 
 
@@ -88,12 +88,12 @@ def test_an_id_that_is_used_again_while_a_step_of_its_first_use_is_under_way_is_
     """A plan is bound to its sequences when it is published, and may be run after the id means another one."""
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
-    first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)))
-    closing = runner.launch(StepPlan(2, close_seq_ids=(1,)))
+    first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL)
+    closing = runner.launch(StepPlan(2, close_seq_ids=(1,)), CHANNEL)
     runner.open(new(1, 40, 41, 42))
     assert first.collect().token_ids == [[7]]
     assert closing.collect().token_ids == ()
-    assert runner.launch(StepPlan(3, (PlanEntry(1, 0, 3, 1),))).collect().token_ids == [[43]]
+    assert runner.launch(StepPlan(3, (PlanEntry(1, 0, 3, 1),)), CHANNEL).collect().token_ids == [[43]]
     assert backend.fed == [[5, 6], [40, 41, 42]]
 
 
@@ -103,8 +103,8 @@ def test_slots_of_closed_sequences_are_used_again_and_one_that_never_ran_has_non
         runner.open(new(seq_id, seq_id))
         runner.open(new(100 + seq_id, 3))
         entry = PlanEntry(seq_id, 0, 1, 1)
-        assert runner.launch(StepPlan(seq_id, (entry,))).collect().token_ids == [[seq_id + 1]]
-        runner.launch(StepPlan(10 + seq_id, close_seq_ids=(seq_id, 100 + seq_id))).collect()
+        assert runner.launch(StepPlan(seq_id, (entry,)), CHANNEL).collect().token_ids == [[seq_id + 1]]
+        runner.launch(StepPlan(10 + seq_id, close_seq_ids=(seq_id, 100 + seq_id)), CHANNEL).collect()
 
 
 def test_each_row_is_sampled_for_the_place_of_the_token_after_it() -> None:
