@@ -1,7 +1,8 @@
 """Microseconds that the sampler takes for one step, by rows, vocabulary and filters, beside an inverted CDF.
 
-`python bench/sampler.py --device cuda` prints the table. "inverse CDF" is the same sampler with another draw: integer
-weights of the filtered logits, their running sum, and the place in it of one random number a row.
+`python bench/sampler.py --device cuda` prints the table; with `--editors` that of greedy steps by what edits logits.
+"inverse CDF" is the same sampler with another draw: integer weights of the filtered logits, their running sum, and
+the place in it of one random number a row.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -25,6 +27,14 @@ from services.dense_worker.sampling.token_filters import WEIGHT_ONE
 from services.dense_worker.sampling.upload import upload
 
 FILTERS = {"none": {}, "top_p 0.9": {"top_p": 0.9}, "top_k 50": {"top_k": 50}}
+EDITED = {
+    "none": {},
+    "logit_bias": {"logit_bias": ((3, 1.0),)},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "bad_words": {"bad_words": ((3,), (4, 5))},
+    "min_tokens": {"min_tokens": 1_000_000},
+    "allowed_token_ids": {"allowed_token_ids": (1, 2, 3)},
+}
 CALLS = 10  # one after another, so that a GPU has work while the host prepares more
 WARM_UP = 3
 
@@ -42,13 +52,13 @@ def invert_cdf(
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 
-def time_step_us(num_rows: int, vocab_size: int, filters: dict[str, float], device: str, is_inverted: bool) -> float:
-    """Median microseconds of `Sampler.sample` for rows that all have these filters."""
+def time_step_us(num_rows: int, vocab_size: int, options: dict[str, Any], device: str, is_inverted: bool) -> float:
+    """Median microseconds of `Sampler.sample` for rows that all have these options."""
     sampler = Sampler(num_rows, vocab_size, device)
     if is_inverted:
         sampler._draw_tokens = invert_cdf
     for slot in range(num_rows):
-        sampler.add(slot, SamplingParams(temperature=0.8, seed=slot, **filters), [1], [], [])
+        sampler.add(slot, SamplingParams(**{"temperature": 0.8, "seed": slot, **options}), [1], [], [2])
     logits = torch.randn(num_rows, vocab_size, device=device) * 2.5
     slots, positions, output_lens = np.arange(num_rows), np.full(num_rows, 7), np.zeros(num_rows, dtype=np.int64)
 
@@ -79,9 +89,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[32_000, 128_256])
+    parser.add_argument("--editors", action="store_true", help="greedy steps, by the options that edit logits")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         require_gpu("triton")
+    if arguments.editors:
+        print_editors(arguments)
+        return
     print("| rows | vocabulary | filters | Gumbel-max, µs | inverse CDF, µs |\n|---|---|---|---|---|")
     for num_rows in arguments.rows:
         for vocab_size in arguments.vocab_sizes:
@@ -91,6 +105,16 @@ def main() -> None:
                     for is_inverted in (False, True)
                 ]
                 print(f"| {num_rows} | {vocab_size} | {name} | {times[0]:.0f} | {times[1]:.0f} |", flush=True)
+
+
+def print_editors(arguments: argparse.Namespace) -> None:
+    print("| rows | vocabulary | all rows have | µs |\n|---|---|---|---|")
+    for num_rows in arguments.rows:
+        for vocab_size in arguments.vocab_sizes:
+            for name, options in EDITED.items():
+                greedy = {"temperature": 0.0, **options}
+                us = time_step_us(num_rows, vocab_size, greedy, arguments.device, is_inverted=False)
+                print(f"| {num_rows} | {vocab_size} | {name} | {us:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

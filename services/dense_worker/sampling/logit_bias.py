@@ -1,28 +1,36 @@
-"""`LogitBias`: numbers that requests add to the logits of single tokens. State of the sampler, on the device."""
+"""`LogitBias`: numbers that requests add to the logits of single tokens. An editor of logits."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
 from services.dense_worker.sampling.slot_table import SlotTable
 
 
 class LogitBias:
-    """Sets of biases by slot."""
+    """Sets of biases by slot, on the device."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         # Padded with a bias of 0 for token 0.
         self._token_ids = SlotTable(num_slots, 1, torch.int64, 0, device)
         self._biases = SlotTable(num_slots, 1, torch.float32, 0.0, device)
 
-    def set(self, slot: int, logit_bias: tuple[tuple[int, float], ...]) -> None:
-        """`logit_bias`: (token id, bias), no token twice."""
-        token_ids, biases = zip(*logit_bias, strict=True)
+    def set(self, slot: int, sequence: EditedSequence) -> bool:
+        """Takes `logit_bias`."""
+        if not sequence.params.logit_bias:
+            return False
+        token_ids, biases = zip(*sequence.params.logit_bias, strict=True)
         self._token_ids.set(slot, np.array(token_ids, dtype=np.int64))
         self._biases.set(slot, np.array(biases, dtype=np.float32))
+        return True
 
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Adds, in place, the biases of `slots` (int64 [n]) to `rows` (int64 [n]) of logits [r, vocab_size]."""
-        index = rows[:, None] * logits.shape[1] + self._token_ids.values[slots]
+    def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
+        """Adds the biases."""
+        device_rows, slots = rows.on_device
+        index = device_rows[:, None] * logits.shape[1] + self._token_ids.values[slots]
         logits.view(-1).scatter_add_(0, index.view(-1), self._biases.values[slots].view(-1))
+
+    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
+        """Nothing: biases do not depend on tokens."""

@@ -1,48 +1,61 @@
-"""`Penalties`: tokens that occurred become less likely, or more. State of the sampler, on the device."""
+"""`Penalties`: tokens that occurred become less likely, or more. An editor of logits."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
 from services.dense_worker.sampling.upload import upload
 
 
 class Penalties:
-    """Counts of tokens by slot, int32 and bool [num_slots, vocab_size]; large, so they come with the first use."""
+    """Strengths by slot, on the host; what occurred by slot, on the device, once any sequence needs it.
+
+    _output_counts: int32 [num_slots, vocab_size]
+    _is_in_prompt: bool [num_slots, vocab_size]
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        shape = (num_slots, vocab_size)
-        self._output_counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._strengths = np.zeros((3, num_slots), dtype=np.float32)  # repetition, frequency, presence
+        self._output_counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._is_in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         self._device = device
 
-    def set(self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        """Counts the tokens that the slot's sequence has already."""
-        prompt = upload(np.asarray(prompt_token_ids, dtype=np.int64), self._device)
-        output = upload(np.asarray(output_token_ids, dtype=np.int64), self._device)
-        self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
+    def set(self, slot: int, sequence: EditedSequence) -> bool:
+        """Takes the three penalties, and counts the tokens that the sequence has already."""
+        params = sequence.params
+        if not params.has_penalties:
+            return False
+        self._strengths[:, slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        if not len(self._output_counts):
+            shape = (self._strengths.shape[1], self._output_counts.shape[1])
+            self._output_counts = self._output_counts.new_zeros(shape)
+            self._is_in_prompt = self._is_in_prompt.new_zeros(shape)
+        prompt = upload(np.asarray(sequence.prompt_token_ids, dtype=np.int64), self._device)
+        output = upload(np.asarray(sequence.output_token_ids, dtype=np.int64), self._device)
+        self._is_in_prompt[slot].zero_().index_fill_(0, prompt, True)
         ones = torch.ones(len(output), dtype=torch.int32, device=self._device)
         self._output_counts[slot].zero_().index_add_(0, output, ones)
+        return True
 
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, options: np.ndarray) -> None:
-        """Penalises `rows` (int64 [n]) of logits [r, vocab_size], in place; `options` [n] are the sampler's.
+    def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
+        """Penalises what occurred.
 
         Repetition: Keskar et al., "CTRL", 2019, section 4.1, over prompt and output; negative logits are
         multiplied. Then, over the output: logit - frequency * count - presence * (count > 0).
         """
-        packed = np.stack([options[f"{name}_penalty"] for name in ("repetition", "frequency", "presence")])
-        repetition, frequency, presence = upload(packed, self._device)[..., None]
+        device_rows, slots = rows.on_device
+        repetition, frequency, presence = upload(self._strengths[:, rows.slots], self._device)[..., None]
         counts = self._output_counts[slots]
         is_output = counts > 0
-        is_seen = is_output | self._prompt_mask[slots]
-        penalized = logits[rows]
+        is_seen = is_output | self._is_in_prompt[slots]
+        penalized = logits[device_rows]
         repeated = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
         penalized = torch.where(is_seen, repeated, penalized)
-        logits[rows] = penalized - frequency * counts - presence * is_output
+        logits[device_rows] = penalized - frequency * counts - presence * is_output
 
-    def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Counts the tokens (int64 [n]) that `slots` (int64 [n], all different) got."""
-        self._output_counts[slots, token_ids] += 1
+    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
+        """Counts the new tokens."""
+        device_rows, slots = rows.on_device
+        self._output_counts[slots, token_ids[device_rows]] += 1

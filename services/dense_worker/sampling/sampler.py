@@ -16,11 +16,9 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling import gumbel
-from services.dense_worker.sampling.allowed_tokens import AllowedTokens
-from services.dense_worker.sampling.bad_words import BadWords
-from services.dense_worker.sampling.logit_bias import LogitBias
+from services.dense_worker.sampling.editors import EDITORS
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens
-from services.dense_worker.sampling.penalties import Penalties
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
 from services.dense_worker.sampling.upload import upload
 
@@ -28,27 +26,15 @@ _OPTIONS = np.dtype(
     [
         ("is_used", np.bool_),
         ("is_greedy", np.bool_),
-        ("has_bias", np.bool_),
-        ("has_penalties", np.bool_),
-        ("has_bad_words", np.bool_),
-        ("has_allowed_tokens", np.bool_),
         ("has_logprobs", np.bool_),
         ("temperature", np.float32),
         ("top_k", np.int64),  # vocab_size: keep all
         ("top_p", np.float64),
         ("min_p", np.float64),
-        ("repetition_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("min_tokens", np.int64),
         ("seed", np.uint64),
         ("num_logprobs", np.int64),  # likeliest tokens to report beside the sampled one
     ]
 )
-
-# Most requests have none of them.
-_EXTENSIONS = ("has_bias", "has_penalties", "has_bad_words", "has_allowed_tokens", "has_logprobs")
-_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +55,21 @@ class Sampler:
     last_token: torch.int64 [max_num_seqs]  # the newest token of each slot: input of the slot's next step
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        editors: Sequence[type[LogitsEditor]] = EDITORS,
+    ) -> None:
+        """`editors` change the logits in this order."""
         self._device = torch.device(device)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
-        self._forbidden = torch.tensor(-torch.inf, device=self._device)  # assigning a number would synchronise
-        self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._options = np.zeros(max_num_seqs, dtype=_OPTIONS)
-        self._stop_token_ids = np.full((max_num_seqs, 1), -1, dtype=np.int64)  # rows padded with -1
-        self._bias = LogitBias(max_num_seqs, self._device)
-        self._bad_words = BadWords(max_num_seqs, self._device)
-        self._allowed_tokens = AllowedTokens(max_num_seqs, self._device)
-        self._penalties: Penalties | None = None  # None: no request has had any yet
-        self._num_extended = 0  # used slots with an option of `_EXTENSIONS`
+        self._editors = [editor(max_num_seqs, vocab_size, self._device) for editor in editors]
+        self._needs = np.zeros((len(editors), max_num_seqs), dtype=np.bool_)  # which slots need which editor
+        self._needed: list[tuple[LogitsEditor, np.ndarray]] = []  # editors that any slot needs: bool [max_num_seqs]
         self._draw_tokens = gumbel.draw
         if self._device.type == "cuda":
             from services.dense_worker.backends import triton_gumbel
@@ -108,41 +96,23 @@ class Sampler:
         self._options[slot] = (
             True,
             params.is_greedy,
-            bool(params.logit_bias),
-            params.has_penalties,
-            bool(params.bad_words),
-            bool(params.allowed_token_ids),
             num_logprobs is not None,
             params.temperature,
             min(params.top_k or self._vocab_size, self._vocab_size),
             params.top_p,
             params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.min_tokens,
             params.seed,
             num_logprobs or 0,
         )
-        self._num_extended += self._is_extended(slot)
-        self._set_stop_token_ids(slot, stop_token_ids)
         self.last_token[slot].fill_(output_token_ids[-1] if output_token_ids else prompt_token_ids[-1])
-        if params.logit_bias:
-            self._bias.set(slot, params.logit_bias)
-        if params.has_penalties:
-            if self._penalties is None:
-                self._penalties = Penalties(self._max_num_seqs, self._vocab_size, self._device)
-            self._penalties.set(slot, prompt_token_ids, output_token_ids)
-        if params.bad_words:
-            self._bad_words.set(slot, params.bad_words, output_token_ids)
-        if params.allowed_token_ids:
-            self._allowed_tokens.set(slot, params.allowed_token_ids)
+        sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids)
+        self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
 
     def remove(self, slot: int) -> None:
         """Take `slot` back; a later `add` starts it afresh."""
         assert self._options[slot]["is_used"], f"slot {slot} is free"
         self._options[slot]["is_used"] = False
-        self._num_extended -= self._is_extended(slot)
+        self._note_needs(slot, [False] * len(self._editors))
 
     @torch.inference_mode()
     def sample(
@@ -152,11 +122,11 @@ class Sampler:
         positions: np.ndarray,
         output_lens: np.ndarray,
     ) -> SampledTokens:
-        """Sample one token for each row, keep it in `last_token` and in what the slot's options depend on.
+        """Sample one token for each row, keep it in `last_token` and in what the slot's editors depend on.
 
-        logits: torch.float32 [r, vocab_size], contiguous; overwritten with what bias, penalties, bad words
-            and forbidden stop tokens make of them
-        slots: int64 [r], all different
+        logits: torch.float32 [r, vocab_size], contiguous; overwritten with what the editors make of them
+        slots: int64 [r], all different, except that a sequence with drafts has several rows in turn; which of
+            their tokens `last_token` keeps is not defined
         positions: integers [r], number of tokens of the sequence before the sampled one
         output_lens: integers [r], how many of those are output
         returns: rows of NaN give some token
@@ -164,12 +134,16 @@ class Sampler:
         slots = np.asarray(slots, dtype=np.int64)
         options = self._options[slots]
         assert options["is_used"].all(), f"sampling for free slots: {slots[~options['is_used']]}"
-        reported = self._rows_with(options, "has_logprobs")
+        reported = np.flatnonzero(options["has_logprobs"])
         model_logits = logits[self._upload(reported)] if reported.size else None
 
-        self._edit(logits, slots, options, output_lens)
+        edits = self._find_edits(slots, output_lens)
+        for editor, rows in edits:
+            editor.apply(logits, rows)
         token_ids = self._choose(logits, options, positions)
-        self._keep(token_ids, slots, options)
+        self.last_token[self._upload(slots)] = token_ids
+        for editor, rows in edits:
+            editor.append(rows, token_ids)
 
         if model_logits is None:
             return SampledTokens(token_ids, {}, None)
@@ -178,24 +152,19 @@ class Sampler:
         wanted = dict(zip(reported.tolist(), num_logprobs.tolist(), strict=True))
         return SampledTokens(token_ids, wanted, ranked)
 
-    def _edit(self, logits: torch.Tensor, slots: np.ndarray, options: np.ndarray, output_lens: np.ndarray) -> None:
-        """Changes the logits by all options but temperature and filters, in the order of `SamplingParams`."""
-        biased = self._rows_with(options, "has_bias")
-        if biased.size:
-            self._bias.apply(logits, *self._upload(np.stack([biased, slots[biased]])))
-        penalized = self._rows_with(options, "has_penalties")
-        if penalized.size:
-            rows_and_slots = self._upload(np.stack([penalized, slots[penalized]]))
-            self._penalties.apply(logits, *rows_and_slots, options[penalized])
-        watched = self._rows_with(options, "has_bad_words")
-        if watched.size:
-            self._bad_words.forbid(logits, *self._upload(np.stack([watched, slots[watched]])))
-        too_short = np.flatnonzero(output_lens < options["min_tokens"])
-        if too_short.size:
-            self._forbid_stop_tokens(logits, too_short, slots[too_short])
-        restricted = self._rows_with(options, "has_allowed_tokens")
-        if restricted.size:
-            self._allowed_tokens.restrict(logits, *self._upload(np.stack([restricted, slots[restricted]])))
+    def _note_needs(self, slot: int, needs: list[bool]) -> None:
+        self._needs[:, slot] = needs
+        pairs = zip(self._editors, self._needs, strict=True)
+        self._needed = [(editor, is_needed) for editor, is_needed in pairs if is_needed.any()]
+
+    def _find_edits(self, slots: np.ndarray, output_lens: np.ndarray) -> list[tuple[LogitsEditor, EditedRows]]:
+        """The editors that any of the rows needs, and those rows; costs nothing while no slot needs any."""
+        edits = []
+        for editor, is_needed in self._needed:
+            rows = np.flatnonzero(is_needed[slots])
+            if rows.size:
+                edits.append((editor, EditedRows(rows, slots[rows], output_lens[rows], self._device)))
+        return edits
 
     def _choose(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         drawn = np.flatnonzero(~options["is_greedy"])
@@ -240,37 +209,6 @@ class Sampler:
                 filtered = logits.clone() if filtered is logits else filtered
                 filtered[index] = kept
         return keep_min_p(filtered, temperature, min_p) if has_min_p else filtered
-
-    def _keep(self, token_ids: torch.Tensor, slots: np.ndarray, options: np.ndarray) -> None:
-        device_slots = self._upload(slots)
-        self.last_token[device_slots] = token_ids
-        for name, state in (("has_penalties", self._penalties), ("has_bad_words", self._bad_words)):
-            rows = self._rows_with(options, name)
-            if rows.size:
-                index = self._upload(rows)
-                state.append(device_slots[index], token_ids[index])
-
-    def _is_extended(self, slot: int) -> bool:
-        return any(self._options[slot][name] for name in _EXTENSIONS)
-
-    def _rows_with(self, options: np.ndarray, name: str) -> np.ndarray:
-        """Rows that have an option of `_EXTENSIONS`; costs nothing while nobody has any."""
-        return np.flatnonzero(options[name]) if self._num_extended else _NO_ROWS
-
-    def _forbid_stop_tokens(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
-        stop_token_ids = self._stop_token_ids[slots]
-        owners, columns = np.nonzero(stop_token_ids >= 0)
-        index = self._upload(np.stack([rows[owners], stop_token_ids[owners, columns]]))
-        logits[index[0], index[1]] = self._forbidden
-
-    def _set_stop_token_ids(self, slot: int, stop_token_ids: Sequence[int]) -> None:
-        # Configurations name EOS ids that a cut vocabulary does not have.
-        stop_token_ids = [token_id for token_id in stop_token_ids if token_id < self._vocab_size]
-        missing = len(stop_token_ids) - self._stop_token_ids.shape[1]
-        if missing > 0:
-            self._stop_token_ids = np.pad(self._stop_token_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_token_ids[slot] = -1
-        self._stop_token_ids[slot, : len(stop_token_ids)] = stop_token_ids
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self._device)

@@ -1,0 +1,19 @@
+"""`EDITORS`: all that changes logits before tokens are chosen. A new one is a file of its own and a line here."""
+
+from __future__ import annotations
+
+from services.dense_worker.sampling.allowed_tokens import AllowedTokens
+from services.dense_worker.sampling.bad_words import BadWords
+from services.dense_worker.sampling.logit_bias import LogitBias
+from services.dense_worker.sampling.logits_editor import LogitsEditor
+from services.dense_worker.sampling.min_tokens import MinTokens
+from services.dense_worker.sampling.penalties import Penalties
+
+# In the order in which they are applied, which `SamplingParams` promises.
+EDITORS: tuple[type[LogitsEditor], ...] = (
+    LogitBias,
+    Penalties,
+    BadWords,
+    MinTokens,
+    AllowedTokens,
+)
