@@ -13,9 +13,10 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission
 from services.gateway.generation import Generation
-from services.gateway.link.dense_client import ServedModel
 from services.gateway.link.dense_pool import DensePool
-from services.gateway.link.journal import FinishReason, Journal
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.served_model import ServedModel
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.request import (

@@ -16,7 +16,8 @@ import structlog
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.access.admission import Ticket
-from services.gateway.link.journal import FinishReason, Journal, JournalEntry, UpdateQueue
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
 from services.gateway.text.detokenizer import Detokenizer
@@ -30,7 +31,7 @@ MAX_INLINE_VALUES = 1000  # tokens and log-probabilities that the event loop enc
 
 
 class Submitter(Protocol):
-    """Where sequences are computed; see `DenseClient`."""
+    """Where sequences are computed: `DensePool`."""
 
     def submit(self, entry: JournalEntry) -> None: ...
     def cancel(self, entry: JournalEntry) -> None: ...
@@ -263,9 +264,9 @@ class _Answer:
         if self._is_closed:
             return
         self._is_closed = True
-        self._journal.close(self.entry)
         if not self.entry.is_ended:
             self._dense.cancel(self.entry)
+        self._journal.close(self.entry)
         self._report_end()
 
     def _measure(self, num_tokens: int) -> None:

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from services.common.errors import RequestAborted
-from services.gateway.link.journal import Journal, JournalEntry
+from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.stream_sequences import StreamSequences
 from services.pb import dense_pb2
 
 log = structlog.get_logger()
@@ -30,15 +31,15 @@ MAX_CRASHES_TOGETHER = 2  # from then on the dense worker runs it alone; see its
 class CrashRecord:
     """Told by the `DenseClient` what happens to its streams."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, sequences: StreamSequences) -> None:
+        self._sequences = sequences
         self._epoch: int | None = None  # of the dense worker of the last stream
         self._farewell: dense_pb2.Farewell | None = None  # of the last stream, if there was one
 
     def admitted(self, seq_ids: Iterable[int]) -> None:
         """The dense worker may run these from now on."""
         for seq_id in seq_ids:
-            entry = self._journal.get(seq_id)
+            entry = self._sequences.get(seq_id)
             if entry is not None:
                 entry.is_admitted = True
 
@@ -59,7 +60,7 @@ class CrashRecord:
         self._end_stream(is_crash=self._farewell is None or self._farewell.is_crash)
 
     def _end_stream(self, *, is_crash: bool) -> None:
-        present = [entry for entry in self._journal.unfinished() if entry.is_admitted]
+        present = [entry for entry in self._sequences.unfinished() if entry.is_admitted]
         for entry in present:
             entry.is_admitted = False
         farewell, self._farewell, self._epoch = self._farewell, None, None

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 
 import grpc
 import structlog
 
 from services.common.config import PeerSection
 from services.common.errors import PeerError, RequestAborted
-from services.gateway.link.dense_client import DenseClient, ServedModel
-from services.gateway.link.journal import Journal, JournalEntry
+from services.gateway.link.dense_client import DenseClient
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.served_model import ServedModel
 from services.pb import stall_pb2
 from services.rpc.client import is_balanced, open_channel, read_peer_tls
 from services.rpc.server import run_together
@@ -28,39 +29,6 @@ from services.rpc.watchdog import describe_stall
 log = structlog.get_logger()
 
 REBALANCE_INTERVAL_S = 5.0
-
-
-class Share:
-    """The part of the journal that one stream runs; to its `DenseClient` it is the journal."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._entries: dict[int, JournalEntry] = {}
-        self.get = self._entries.get  # see `Journal.get`; asked for every token
-        self.client: DenseClient
-
-    def add(self, entry: JournalEntry) -> None:
-        """Takes an entry over from whoever had it."""
-        if entry.share is not None:
-            entry.share.discard(entry)
-        entry.share = self
-        self._entries[entry.seq_id] = entry
-
-    def discard(self, entry: JournalEntry) -> None:
-        """Lets go of an entry, if it is here."""
-        self._entries.pop(entry.seq_id, None)
-
-    @property
-    def instance(self) -> int:
-        """See `Journal.instance`."""
-        return self._journal.instance
-
-    def unfinished(self) -> Iterator[JournalEntry]:
-        """See `Journal.unfinished`."""
-        return (entry for entry in self._entries.values() if not entry.is_ended)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class DensePool:
@@ -88,16 +56,8 @@ class DensePool:
         self._model: ServedModel | None = None
         self.stall: stall_pb2.Stall | None = None  # that the gateway's watchdog sees
         self._is_connected = asyncio.Event()
-        self._shares = [Share(journal) for _ in range(num_streams)]
-        for share in self._shares:
-            share.client = DenseClient(
-                address,
-                peers,
-                share,
-                partial(self._note_connection, share),
-                accept=partial(self._accept, share),
-                adopt=partial(self._adopt, share),
-            )
+        self._clients = [DenseClient(address, peers, journal.new_stream(), self) for _ in range(num_streams)]
+        self._client_of = {client.sequences: client for client in self._clients}
 
     async def wait_connected(self) -> None:
         """Returns once a stream is up. Raises `PeerError` after `peers.connect_timeout_s`."""
@@ -105,7 +65,7 @@ class DensePool:
             async with asyncio.timeout(self._peers.connect_timeout_s):
                 await self._is_connected.wait()
         except TimeoutError:
-            raise self._shares[0].client.absence() from None
+            raise self._clients[0].absence() from None
 
     @property
     def is_connected(self) -> bool:
@@ -127,34 +87,33 @@ class DensePool:
     @property
     def num_resubmitted(self) -> int:
         """Sequences that were under way when a stream broke, in all."""
-        return sum(share.client.num_resubmitted for share in self._shares)
+        return sum(client.num_resubmitted for client in self._clients)
 
     @property
     def num_messages(self) -> int:
         """From dense workers, in all."""
-        return sum(share.client.num_messages for share in self._shares)
+        return sum(client.num_messages for client in self._clients)
 
     @property
     def num_workers(self) -> int:
         """Dense workers that streams reach now."""
-        return len({share.client.worker for share in self._shares if share.client.is_connected})
+        return len({client.worker for client in self._clients if client.is_connected})
 
     def unready_reason(self) -> str | None:
         """Why no sequence could run now; None: they can."""
         if not self.is_connected:
-            return self._shares[0].client.unready_reason()
+            return self._clients[0].unready_reason()
         return None if self.stall is None else describe_stall(self.stall)
 
     def submit(self, entry: JournalEntry) -> None:
         """Starts a sequence of the journal, now or as soon as there is a stream."""
-        share = self._least_busy()
-        share.add(entry)
-        share.client.submit(entry)
+        client = self._least_busy()
+        self._journal.assign(entry, client.sequences)
+        client.submit(entry)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Makes the dense worker forget a sequence."""
-        if entry.share is not None:
-            entry.share.client.cancel(entry)
+        """Makes the dense worker forget a sequence that has been submitted, and that the journal still has."""
+        self._client_of[self._journal.stream_of(entry)].cancel(entry)
 
     async def run(self) -> None:
         """Connects, and connects again after each break, until cancelled."""
@@ -164,29 +123,12 @@ class DensePool:
                 channel = await stack.enter_async_context(
                     open_channel(self._address, self._peers.max_message_bytes, read_peer_tls(self._peers))
                 )
-            streams = [share.client.run(channel) for share in self._shares]
+            streams = [client.run(channel) for client in self._clients]
             await run_together(self._rebalance(), *streams)
 
-    def _least_busy(self) -> Share:
-        connected = [share for share in self._shares if share.client.is_connected]
-        return min(self._first_of_each_worker(connected) or self._shares, key=len)
-
-    def _first_of_each_worker(self, shares: list[Share]) -> list[Share]:
-        return list({share.client.worker: share for share in reversed(shares)}.values())
-
-    async def _rebalance(self) -> None:
-        while True:
-            await asyncio.sleep(self._rebalance_interval_s)
-            connected = [share for share in self._shares if share.client.is_connected]
-            needed = self._first_of_each_worker(connected)
-            for share in connected:
-                is_idle = next(share.unfinished(), None) is None
-                if share not in needed and is_idle and is_balanced(self._address):
-                    share.client.reopen()
-
-    def _accept(self, share: Share, model: ServedModel) -> None:
+    def accept(self, client: DenseClient, model: ServedModel) -> None:
         """Raises `PeerError` for a worker whose weights are not those of the others."""
-        has_others = any(other.client.is_connected for other in self._shares if other is not share)
+        has_others = any(other.is_connected for other in self._clients if other is not client)
         if self._model is not None and self._model.weights_hash != model.weights_hash:
             if has_others:
                 raise PeerError(
@@ -199,25 +141,22 @@ class DensePool:
             model = replace(model, max_model_len=min(model.max_model_len, self._model.max_model_len))
         self._model = model
 
-    def _adopt(self, share: Share) -> None:
-        """Before a stream continues its own sequences: those of streams that are down are its own now."""
-        for other in self._shares:
-            if other is not share and not other.client.is_connected:
+    def adopt(self, client: DenseClient) -> None:
+        """Sequences of streams that are down are this one's from now on."""
+        for other in self._clients:
+            if other is not client and not other.is_connected:
                 for entry in self._release(other):
-                    share.add(entry)
+                    self._journal.assign(entry, client.sequences)
 
-    def _release(self, share: Share) -> list[JournalEntry]:
-        share.client.forget()
-        return list(share.unfinished())  # those that ended stay, and are closed here
-
-    async def _note_connection(self, share: Share, is_connected: bool) -> None:
-        is_any_connected = any(other.client.is_connected for other in self._shares)
+    async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
+        """Moves the sequences of a stream that broke, if there is another; tells of the first stream and the last."""
+        is_any_connected = any(other.is_connected for other in self._clients)
         if not is_connected and is_any_connected:
-            entries = self._release(share)
+            entries = self._release(client)
             for entry in entries:
                 target = self._least_busy()
-                target.add(entry)
-                target.client.resubmit(entry)
+                self._journal.assign(entry, target.sequences)
+                target.resubmit(entry)
             if entries:
                 log.warning("sequences moved to other dense workers", address=self._address, num_moved=len(entries))
         if is_any_connected != self.is_connected:
@@ -226,3 +165,25 @@ class DensePool:
             else:
                 self._is_connected.clear()
             await self._on_connection(is_any_connected)
+
+    def _release(self, client: DenseClient) -> list[JournalEntry]:
+        client.forget()
+        return list(client.sequences.unfinished())  # those that ended stay, and are closed here
+
+    def _least_busy(self) -> DenseClient:
+        connected = [client for client in self._clients if client.is_connected]
+        candidates = self._first_of_each_worker(connected) or self._clients
+        return min(candidates, key=lambda client: len(client.sequences))
+
+    def _first_of_each_worker(self, clients: list[DenseClient]) -> list[DenseClient]:
+        return list({client.worker: client for client in reversed(clients)}.values())
+
+    async def _rebalance(self) -> None:
+        while True:
+            await asyncio.sleep(self._rebalance_interval_s)
+            connected = [client for client in self._clients if client.is_connected]
+            needed = self._first_of_each_worker(connected)
+            for client in connected:
+                is_idle = next(client.sequences.unfinished(), None) is None
+                if client not in needed and is_idle and is_balanced(self._address):
+                    client.reopen()

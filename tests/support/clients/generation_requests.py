@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.common.sampling_params import SamplingParams
-from services.gateway.link.journal import Journal, JournalEntry, UpdateQueue
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.request import GenerationRequest
 
 
@@ -39,7 +40,7 @@ def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
 
 
 async def take(entry: JournalEntry) -> list[int]:
-    """Waits for news of an entry, as its request's handler would; its new tokens."""
-    assert await entry.news.next() is entry
+    """Waits for updates of an entry, as its request's handler would; its new tokens."""
+    assert await entry.updates.next() is entry
     token_ids, _ = entry.take()
     return token_ids

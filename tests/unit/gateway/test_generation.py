@@ -14,7 +14,8 @@ from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.generation import Chunk, Generation, Prompt
-from services.gateway.link.journal import FinishReason, Journal, JournalEntry
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
 from tests.support.clients.generation_requests import make_request

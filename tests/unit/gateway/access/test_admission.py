@@ -11,7 +11,8 @@ from services.common.errors import CapacityError, Draining, PermissionDenied, Ra
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.access.rate_limits import RateLimits, Usage
-from services.gateway.link.journal import Journal, JournalEntry, UpdateQueue
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from tests.support.clients.generation_requests import make_request
 
 ANYBODY = Access(None, "").identify(None)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import RequestAborted
 from services.gateway.link.crash_record import CrashRecord
-from services.gateway.link.journal import Journal, JournalEntry
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import JournalEntry
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request, open_entry
 
@@ -21,7 +22,10 @@ class Story:
     def __init__(self, num_requests: int) -> None:
         journal = Journal()
         self.entries = [open_entry(journal, make_request(f"r{i}")) for i in range(num_requests)]
-        self.record = CrashRecord(journal)
+        sequences = journal.new_stream()
+        for entry in self.entries:
+            journal.assign(entry, sequences)
+        self.record = CrashRecord(sequences)
         self.epoch = 1
         self.record.connected(self.epoch)
 

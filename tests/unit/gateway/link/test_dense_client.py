@@ -21,8 +21,9 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.common.sampling_params import SamplingParams
-from services.gateway.link.dense_client import DenseClient
-from services.gateway.link.journal import FinishReason, Journal, JournalEntry
+from services.gateway.link.dense_pool import DensePool
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request, open_entry, take
 from tests.support.running_gateway import run, until
@@ -30,13 +31,13 @@ from tests.support.workers.fake_dense import FakeDense
 
 
 class Gateway:
-    """A journal and its client; `connections` is what the client reported, in order."""
+    """A journal and the one stream of its pool; `connections` is what the pool reported, in order."""
 
     def __init__(self, address: str, connect_timeout_s: float) -> None:
         self.journal = Journal()
         self.connections: list[bool] = []
         peers = PeerSection(connect_timeout_s=connect_timeout_s)
-        self.client = DenseClient(address, peers, self.journal, self._on_connection)
+        self.pool = DensePool(address, peers, self.journal, self._on_connection)
 
     async def _on_connection(self, is_connected: bool) -> None:
         self.connections.append(is_connected)
@@ -46,7 +47,7 @@ class Gateway:
         options = {"sampling": sampling, "stop_token_ids": (2, 3), "cache_salt": "salt"}
         request = make_request(request_id, prompt_token_ids=list(prompt), max_tokens=max_tokens, **options)
         entry = open_entry(self.journal, request)
-        self.client.submit(entry)
+        self.pool.submit(entry)
         return entry
 
 
@@ -57,8 +58,8 @@ async def connected(
     address = f"unix:{tmp_path}/dense.sock"
     await dense.start(address)
     gateway = Gateway(address, connect_timeout_s)
-    task = asyncio.create_task(gateway.client.run())
-    await gateway.client.wait_connected()
+    task = asyncio.create_task(gateway.pool.run())
+    await gateway.pool.wait_connected()
     try:
         yield gateway, address
     finally:
@@ -124,7 +125,7 @@ def test_a_worker_that_comes_back_continues_every_open_sequence(tmp_path: Path) 
             ended = gateway.submit("ended", [900], max_tokens=1)
             cancelled = gateway.submit("cancelled", [901], max_tokens=50)
             await until(lambda: len(entries[-1].output_token_ids) >= 10)
-            gateway.client.cancel(cancelled)
+            gateway.pool.cancel(cancelled)
             gateway.journal.close(cancelled)
             await dense.kill()
             num_outputs = [len(entry.output_token_ids) for entry in entries]
@@ -168,7 +169,7 @@ def test_requests_during_an_outage_wait_for_its_end(tmp_path: Path) -> None:
             await until(lambda: not gateway.connections[-1])
             entry = gateway.submit("r", [10], max_tokens=2)
             gone = gateway.submit("gone", [20], max_tokens=2)
-            gateway.client.cancel(gone)
+            gateway.pool.cancel(gone)
             gateway.journal.close(gone)
             await dense.start(address)
             assert await take_all(entry) == [10, 11]
@@ -218,12 +219,12 @@ def test_nothing_is_kept_of_a_sequence_that_is_cancelled_while_it_waits_for_a_wo
     async def test() -> None:
         gateway = Gateway(f"unix:{tmp_path}/dense.sock", connect_timeout_s=20.0)
         entry = gateway.submit("r", [10], max_tokens=5)
-        gateway.client.cancel(entry)
+        gateway.pool.cancel(entry)
         gateway.journal.close(entry)
-        news = weakref.ref(entry.news)
+        updates = weakref.ref(entry.updates)
         del entry
         gc.collect()
-        assert news() is None
+        assert updates() is None
 
     run(test())
 
@@ -232,11 +233,11 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     async def test() -> None:
         address = f"unix:{tmp_path}/dense.sock"
         gateway = Gateway(address, connect_timeout_s=0.2)
-        task = asyncio.create_task(gateway.client.run())
+        task = asyncio.create_task(gateway.pool.run())
         with pytest.raises(PeerError, match=rf"no dense worker at {address} within 0.2 s: UNAVAILABLE: "):
-            await gateway.client.wait_connected()
+            await gateway.pool.wait_connected()
         with pytest.raises(PeerError, match=f"{address} is not connected yet"):
-            _ = gateway.client.model
+            _ = gateway.pool.model
         task.cancel()
         await asyncio.wait([task])
 
@@ -255,8 +256,8 @@ def test_a_worker_with_other_weights_does_not_continue_old_answers(tmp_path: Pat
             with pytest.raises(RequestAborted, match="other weights"):
                 while True:
                     await take(entry)
-            await gateway.client.wait_connected()
-            assert gateway.client.model.weights_hash == "beef"
+            await gateway.pool.wait_connected()
+            assert gateway.pool.model.weights_hash == "beef"
             assert await take_all(gateway.submit("new", [10], max_tokens=2)) == [10, 11]
 
     run(test())
@@ -294,7 +295,7 @@ def test_a_cancelled_sequence_is_forgotten_by_the_worker(tmp_path: Path) -> None
         async with connected(tmp_path, dense) as (gateway, _):
             entry = gateway.submit("r", [10], max_tokens=1000)
             await take(entry)
-            gateway.client.cancel(entry)
+            gateway.pool.cancel(entry)
             gateway.journal.close(entry)
             await until(lambda: not dense.running)
             assert dense.cancelled_seq_ids == [entry.seq_id]
@@ -348,9 +349,9 @@ def test_a_cancellation_is_heard_even_while_the_stream_breaks(tmp_path: Path) ->
     async def stop_after(num_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
         stub = BreakingStub()
         monkeypatch.setattr("services.gateway.link.dense_client.dense_pb2_grpc.DenseWorkerStub", lambda channel: stub)
-        client = Gateway(f"unix:{tmp_path}/dense.sock", connect_timeout_s=20.0).client
-        task = asyncio.create_task(client.run())
-        await client.wait_connected()
+        pool = Gateway(f"unix:{tmp_path}/dense.sock", connect_timeout_s=20.0).pool
+        task = asyncio.create_task(pool.run())
+        await pool.wait_connected()
         stub.is_broken.set()
         for _ in range(num_turns):
             await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.link import dense_client
-from services.gateway.link.journal import JournalEntry
+from services.gateway.link.journal_entry import JournalEntry
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request, open_entry
 from tests.support.running_gateway import run
@@ -31,14 +31,14 @@ def test_a_new_stream_gets_one_sequence_a_turn_of_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_made = 0
-    make = dense_client._submit_message
+    make = dense_client.encode_submit
 
     def counting(entry: JournalEntry) -> dense_pb2.GatewayMessage:
         nonlocal num_made
         num_made += 1
         return make(entry)
 
-    monkeypatch.setattr(dense_client, "_submit_message", counting)
+    monkeypatch.setattr(dense_client, "encode_submit", counting)
 
     async def test() -> None:
         dense = FakeDense(lambda submit: ())
@@ -61,7 +61,7 @@ def test_a_sequence_closed_before_it_is_written_is_never_submitted(tmp_path: Pat
         dense = FakeDense(count_up)
         async with connected(tmp_path, dense) as (gateway, _):
             closed = gateway.submit("closed", [10], max_tokens=5)
-            gateway.client.cancel(closed)
+            gateway.pool.cancel(closed)
             gateway.journal.close(closed)
             await take_all(gateway.submit("other", [20], max_tokens=1))
             assert [submit.request_id for submit in dense.submits] == ["other"]
@@ -75,7 +75,7 @@ def test_log_probabilities_of_a_long_prompt_are_decoded_in_turns(tmp_path: Path)
             prompt = list(range(10, 8010))
             request = make_request("long", prompt_token_ids=prompt, max_tokens=1, num_prompt_logprobs=2)
             entry = open_entry(gateway.journal, request)
-            gateway.client.submit(entry)
+            gateway.pool.submit(entry)
             growths = await turns_of(lambda: entry.is_ended, lambda: len(entry.prompt_logprobs))
             assert max(growths) <= 1000  # of 8000; with 20 likeliest ones each, that takes 5 ms
             assert [each.logprob for each in entry.prompt_logprobs] == [fake_logprob(each) for each in prompt[1:]]

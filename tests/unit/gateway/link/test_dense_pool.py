@@ -14,7 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common.config import PeerSection
 from services.common.errors import PeerError, RequestAborted
 from services.gateway.link.dense_pool import DensePool
-from services.gateway.link.journal import FinishReason, Journal, JournalEntry
+from services.gateway.link.journal import Journal
+from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import DENSE_WORKER
 from tests.support.clients.generation_requests import make_request, open_entry, take

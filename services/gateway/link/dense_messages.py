@@ -1,0 +1,94 @@
+"""What goes over the stream to a dense worker: a sequence as a message, and a step's output into its sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from services.common.errors import (
+    CapacityError,
+    InvalidRequest,
+    NotFound,
+    PeerError,
+    QueueTimeout,
+    RequestAborted,
+    TwostrokeError,
+)
+from services.common.sampling_messages import encode_sampling
+from services.common.token_logprobs import decode_logprobs
+from services.gateway.link.journal_entry import FinishReason, JournalEntry
+from services.gateway.link.stream_sequences import StreamSequences
+from services.pb import dense_pb2
+
+FINISH_REASONS = {
+    dense_pb2.SequenceEnd.STOP: FinishReason.STOP,
+    dense_pb2.SequenceEnd.LENGTH: FinishReason.LENGTH,
+}
+SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
+    error_class.status_code.value[0]: error_class
+    for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
+}
+
+MAX_DECODED_TOKENS = 512  # of prompts, with their log-probabilities, in one turn of the event loop: about 3 ms
+
+
+def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
+    """Starts a sequence, or continues it after the tokens that it has; of a long prompt that takes a millisecond."""
+    request = entry.request
+    return dense_pb2.GatewayMessage(
+        submit=dense_pb2.Submit(
+            seq_id=entry.seq_id,
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=entry.output_token_ids,
+            sampling=encode_sampling(entry.sampling),
+            max_tokens=max(1, request.max_tokens),  # 0: see `JournalEntry.finish`
+            stop_token_ids=request.stop_token_ids,
+            cache_salt=request.cache_salt,
+            num_logprobs=request.num_computed_logprobs,
+            num_prompt_logprobs=entry.wanted_prompt_logprobs,
+            priority=request.priority,
+            queue_timeout_ms=entry.queue_timeout_ms,
+            traceparent=request.traceparent,
+            num_crashes=entry.num_crashes,
+        )
+    )
+
+
+async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:
+    """A little at a time: a step's take longer to decode than others' streams may wait."""
+    for span in spans:
+        for first in range(0, len(span.tokens), MAX_DECODED_TOKENS):
+            entry = sequences.get(span.seq_id)
+            if entry is None:
+                break
+            tokens = span.tokens[first : first + MAX_DECODED_TOKENS]
+            entry.set_prompt_logprobs(span.start + first, [decode_logprobs(token) for token in tokens])
+            await asyncio.sleep(0)
+
+
+def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:
+    """Hands a step's tokens and ends to their sequences; those that were closed meanwhile are not there any more."""
+    find, now = sequences.get, time.monotonic()
+    for start in output.started:
+        entry = find(start.seq_id)
+        if entry is not None:
+            entry.start(start.queue_us / 1e6, start.num_cached_tokens)
+    for each in output.logprobs:
+        entry = find(each.seq_id)
+        if entry is not None:
+            entry.logprobs.append(decode_logprobs(each.token))
+    for seq_id, token_id in zip(output.seq_ids, output.token_ids, strict=True):
+        entry = find(seq_id)
+        if entry is not None:
+            entry.append(token_id, now)
+    for end in output.ended:
+        entry = find(end.seq_id)
+        if entry is None or entry.is_ended:
+            continue
+        finish_reason = FINISH_REASONS.get(end.reason)
+        if finish_reason is not None:
+            entry.finish(finish_reason)
+        else:
+            entry.fail(SEQUENCE_ERRORS.get(end.status_code, TwostrokeError)(end.message))
