@@ -1,4 +1,4 @@
-"""The HTTP application: every router, one shape of errors, and the OpenAPI document at /openapi.json."""
+"""The HTTP application: all routers, error handlers, and the OpenAPI document at /openapi.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.gateway.link.worker_load import WorkerLoad
 def build_app(
     frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad
 ) -> FastAPI:
-    """Of one gateway. Its pages of documentation are left out: they would load scripts from elsewhere."""
+    """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Authorize, access=frontend.access)
     add_error_handlers(app, frontend.metrics)
@@ -35,7 +35,7 @@ def build_app(
 
 
 def _correct_document(app: FastAPI) -> None:
-    """FastAPI documents a 422 for every wrong body; here that is a 400."""
+    """Removes the 422 that FastAPI documents for invalid bodies: this server answers with a 400."""
     for path in app.openapi()["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)

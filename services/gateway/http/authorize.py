@@ -1,4 +1,4 @@
-"""Who sends a request: found out before its body is read, and refused there."""
+"""Checks a request's API key before its body is read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from services.common.errors import Unauthenticated
 from services.gateway.access.access import Access
 from services.gateway.http.errors import error_response
 
-# What probes, scrapers and browsers ask without a key; none of it tells of anybody's requests.
+# Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests.
 OPEN_PATHS = frozenset(
     {"/", "/stats", "/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/favicon.ico"}
 )
 
 
 class Authorize:
-    """An ASGI application around another one; handlers find the `Caller` as `request.state.caller`."""
+    """An ASGI middleware. Handlers find the `Caller` as `request.state.caller`; unknown keys are refused."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Work that ends when its client goes away: a request nobody waits for must not cost another step."""
+"""Cancels work when its client disconnects, so that no step runs for a request that nobody waits for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client has closed the connection; there is nobody to answer."""
+    """The client has closed the connection."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises `ClientGone`, once `work` is cancelled, if the client disconnects before."""
+    """The result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_disconnect(receive))
     try:

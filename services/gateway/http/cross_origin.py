@@ -1,6 +1,6 @@
-"""Cross-origin requests (the Fetch standard's CORS protocol): pages of `gateway.cors_origins` may read answers.
+"""Cross-origin requests (CORS, in the Fetch standard): web pages of `gateway.cors_origins` may read answers.
 
-API keys travel in a header that scripts set themselves, so no origin is given cookies or other credentials.
+Scripts send the API key in a header that they set themselves, so no origin may send cookies or other credentials.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 
 ANY = "*"
-EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after")  # beside those that every script may read
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after")  # in addition to those that every script may read
 
 
 class CrossOrigin:
-    """An ASGI application around all others, so that refusals of every one of them can be read, too.
+    """The outermost ASGI middleware, so that web pages can also read the refusals of all others.
 
     It answers preflights itself: they carry no API key.
     """
@@ -29,20 +29,20 @@ class CrossOrigin:
             app,
             allow_origins=origins,
             allow_methods=(ANY,),
-            allow_headers=(ANY,),  # clients have some of their own, such as OpenAI's x-stainless-lang
+            allow_headers=(ANY,),  # clients send headers of their own, such as OpenAI's x-stainless-lang
             allow_private_network=True,
             expose_headers=EXPOSED_HEADERS,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["send_body"] = send  # for streams: past all that only looks at the start of an answer
-        # Others are refused further in, see `HostCheck`; Starlette would answer their preflights with plain text.
+        scope["state"]["send_body"] = send  # streams bypass middleware that only changes the start of an answer
+        # `HostCheck` refuses other origins later; Starlette would answer their preflights with plain text.
         app = self._app if allowed_origin(scope["headers"], self._origins) is None else self._cors
         await app(scope, receive, send)
 
 
 def allowed_origin(headers: Collection[tuple[bytes, bytes]], origins: Collection[str]) -> str | None:
-    """The request's origin, if it may read answers."""
+    """The request's origin if it may read answers, else None."""
     for name, value in headers:
         if name == b"origin":
             origin = value.decode("latin-1")
@@ -51,7 +51,7 @@ def allowed_origin(headers: Collection[tuple[bytes, bytes]], origins: Collection
 
 
 def answer_headers(headers: Collection[tuple[bytes, bytes]], origins: Collection[str]) -> dict[str, str]:
-    """Of an answer to what could not be read as a request; `headers` are as many as were read."""
+    """The CORS headers of an error answer to an invalid request; `headers` are the request's headers read so far."""
     origin = ANY if ANY in origins else allowed_origin(headers, origins)
     if origin is None:
         return {}

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the look at whom it is for, its body's limit, and the end of its errors."""
+"""The checks around every request: its id, its Host and Origin, and the size of its body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 
 class Envelope:
-    """An ASGI application around another one; handlers find the id as `request.state.request_id`."""
+    """An ASGI middleware. Handlers find the id as `request.state.request_id`."""
 
     def __init__(self, app: ASGIApp, host_check: HostCheck, max_body_bytes: int) -> None:
         self._app = app
@@ -23,8 +23,8 @@ class Envelope:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises nothing: handlers of `services.gateway.http.errors` have answered by the time an error is here."""
-        assert scope["type"] == "http", "uvicorn is told to speak nothing else"
+        """Raises nothing: the handlers of `services.gateway.http.errors` have already answered every error."""
+        assert scope["type"] == "http", "uvicorn is configured for HTTP only"
         refusal: Exception | None = None
         try:
             request_id = read_request_id(scope)
@@ -48,14 +48,14 @@ class Envelope:
             log.debug("request ended by an error", request_id=request_id, error=repr(error))
 
     def _refuse_length(self, scope: Scope) -> HTTPException | None:
-        """A body that says itself that it is too long is not read."""
+        """The error for a body whose content-length is above the limit; the body is not read."""
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if lengths and int(lengths[0]) > self._max_body_bytes:  # the parser admits digits only, and one such header
+        if lengths and int(lengths[0]) > self._max_body_bytes:  # the parser allows only digits and one such header
             return self._too_large(f"{int(lengths[0])}")
         return None
 
     def _limited(self, receive: Receive) -> Receive:
-        """The same, up to the limit: a chunked body does not say its length."""
+        """Limits `receive` to the allowed size: a chunked body does not declare its length."""
         num_bytes = 0
 
         async def receive_limited() -> Message:

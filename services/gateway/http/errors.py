@@ -1,4 +1,4 @@
-"""Errors as OpenAI's error objects with their HTTP status: the only place that maps one to the other."""
+"""Turns errors into OpenAI's error objects with an HTTP status. No other module does this for HTTP."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from services.gateway.metrics import GatewayMetrics
 log = structlog.get_logger()
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-# As OpenAI's own; clients branch on the status first.
+# OpenAI's error types; clients look at the status first.
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ErrorObject(TypedDict):
-    """What went wrong; `param` names the field, `code` is for programs."""
+    """An error: `message` is for people, `code` for programs, `param` names the field."""
 
     message: str
     type: str
@@ -48,31 +48,31 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         401: "No valid API key",
         403: "Not allowed",
         404: "Unknown model",
-        408: "The request did not come in time",
+        408: "The request did not arrive in time",
         413: "The body is too large",
         415: "The body is not JSON",
         429: "Too many requests: see Retry-After",
         500: "A bug or a failed request",
         503: "Not ready",
-        504: "Took too long",
+        504: "The request took too long",
     }.items()
 }
 
 
 def error_object(message: str, *, status: int, code: str | None, param: str | None = None) -> ErrorBody:
-    """See OpenAI's reference, "Error codes"."""
+    """An error body as in OpenAI's reference, "Error codes"."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = None if param is None else shorten(param, MAX_QUOTED_CHARACTERS)
     return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
 
 
 def error_body(message: str, *, status: int, code: str | None, param: str | None = None) -> bytes:
-    """The same as JSON."""
+    """An error body as JSON."""
     return to_json(error_object(message, status=status, code=code, param=param))
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:
-    """Status and object of anything that a handler raised; what nobody expected is logged, and its text kept back."""
+    """Status and body for any exception of a handler. An unexpected one is logged, and its text is not sent."""
     if isinstance(error, TwostrokeError):
         status = error.http_status
         return status, error_object(str(error), status=status, code=error.code, param=error.param)
@@ -87,7 +87,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
 
 
 def error_response(error: Exception) -> Response:
-    """The whole answer, with Retry-After where time helps."""
+    """The whole answer to a failed request, with Retry-After if a retry may help."""
     status, body = describe(error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.headers:
@@ -103,7 +103,7 @@ def error_response(error: Exception) -> Response:
 
 
 def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
-    """Every error of every route becomes an error object. Those that come from within are counted there."""
+    """Makes all routes answer with error objects. Counts validation errors; others are counted where they arise."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
@@ -115,12 +115,12 @@ def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
 
 
 def _describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
-    """Message and field of the first thing that is wrong."""
+    """Message and field of the first validation error."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}", None
     param = _param(first["loc"], error.body)
-    field = first.get("ctx", {}).get("field")  # where a rule of a whole object is broken
+    field = first.get("ctx", {}).get("field")  # set if a rule for the whole object is broken
     if field is not None:
         param = f"{param}.{field}" if param else field
         return f"{param}: {first['msg']}", param
@@ -131,7 +131,7 @@ def _describe_validation(error: RequestValidationError) -> tuple[str, str | None
 
 
 def _param(loc: Sequence[str | int], body: Any) -> str | None:
-    """`messages[0].content`; steps that are not of the body are left out, such as `<texts>`, one type of a union."""
+    """The path of a field, such as `messages[0].content`. Leaves out tags of unions, such as `<texts>`."""
     path = ""
     for step in loc[1:] if loc and loc[0] == "body" else loc:
         if isinstance(step, int) and isinstance(body, list):
@@ -146,6 +146,6 @@ def _param(loc: Sequence[str | int], body: Any) -> str | None:
 
 def _short(value: Any) -> str:
     shortener = reprlib.Repr()
-    shortener.maxlevel = 2  # each may show six elements
+    shortener.maxlevel = 2  # levels of nesting; each level shows up to six elements
     shortener.maxstring = shortener.maxother = shortener.maxlong = 60
     return shortener.repr(value)

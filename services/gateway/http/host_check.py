@@ -1,8 +1,8 @@
-"""Keeps browsers from being used against a server that trusts whoever reaches it.
+"""Protects a server without API keys from requests that foreign web pages send through a user's browser.
 
-A page of another site may send requests to this machine (cross-site request forgery), and one whose name its owner
-lets point to 127.0.0.1 may even read the answers (DNS rebinding). The first shows in `Origin`, the second in `Host`.
-Over gRPC there is nothing to check: browsers cannot speak it.
+A page of another site can send requests to this machine (cross-site request forgery). If the owner of a domain lets
+its name point to 127.0.0.1, the page can also read the answers (DNS rebinding). The `Origin` header reveals the first
+attack, the `Host` header the second. gRPC needs no check, since browsers cannot use it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_QUOTED = 80  # characters of a wrong value in an error
 
 
 class HostCheck:
-    """Of one gateway's HTTP address."""
+    """The check for the HTTP address of one gateway."""
 
     def __init__(self, section: GatewaySection) -> None:
         self._hosts = _allowed_hosts(section)
         self._origins = section.cors_origins
 
     def refuse(self, headers: Collection[tuple[bytes, bytes]]) -> PermissionDenied | None:
-        """Why the request is not served, if its Host or its Origin is foreign."""
+        """The error if the request's Host or Origin is foreign, else None."""
         hosts = _values(headers, b"host")
         for host in hosts:
             if self._hosts is not None and not _is_local(name := _name_of(host)) and name not in self._hosts:
@@ -35,7 +35,7 @@ class HostCheck:
                     "gateway.allowed_hosts",
                     "host",
                 )
-        is_same_origin = "same-origin" in _values(headers, b"sec-fetch-site")  # behind a proxy that changes Host
+        is_same_origin = "same-origin" in _values(headers, b"sec-fetch-site")  # a proxy may change Host
         for origin in _values(headers, b"origin"):
             if "*" in self._origins or origin in self._origins or is_same_origin or _is_of_host(origin, hosts):
                 continue
@@ -47,9 +47,9 @@ class HostCheck:
 
 
 def _allowed_hosts(section: GatewaySection) -> frozenset[str] | None:
-    """Beside the local ones; None: all.
+    """The allowed names in addition to local ones; None: all names are allowed.
 
-    Who can be reached by others has names that nobody here knows: whoever configured that address meant it.
+    A server that other machines can reach has names that it does not know, so by default it allows all.
     """
     address = section.http_address
     is_local = not address.startswith("unix:") and not is_exposed(address)
@@ -69,14 +69,14 @@ def _is_local(name: str) -> bool:
 
 
 def _is_of_host(origin: str, hosts: Collection[str]) -> bool:
-    """Whether a page of this origin came from the host that it asks now, by whatever scheme a proxy speaks."""
+    """Whether the page comes from the host that it sends the request to; the schemes may differ behind a proxy."""
     scheme, _, address = origin.lower().partition("://")
     port = DEFAULT_PORTS.get(scheme, "")
     return bool(address) and address.removesuffix(port) in {host.lower().removesuffix(port) for host in hosts}
 
 
 def _name_of(host: str) -> str:
-    """Without the port and the root's dot; an IPv6 address keeps its brackets."""
+    """The host name without port and trailing dot; an IPv6 address keeps its brackets."""
     if host.startswith("["):
         return host.partition("]")[0].lower() + "]"
     return host.partition(":")[0].lower().removesuffix(".")

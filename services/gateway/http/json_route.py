@@ -1,6 +1,6 @@
-"""JSON bodies read strictly: no NaN, no lone surrogates, no unbounded depth, nothing after the end.
+"""Strict parsing of JSON bodies: no NaN, no lone surrogates, no unbounded depth, nothing after the end.
 
-One call parses all of a body and holds the interpreter's lock meanwhile, so what is in it is counted first.
+One call parses the whole body and holds the interpreter lock meanwhile, so the values of the body are counted first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
-MAX_STRINGS = 2**16  # and lists and objects, of one body; a chat of 4096 messages, each of one part, has 50,000
+MAX_STRINGS = 2**16  # strings, lists and objects in one body; a chat of 4096 messages, each of one part, has 50,000
 
 
 def json_route(max_values: int) -> type[APIRoute]:
-    """Routes whose bodies must be JSON of at most `max_values` values; not by Python's own parser, which lets through
-    what cannot be encoded again.
+    """A class of routes whose bodies must be JSON of at most `max_values` values.
+
+    They do not use Python's own parser, because it accepts texts that cannot be encoded again.
     """
 
     class StrictJsonRoute(APIRoute):
@@ -48,14 +49,14 @@ class _StrictRequest(Request):
         if not self._is_within(body.count(b",") + 1, body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")):
             await self._check_counts(body)
         value = self._parse(body)
-        await asyncio.sleep(0)  # others' turn: to check a large body takes milliseconds, too
+        await asyncio.sleep(0)  # let other tasks run: checking a large body takes milliseconds, too
         return value
 
     def _is_within(self, num_values: int, num_strings: int) -> bool:
         return num_values <= self._max_values and num_strings <= MAX_STRINGS
 
     async def _check_counts(self, body: bytes) -> None:
-        """Raises a 413. Takes milliseconds, and is needed only where texts have many commas, brackets or quotes."""
+        """Raises a 413 if the exact counts are too high. It takes milliseconds, so a rough count comes first."""
         await asyncio.sleep(0)
         num_values, num_strings = count_values(body)
         await asyncio.sleep(0)
@@ -69,9 +70,9 @@ class _StrictRequest(Request):
             )
 
     def _parse(self, body: bytes) -> Any:
-        gc.disable()  # JSON makes no cycles: the collector would go through a million lists for nothing
+        gc.disable()  # parsed JSON has no cycles: the collector would search a million lists in vain
         try:
-            return from_json(body, allow_inf_nan=False, cache_strings="none")  # caching takes as long again
+            return from_json(body, allow_inf_nan=False, cache_strings="none")  # caching would double the time
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
         finally:
@@ -79,11 +80,12 @@ class _StrictRequest(Request):
 
 
 def count_values(body: bytes) -> tuple[int, int]:
-    """Values, as many as there are commas and one more; and strings, lists and objects, keys being strings, too.
+    """The number of values, and the number of strings (keys included), lists and objects.
 
-    What stands in strings is left out. Of more than `MAX_STRINGS` strings, they alone are counted.
+    The number of values is estimated as the number of commas plus one. The contents of strings do not count. With more
+    than `MAX_STRINGS` strings the second number counts only the strings.
     """
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
     num_strings = plain.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         return plain.count(b",") + 1, num_strings

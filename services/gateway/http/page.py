@@ -1,7 +1,7 @@
-"""The page to try the server, and the policy a browser holds it to.
+"""The web page to try the server, and its content security policy.
 
-Only the page's own style and script may run, named by their hashes, and only this server may be asked.
-Scripts may not write markup at all (Trusted Types), so no answer of a model can become part of the page.
+The policy allows only the page's own style and script, identified by their hashes, and only requests to this server.
+Scripts may not write markup (Trusted Types), so a model's answer can never become part of the page's code.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ PAGE_FILE = Path(__file__).with_name("page.html")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What `GET /` answers."""
+    """The answer to `GET /`."""
 
     body: bytes
     headers: dict[str, str]
 
 
 def load_page() -> Page:
-    """Reads the file; once, at start."""
+    """Reads the page's file. Called once, at start."""
     body = PAGE_FILE.read_bytes()
     policy = {
         "default-src": "'none'",
@@ -51,6 +51,6 @@ def load_page() -> Page:
 
 
 def _hash_of(body: bytes, tag: str) -> str:
-    """The source expression that allows the page's one element of this kind (CSP Level 3, section 2.3.1)."""
+    """The source expression that allows the page's only element `tag` (CSP Level 3, section 2.3.1)."""
     (content,) = re.findall(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,6 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol, bounded: no client holds memory or a connection by being slow, silent or endless.
+"""uvicorn's HTTP/1.1 protocol with limits, so that slow, silent or endless clients cannot hold memory or connections.
 
-uvicorn limits none of this when it parses with httptools. One object a connection, in the gateway's event loop.
+uvicorn has no such limits when it parses with httptools. There is one object per connection, in the gateway's event
+loop.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
 
 log = structlog.get_logger()
 
-MIN_SECOND_LOOK_S = 0.1  # for a client out of time: the loop reads once more what has come meanwhile
+MIN_SECOND_LOOK_S = 0.1  # extra time after a deadline, in which the loop reads what has already arrived
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may do, and how many there may be."""
+    """The limits of each connection, and the number of connections."""
 
     max_connections: int
     max_header_bytes: int  # of one request: its first line and all its headers
@@ -34,17 +35,17 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """See `ConnectionLimits`; `limits` and `cors_origins` are set on a subclass, because uvicorn makes the objects."""
+    """Enforces `ConnectionLimits`. A subclass sets `limits` and `cors_origins`, because uvicorn creates the objects."""
 
     limits: ConnectionLimits
     cors_origins: Collection[str] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._num_header_bytes = 0  # of the request whose headers are coming in
-        self._is_in_headers = True  # or before them
-        self._num_frame_bytes = 0  # since the last bytes of a body: of chunks' sizes and extensions, and trailers
-        self._is_refused = False  # an answer is out that ends the connection
+        self._num_header_bytes = 0  # of the request whose headers are arriving
+        self._is_in_headers = True  # whether headers, or nothing yet, have arrived
+        self._num_frame_bytes = 0  # since the last bytes of the body: chunk sizes, chunk extensions and trailers
+        self._is_refused = False  # whether an error has been sent that ends the connection
         self._read_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
@@ -68,9 +69,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._limit_reading(self.limits.header_timeout_s)
             self._num_header_bytes += len(data)
         else:
-            self._num_frame_bytes += len(data)  # until `on_body` finds otherwise
+            self._num_frame_bytes += len(data)  # `on_body` resets it
         super().data_received(data)
-        # What came with it beyond the headers is not counted, or it would not be in the headers any more.
+        # While the headers are incomplete, everything received belongs to them.
         if self._is_in_headers and self._num_header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
         elif not self._is_in_headers and self._num_frame_bytes > self.limits.max_header_bytes:
@@ -78,7 +79,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the frame of the body has more than {limit} bytes, the limit", "headers_too_large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_headers:  # what follows a body changes nothing, so it is not kept
+        if self._is_in_headers:  # trailers after the body have no effect, so they are not kept
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -116,18 +117,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():  # it was the last answer of this connection
+        if self.transport.is_closing():  # that was the last answer of this connection
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle for too long after an answer, which ends a connection without a word (RFC 9112, section 9.5).
+        """Closes a connection that was idle too long after an answer, without a message (RFC 9112, section 9.5).
 
-        A peer that does not take the end of its answer is not waited for.
+        It does not wait for a peer that does not read the end of its answer.
         """
         self.timeout_keep_alive_task = self.loop.call_later(MIN_SECOND_LOOK_S, self._close)
 
     def send_400_response(self, msg: str) -> None:
-        """Not HTTP."""
+        """Refuses data that is not HTTP."""
         self._refuse(400, "this is not a valid HTTP request", "invalid_http")
 
     def _refuse_headers(self) -> None:
@@ -135,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(431, f"the headers have more than {limit} bytes, the limit", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answers, unless an answer is under way, and closes."""
+        """Sends an error, unless another answer has begun, and closes the connection."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -154,7 +155,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def _may_answer(self) -> bool:
-        """Whether what we write now would be taken for the answer to the request that comes in."""
+        """Whether the client would take an answer written now as the answer to the arriving request."""
         if self._is_in_headers:
             return self.cycle is None or self.cycle.response_complete
         return not self.cycle.response_started and not self.pipeline
@@ -165,9 +166,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_deadline = self.loop.call_later(timeout_s, self._look_again, timeout_s, due_at)
 
     def _look_again(self, timeout_s: float, due_at: float) -> None:
-        """Time is up, but a loop that was busy may not have read what the client sent: it gets as long as it was late.
+        """The deadline has passed, but a busy event loop may not have read yet what the client sent in time. The
+        client gets as much extra time as the loop was late.
 
-        Timers come before reading in a turn of the loop, so at least one reading lies between.
+        Each iteration of the loop runs timers before reads, so the loop reads at least once more.
         """
         late_s = self.loop.time() - due_at
         self._read_deadline = self.loop.call_later(max(late_s, MIN_SECOND_LOOK_S), self._time_out, timeout_s)
@@ -192,7 +194,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline = None
 
     def _close(self) -> None:
-        """Sends what is left, but not for ever."""
+        """Sends the rest of the buffer, within a time limit, and closes the connection."""
         self.transport.close()
         if self._write_deadline is None and self.transport.get_write_buffer_size() > 0:
             timeout_s = self.limits.slow_reader_timeout_s

@@ -1,4 +1,4 @@
-"""x-request-id: the client's if it sent one, else a new one; on every answer, and the request's name in all logs."""
+"""x-request-id: the client's id, or a new one. It is on every answer and names the request in all logs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from starlette.types import Scope
 from services.common.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "x-request-id"
-MAX_CHARACTERS = 100  # a request of several prompts adds a number, and 128 is what the gateway takes
+MAX_CHARACTERS = 100  # a request with several prompts appends a number, and the gateway's limit is 128
 _VALID = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_CHARACTERS)
 
 
 def new_request_id() -> str:
-    """One that nobody else has."""
+    """A new random id."""
     return secrets.token_hex(12)
 
 
 def read_request_id(scope: Scope) -> str:
-    """Of a request. Raises `InvalidRequest` if the client's is too long or is not printable ASCII without spaces."""
+    """The client's id, or a new one. Raises `InvalidRequest` unless it is short printable ASCII without spaces."""
     name = REQUEST_ID_HEADER.encode()
     given = [value for key, value in scope["headers"] if key == name]
     if not given:
         return new_request_id()
     if len(given) > 1:
-        raise InvalidRequest(f"{REQUEST_ID_HEADER} is there {len(given)} times, once is allowed", REQUEST_ID_HEADER)
+        raise InvalidRequest(f"{REQUEST_ID_HEADER} is given {len(given)} times, must be given once", REQUEST_ID_HEADER)
     if not _VALID.fullmatch(given[0]):
         raise InvalidRequest(
             f"{REQUEST_ID_HEADER} has {len(given[0])} bytes, must be 1 to {MAX_CHARACTERS} printable ASCII characters "

@@ -1,4 +1,4 @@
-"""uvicorn inside the gateway: bound by us, so that a taken address is our error, and stopped with the service."""
+"""uvicorn inside the gateway. The gateway binds the socket, so that an address in use becomes a `ConfigError`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HttpServer:
         self._server = _Server(config, section.header_timeout_s)
 
     async def start(self) -> str:
-        """Binds and serves; returns the address with the real port. Raises `ConfigError` if it is taken."""
+        """Binds and serves; returns the address with the real port. Raises `ConfigError` if the address is in use."""
         self._socket = bind(self._section.http_address, shares_port=self._section.shares_ports)
         if self._tls is None:
             warn_if_exposed(self._section.http_address)
@@ -69,7 +69,7 @@ class HttpServer:
         return f"{self._section.http_address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new connections, lets running answers end for `grace_s` seconds, then cuts them."""
+        """Accepts no new connections, gives running answers `grace_s` seconds to end, then cuts them."""
         if self._task is None:
             return
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
         self._handshake_timeout_s = handshake_timeout_s  # of TLS
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens itself where it speaks TLS: uvicorn gives every handshake a minute."""
+        """Listens itself if TLS is on, to set the time limit of handshakes: uvicorn's is a minute."""
         if self.config.ssl is None:
             await super().startup(sockets)
             return
@@ -110,12 +110,12 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the service's, which stops this server in its turn."""
+        """Leaves signals to the service, which stops this server itself."""
         yield
 
 
 def bind(address: str, *, shares_port: bool = False) -> socket.socket:
-    """A bound socket at HOST:PORT, with `shares_port` beside others, or at unix:PATH. Raises `ConfigError`."""
+    """A socket bound to HOST:PORT or unix:PATH; `shares_port` sets SO_REUSEPORT. Raises `ConfigError`."""
     try:
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")

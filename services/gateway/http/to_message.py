@@ -1,4 +1,4 @@
-"""From the models of HTTP to the messages of gRPC, so that every limit is checked once, in `gateway/request.py`."""
+"""Converts HTTP bodies to gRPC messages, so that all limits are checked in one module, `gateway/request.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from services.gateway.http.schemas.tokens import TokenizeBody
 from services.gateway.request import ModelLimits
 from services.pb import gateway_pb2, sampling_pb2
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a request for completions says nothing; a chat takes what there is
-ALL = -1  # vLLM's number for a whole vocabulary, and for as much of a prompt as fits
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
+ALL = -1  # as in vLLM: the whole vocabulary, or as much of the prompt as fits
 SAME_FIELDS = (
     "best_of",
     "cache_salt",
@@ -42,7 +42,7 @@ SAME_SAMPLING_FIELDS = (
 def completion_messages(
     body: CompletionRequest, request_id: str, limits: ModelLimits
 ) -> list[gateway_pb2.GenerateRequest]:
-    """One a prompt; if there are several, their ids are numbered."""
+    """One message per prompt; the ids of several prompts are numbered."""
     common = _common_message(body)
     if body.max_tokens is None:
         common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
@@ -62,14 +62,14 @@ def completion_messages(
         if isinstance(prompt, str):
             message.prompt = prompt
         else:
-            is_cut = body.truncate_prompt_tokens is not None  # what is never kept is not copied
+            is_cut = body.truncate_prompt_tokens is not None  # copy no more tokens than can be kept
             message.prompt_token_ids.ids.extend(prompt[-limits.max_model_len :] if is_cut else prompt)
         messages.append(message)
     return messages
 
 
 def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
-    """Of a chat."""
+    """The message of a chat."""
     message = _common_message(body)
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
@@ -82,7 +82,7 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
 
 
 def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
-    """One for each text, or one for the chat."""
+    """One message per text, or one for the chat."""
     if body.prompt is None:
         return [gateway_pb2.TokenizeRequest(chat=chat_of(body), add_special_tokens=body.add_special_tokens)]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -90,7 +90,7 @@ def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
 
 
 def chat_of(body: ChatRequest | TokenizeBody) -> gateway_pb2.Chat:
-    """The conversation alone."""
+    """The chat part of a message."""
     roles = {"developer": "system"}
     return gateway_pb2.Chat(
         messages=[

@@ -1,6 +1,6 @@
-"""One request's answer as an ASGI response: a JSON object, or server-sent events while it grows.
+"""The answer to one request as an ASGI response: one JSON object, or a stream of server-sent events.
 
-A small response of our own: Starlette's streaming response costs a task group and several coroutines a chunk.
+It does not use Starlette's streaming response, which costs a task group and several coroutines per chunk.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # asks proxies to pass each event on at once
+    (b"x-accel-buffering", b"no"),  # tells proxies to forward each event at once
 ]
 
 
 class Format(Protocol):
-    """How one kind of answer looks. Places are those of prompts."""
+    """The objects of one kind of answer. `prompt_index` is the index of a prompt in the request."""
 
-    param_names: Mapping[str, str]  # what fields of `GenerateRequest` are called here, where they differ
+    param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
 
     def begin(self, prompts: Sequence[list[int]]) -> None:
-        """Token ids of each prompt; called before all other methods."""
+        """Takes the token ids of each prompt; called before all other methods."""
 
     def opening(self) -> Sequence[Any]:
         """Objects to send before all others."""
 
-    def chunk(self, place: int, chunk: Chunk) -> Sequence[Any]:
-        """Objects for a piece of an answer; none if it shows nothing."""
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        """Objects for a piece of an answer; none if the piece has nothing to show."""
 
     def closing(self) -> Sequence[Any]:
         """Objects to send after all others."""
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
-        """The object for all answers, prompt by prompt."""
+        """The object with all answers, grouped by prompt."""
 
 
 class Answer(Response):
-    """Runs the request when the server calls it, and closes it with the connection."""
+    """Runs the request when the server calls it. Cancels the request if the client disconnects."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Answer(Response):
         is_stream: bool,
         first_token_timeout_s: float,
     ) -> None:
-        """`first_token_timeout_s`: the status line of a stream waits so long for a token or an error."""
+        """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error."""
         super().__init__()
         self._frontend = frontend
         self._messages = messages
@@ -76,7 +76,7 @@ class Answer(Response):
         self._first_token_timeout_s = first_token_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises a `TwostrokeError` as long as there is no status line; later ones are sent as an event."""
+        """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
         work = self._stream(scope, send) if self._is_stream else self._whole(scope, receive, send)
         try:
             await while_connected(receive, work)
@@ -107,7 +107,7 @@ class Answer(Response):
             try:
                 await asyncio.wait({first}, timeout=self._first_token_timeout_s)
                 if first.done():
-                    first.result()  # an error is still an answer of its own
+                    first.result()  # an error raised here gets a status line of its own
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                 await self._send_events(scope["state"]["send_body"], first, generations)
             finally:
@@ -115,8 +115,8 @@ class Answer(Response):
         finally:
             await generations.close()
 
-    def _encode_chunk(self, place: int, chunk: Chunk) -> bytes:
-        objects = self._format.chunk(place, chunk)
+    def _encode_chunk(self, prompt_index: int, chunk: Chunk) -> bytes:
+        objects = self._format.chunk(prompt_index, chunk)
         return b"".join([piece for each in objects for piece in (b"data: ", *json_pieces(each), b"\n\n")])
 
     async def _start(self, generations: Generations, caller: Caller) -> None:
@@ -134,32 +134,32 @@ class Answer(Response):
     async def _send_events(
         self, send: Send, first: asyncio.Future[tuple[int, Chunk] | None], generations: Generations
     ) -> None:
-        """Each event goes out while the next one grows. `send` waits while the client does not read."""
+        """Sends each chunk as it arrives. `send` waits while the client does not read."""
         form = self._format
         body = events(form.opening())
         try:
             if body and not first.done():
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""
-            news = await first
-            while news is not None:
-                place, chunk = news
+            next_chunk = await first
+            while next_chunk is not None:
+                prompt_index, chunk = next_chunk
                 if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
-                    body += await asyncio.to_thread(self._encode_chunk, place, chunk)
+                    body += await asyncio.to_thread(self._encode_chunk, prompt_index, chunk)
                 else:
-                    body += events(form.chunk(place, chunk))
+                    body += events(form.chunk(prompt_index, chunk))
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
-                news = await generations.next_chunk()
+                next_chunk = await generations.next_chunk()
             end = events(form.closing()) + DONE
-        except Exception as error:  # whatever it is, the client must not take this for the end
+        except Exception as error:  # after any error the client must not take the stream for complete
             end = events([describe(error)[1]])
         await send({"type": "http.response.body", "body": body + end, "more_body": False})
 
 
 def events(objects: Sequence[Any]) -> bytes:
-    """Server-sent events, by the specification's "event stream interpretation"."""
+    """The objects as server-sent events (HTML standard, "Interpreting an event stream")."""
     return b"".join([b"data: " + to_json(each) + b"\n\n" for each in objects])
 
 

@@ -1,4 +1,4 @@
-"""Answers to chats, as OpenAI's objects."""
+"""Answers to chats as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.gateway.http.schemas.chat import (
 
 
 class ChatFormat:
-    """See `Format`. A chat is one prompt."""
+    """The `Format` of chats. A chat is a single prompt, so `prompt_index` is always 0."""
 
     param_names: ClassVar[Mapping[str, str]] = {
         "chat": "messages",
@@ -49,7 +49,7 @@ class ChatFormat:
         [self._prompt] = prompts
 
     def opening(self) -> Sequence[ChatChunkObject]:
-        """The role of every answer, and what it begins with."""
+        """Objects with the role of every answer and, for `echo`, the text that the answer continues."""
         deltas: list[Delta] = [{"role": "assistant", "content": ""}]
         if self._lead:
             deltas.append({"content": self._lead})
@@ -62,7 +62,7 @@ class ChatFormat:
             objects[0]["prompt_token_ids"] = self._prompt
         return objects
 
-    def chunk(self, place: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
         choice: ChunkChoice = {
             "index": chunk.index,
             "delta": {"content": chunk.text},
@@ -74,13 +74,13 @@ class ChatFormat:
         if self._body.return_token_ids:
             choice["token_ids"] = chunk.token_ids
         if chunk.finish is not None:
-            self._usage.add(place, chunk.finish)
+            self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = chunk.finish.reason.value
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
         prompt = chunk.prompt
         has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
         if not chunk.text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
-            return ()  # half a character
+            return ()  # the token is an incomplete character
         whole = self._object(choice, chunk.num_output_tokens)
         if has_prompt_logprobs:
             whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
@@ -136,6 +136,6 @@ class ChatFormat:
 
 
 def _last_of_assistant(body: ChatRequest) -> str:
-    """What the assistant said in the last message; empty if that is another's."""
+    """The text of the last message if it is the assistant's, else an empty string."""
     last = body.messages[-1]
     return last.text if last.role == "assistant" else ""

@@ -1,4 +1,4 @@
-"""Answers to requests for completions, as OpenAI's objects."""
+"""Answers to requests for completions as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.gateway.http.schemas.completions import (
 
 
 class CompletionFormat:
-    """See `Format`. One a request: it remembers where each answer's text has got to."""
+    """The `Format` of completions. It belongs to one request, because it counts the characters of each answer."""
 
     param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER}
 
@@ -34,8 +34,8 @@ class CompletionFormat:
         self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
         self._usage = UsageCounter()
         self._prompts: Sequence[list[int]] = ()
-        self._begun: set[int] = set()  # choices that had a chunk, if prompts' token ids are wanted
-        self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by choice
+        self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
+        self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice
 
     def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
@@ -43,8 +43,8 @@ class CompletionFormat:
     def opening(self) -> Sequence[CompletionObject]:
         return ()
 
-    def chunk(self, place: int, chunk: Chunk) -> Sequence[CompletionObject]:
-        index = place * self._num_answers + chunk.index
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[CompletionObject]:
+        index = prompt_index * self._num_answers + chunk.index
         choice: CompletionChoice = {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": None}
         if self._body.logprobs is not None and (chunk.token_ids or chunk.prompt is not None):
             choice["logprobs"] = self._legacy_logprobs(index, chunk.token_ids, chunk.logprobs or (), chunk.prompt)
@@ -52,18 +52,18 @@ class CompletionFormat:
             choice["token_ids"] = chunk.token_ids
             if index not in self._begun:
                 self._begun.add(index)
-                choice["prompt_token_ids"] = self._prompts[place]
+                choice["prompt_token_ids"] = self._prompts[prompt_index]
         if self._body.prompt_logprobs is not None and chunk.prompt is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(chunk.prompt)
         if chunk.finish is not None:
-            self._usage.add(place, chunk.finish)
+            self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = chunk.finish.reason.value
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
         if not chunk.text and choice["logprobs"] is None and len(choice) == 4:
-            return ()  # half a character
+            return ()  # the token is an incomplete character
         whole: CompletionObject = {**self._head, "choices": [choice]}
         if self._has_running_usage:
-            whole["usage"] = running_usage(len(self._prompts[place]), chunk.num_output_tokens)
+            whole["usage"] = running_usage(len(self._prompts[prompt_index]), chunk.num_output_tokens)
         elif self._has_usage:
             whole["usage"] = None
         return (whole,)
@@ -73,15 +73,15 @@ class CompletionFormat:
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> CompletionObject:
         choices = []
-        for place, (completions, prompt) in enumerate(answers):
+        for prompt_index, (completions, prompt) in enumerate(answers):
             for completion in completions:
                 assert completion.finish is not None
-                self._usage.add(place, completion.finish)
-                choices.append(self._choice(place, completion, prompt))
+                self._usage.add(prompt_index, completion.finish)
+                choices.append(self._choice(prompt_index, completion, prompt))
         return {**self._head, "choices": choices, "usage": self._usage.usage()}
 
-    def _choice(self, place: int, completion: Completion, prompt: Prompt | None) -> CompletionChoice:
-        index = place * self._num_answers + completion.index
+    def _choice(self, prompt_index: int, completion: Completion, prompt: Prompt | None) -> CompletionChoice:
+        index = prompt_index * self._num_answers + completion.index
         choice: CompletionChoice = {
             "index": index,
             "text": completion.text,
@@ -94,15 +94,15 @@ class CompletionFormat:
             choice["logprobs"] = self._legacy_logprobs(index, completion.token_ids, completion.logprobs, prompt)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-            choice["prompt_token_ids"] = self._prompts[place]
-        if self._body.prompt_logprobs is not None:  # the same for all answers to a prompt: the first has them
+            choice["prompt_token_ids"] = self._prompts[prompt_index]
+        if self._body.prompt_logprobs is not None:  # all answers to a prompt have the same: only the first shows them
             choice["prompt_logprobs"] = None if completion.index or prompt is None else self._prompt_logprobs(prompt)
         return choice
 
     def _legacy_logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], prompt: Prompt | None
     ) -> LegacyLogprobs:
-        """Of new tokens; with `echo`, of the prompt before the first."""
+        """Log-probabilities of new tokens; with `echo`, the first call includes the prompt's."""
         builder = self._logprobs.get(index)
         if builder is None:
             builder = LegacyLogprobsBuilder(

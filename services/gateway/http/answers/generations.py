@@ -1,4 +1,4 @@
-"""The generations of one HTTP request, one a prompt, as one stream of chunks or as whole answers."""
+"""The generations of one HTTP request, one per prompt, merged into one stream of chunks or list of answers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class Generations:
-    """Started all or none by `start`; `close` in any case."""
+    """All generations of a request. Always call `close`, also if `start` fails."""
 
     def __init__(self) -> None:
         self.running: list[Generation] = []
-        self._readers: dict[asyncio.Task[Chunk], int] = {}  # of several prompts, the place of each
+        self._readers: dict[asyncio.Task[Chunk], int] = {}  # index of the prompt, by the task that reads its next chunk
         self._ready: list[asyncio.Task[Chunk]] = []
 
     async def start(
         self, frontend: Frontend, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
     ) -> None:
-        """Raises a `TwostrokeError` for the first that is refused."""
+        """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused."""
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
         try:
             if num_answers > frontend.max_answers:
@@ -40,52 +40,55 @@ class Generations:
             frontend.metrics.on_rejected(error)
             raise
         num_logprobs = 0
-        for place, message in enumerate(messages):
-            prompt_name = f"prompt[{place}]" if len(messages) > 1 else "prompt"
+        for prompt_index, message in enumerate(messages):
+            prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
             generation = await frontend.start(message, caller, num_logprobs, prompt_name)
             self.running.append(generation)
             num_logprobs += generation.request.max_num_logprobs
-            await asyncio.sleep(0)  # others' turn: to start one prompt's answers may take milliseconds
+            await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:
-        """Place of a prompt and what is new of its answers; None: all have ended. Raises what a generation raises."""
+        """The index of a prompt and the next chunk of its answers; None when all have ended.
+
+        Raises the error of a failed generation.
+        """
         if len(self.running) == 1:
             [generation] = self.running
             return None if generation.is_finished else (0, await generation.next_chunk())
         if not self._readers and not self._ready:
-            for place in range(len(self.running)):
-                self._read(place)
+            for prompt_index in range(len(self.running)):
+                self._read(prompt_index)
         if not self._ready:
             if not self._readers:
                 return None
             done, _ = await asyncio.wait(self._readers, return_when=asyncio.FIRST_COMPLETED)
             self._ready.extend(done)
         task = self._ready.pop()
-        place = self._readers.pop(task)
+        prompt_index = self._readers.pop(task)
         chunk = task.result()
-        self._read(place)
-        return place, chunk
+        self._read(prompt_index)
+        return prompt_index, chunk
 
     async def completions(self) -> list[tuple[list[Completion], Prompt | None]]:
-        """All answers, prompt by prompt; read side by side, for a stop string ends only what is read."""
+        """All answers, grouped by prompt. All are read concurrently, because only reading detects stop strings."""
         return await gather_or_cancel([generation.completions() for generation in self.running])
 
     async def close(self) -> None:
-        """Stops what still runs."""
+        """Stops all running generations."""
         for task in self._readers:
             task.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
         for generation in self.running:
             generation.close()
 
-    def _read(self, place: int) -> None:
-        generation = self.running[place]
+    def _read(self, prompt_index: int) -> None:
+        generation = self.running[prompt_index]
         if not generation.is_finished:
-            self._readers[asyncio.ensure_future(generation.next_chunk())] = place
+            self._readers[asyncio.ensure_future(generation.next_chunk())] = prompt_index
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, or the first error once the others have been cancelled."""
+    """All results. If one fails, cancels the others and raises its error."""
     if len(coroutines) == 1:
         return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

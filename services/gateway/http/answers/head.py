@@ -1,4 +1,4 @@
-"""What every object of one answer begins with, and its counts."""
+"""The common fields of all objects of one answer, and its token counts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from services.gateway.http.schemas.answers import UsageObject
 
 
 def head(frontend: Frontend, kind: str, answer_id: str, model: str | None) -> dict[str, Any]:
-    """`kind` as in OpenAI's reference: `text_completion`, `chat.completion` or `chat.completion.chunk`.
+    """The fields that every object of one answer has: id, kind, time and model.
 
-    `model`: what the request calls it, whose answers do the same.
+    `kind` is OpenAI's `text_completion`, `chat.completion` or `chat.completion.chunk`. `model` is the name in the
+    request, which the answer repeats.
     """
     return {
         "id": answer_id,
@@ -32,15 +33,15 @@ class UsageCounter:
         self._prompts: dict[int, Finish] = {}
         self._num_output_tokens = 0
 
-    def add(self, place: int, finish: Finish) -> None:
-        """One answer to the prompt at `place`."""
-        first = self._prompts.setdefault(place, finish)
+    def add(self, prompt_index: int, finish: Finish) -> None:
+        """Counts one answer to the prompt with this index."""
+        first = self._prompts.setdefault(prompt_index, finish)
         if finish.num_cached_tokens < first.num_cached_tokens:
-            self._prompts[place] = finish  # of several answers the first to run computes the prompt for the others
+            self._prompts[prompt_index] = finish  # the first of several answers computes the prompt for the others
         self._num_output_tokens += finish.num_output_tokens
 
     def usage(self) -> UsageObject:
-        """OpenAI's object."""
+        """The counts as OpenAI's object."""
         num_prompt_tokens = sum(finish.num_prompt_tokens for finish in self._prompts.values())
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -53,7 +54,7 @@ class UsageCounter:
 
 
 def running_usage(num_prompt_tokens: int, num_output_tokens: int) -> UsageObject:
-    """Of one answer while it grows; cached tokens are told at its end."""
+    """The counts of one unfinished answer, without cached tokens."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
@@ -62,7 +63,7 @@ def running_usage(num_prompt_tokens: int, num_output_tokens: int) -> UsageObject
 
 
 def stop_reason(finish: Finish, eos_token_ids: Container[int]) -> str | int | None:
-    """vLLM's field: the stop string or stop token of the request that ended it; None for EOS, as for all else."""
+    """vLLM's field: the stop string or stop token id that ended the answer; None if EOS or anything else did."""
     if finish.stop_string is not None:
         return finish.stop_string
     return None if finish.stop_token_id in eos_token_ids else finish.stop_token_id

@@ -1,4 +1,4 @@
-"""JSON of large answers, in pieces: one call for all would hold the interpreter's lock, and with it every stream."""
+"""Encodes large answers as JSON piece by piece: a single call would hold the interpreter lock and stop all streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_PIECE_VALUES = 4096  # about a millisecond
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """All of `value`: objects key by key, choices one by one, other lists in stretches."""
+    """The JSON of `value` in pieces: objects by key, `choices` by element, other lists by slices."""
     if isinstance(value, dict):
         separator = b"{"
         for key, each in value.items():
@@ -43,7 +43,7 @@ def _choices(choices: Sequence[Any]) -> Iterator[bytes]:
 
 
 def _num_values(element: Any) -> int:
-    """Roughly, of one element; those of a list are alike."""
+    """Rough number of JSON values in one element. The elements of a list are similar, so one is enough."""
     if isinstance(element, Mapping):
         return 1 + sum(1 + (len(each) if isinstance(each, list | dict) else 0) for each in element.values())
     return 1 + (len(element) if isinstance(element, list) else 0)

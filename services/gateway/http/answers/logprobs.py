@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI shows them: aligned lists for completions, one object a token for chats."""
+"""Log-probabilities in OpenAI's formats: aligned lists for completions, one object per token for chats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token for the eye; one that is no whole character as `bytes:\\xe2\\x80`, as OpenAI writes it."""
+    """The text of a token; an incomplete character as OpenAI writes it: `bytes:\\xe2\\x80`."""
     data = token_bytes(tokenizer.hf_tokenizer, token_id)
     try:
         return data.decode()
@@ -25,14 +25,14 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _token_name(tokenizer: Tokenizer, token_id: int, has_ids: bool) -> str:
-    """Its text, or by its id as vLLM writes it: several tokens may have one text."""
+    """The text of a token, or with `has_ids` its id as vLLM writes it: several tokens may have the same text."""
     return f"token_id:{token_id}" if has_ids else token_text(tokenizer, token_id)
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, has_ids: bool
 ) -> ChatLogprobs:
-    """Of new tokens. `has_ids`: they are named by their ids."""
+    """The log-probabilities of new tokens for a chat. `has_ids`: name tokens by their ids."""
 
     def describe(token_id: int, logprob: float) -> dict:
         return {
@@ -51,21 +51,21 @@ def chat_logprobs(
 
 
 class LegacyLogprobsBuilder:
-    """Of one answer to a request for completions, piece by piece: keeps count of where each token's text begins."""
+    """The log-probabilities of one completion, piece by piece. It counts where the text of each token begins."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool, is_echo: bool, has_ids: bool = False
     ) -> None:
-        """`has_ids`: tokens are named by their ids."""
+        """`has_ids`: name tokens by their ids."""
         self._tokenizer = tokenizer
         self._has_ids = has_ids
         self._skip_special_tokens = skip_special_tokens
-        self._is_at_start = is_echo  # of the text, until it has a token's
+        self._is_at_start = is_echo  # whether the text is still empty
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0  # characters of the text so far
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
-        """The lists for new tokens; None stands for one without, such as a prompt's first."""
+        """The lists for new tokens. None stands for a token without log-probabilities, such as a prompt's first."""
         lists: LegacyLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, each in zip(token_ids, logprobs, strict=True):
             lists["tokens"].append(_token_name(self._tokenizer, token_id, self._has_ids))
@@ -83,7 +83,7 @@ class LegacyLogprobsBuilder:
         return lists
 
     def _top(self, token_id: int, each: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and always the one that was chosen."""
+        """The most likely tokens, and always the sampled token."""
         top: dict[str, float] = {}
         for other_id, logprob in (*each.top, (token_id, each.logprob)):
             top.setdefault(_token_name(self._tokenizer, other_id, self._has_ids), max(logprob, LEAST_LOGPROB))
@@ -93,7 +93,7 @@ class LegacyLogprobsBuilder:
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """As vLLM shows those of a prompt: by token id, with ranks where they are known."""
+    """The log-probabilities of a prompt in vLLM's format: by token id, with ranks where they are known."""
     entries: PromptLogprobs = [None]
     for token_id, each in zip(token_ids[1:], logprobs, strict=True):
         ranked = [(other_id, logprob, rank) for rank, (other_id, logprob) in enumerate(each.top, start=1)]

@@ -1,1 +1,1 @@
-"""The paths, one file a group; `services.gateway.http.app` puts them together."""
+"""The routes, one module per group; `services.gateway.http.app` combines them."""

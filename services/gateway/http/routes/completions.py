@@ -25,7 +25,7 @@ STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "descriptio
 
 
 def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
-    """Of one gateway."""
+    """The routes for completions and chats of one gateway."""
     router = APIRouter(route_class=json_route(section.max_body_values), tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post(
@@ -35,7 +35,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
-        await asyncio.sleep(0)  # others' turn: to check what a large body says takes milliseconds
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         limits = frontend.limits
@@ -55,7 +55,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        await asyncio.sleep(0)  # others' turn: to check what a large body says takes milliseconds
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         return Answer(
@@ -74,14 +74,14 @@ def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest(f"there are {len(prompts)} prompts, must be 1 to {max_prompts}", "prompt")
     longest = max(prompts, key=len)
-    if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before it costs time to copy them
+    if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before copying the tokens costs time
         check_prompt_length(len(longest), max_model_len)
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")
 
 
 def _traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
-    """The same, as part of the caller's trace, if it sent one."""
+    """Adds the caller's trace context to the messages, if the request has one."""
     for message in messages:
         message.traceparent = request.headers.get("traceparent", "")
     return messages

@@ -1,4 +1,4 @@
-"""GET /metrics: what this gateway process tells Prometheus."""
+"""GET /metrics: the Prometheus metrics of this gateway process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 
 
 def metrics_routes(registry: CollectorRegistry) -> APIRouter:
-    """Of one gateway process; of several behind one port, each answers for itself (see `gateway.metrics_address`)."""
+    """The metrics of one gateway process. With several processes at one port, scrape `gateway.metrics_address`."""
     router = APIRouter(tags=["Server"])
 
     @router.get(
@@ -17,7 +17,7 @@ def metrics_routes(registry: CollectorRegistry) -> APIRouter:
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The metrics"}},
     )
-    def metrics(request: Request) -> Response:  # no coroutine: it runs in a thread, beside the event loop
+    def metrics(request: Request) -> Response:  # not a coroutine, so it runs in a thread
         """Prometheus metrics, as text."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), media_type=content_type)

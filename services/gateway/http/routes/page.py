@@ -1,4 +1,4 @@
-"""The page to try the server at /, and what its live view asks for: /stats."""
+"""The web page to try the server at /, and the figures for its live view at /stats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.gateway.link.worker_load import WorkerLoad
 
 
 def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
-    """Of one gateway."""
+    """The routes of one gateway's web page."""
     router = APIRouter(tags=["Page"])
     page = load_page()
 
@@ -22,7 +22,7 @@ def page_routes(frontend: Frontend, worker_load: WorkerLoad) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> Stats:
-        """How busy the server is; what a worker that is away would have said is null."""
+        """How busy the server is. The figures of a worker that does not answer are null."""
         load = await worker_load.read()
         return {
             "model": frontend.names.first,

@@ -1,4 +1,4 @@
-"""What the server says of itself: /v1/models, /live, /health, /ready, /version."""
+"""Information about the server: /v1/models, /live, /health, /ready, /version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.gateway.http.schemas.server import Health, Live, ModelList, ModelO
 
 
 def server_routes(frontend: Frontend) -> APIRouter:
-    """Of one gateway."""
+    """The routes with information about one gateway."""
     router = APIRouter(tags=["Server"])
     start = int(time.time())
     health_answers: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
@@ -45,7 +45,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/live")
     async def live() -> Live:
-        """Whether the process lives: for who restarts it. Says nothing of the workers behind it."""
+        """Whether the process lives, for a supervisor that restarts it. Says nothing about the workers."""
         return {"status": "ok"}
 
     @router.get("/health", response_class=Response, responses=health_answers)
@@ -59,7 +59,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Version:
-        """Of the server."""
+        """The version of the server."""
         return {"version": __version__}
 
     return router

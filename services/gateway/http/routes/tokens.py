@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: what the model would see, what it means, and how it is made."""
+"""/tokenize, /detokenize and /tokenizer_info: text to token ids, token ids to text, and the tokenizer's settings."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from services.gateway.http.to_message import tokenize_messages
 
 
 def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
-    """Of one gateway."""
+    """The routes for tokens of one gateway."""
     router = APIRouter(route_class=json_route(section.max_body_values), tags=["Tokens"], responses=ERROR_RESPONSES)
     tokenizer = frontend.tokenizer
 
     @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        """Token ids of a text, of several, or of a chat with the generation prompt."""
-        await asyncio.sleep(0)  # others' turn: to check what a large body says takes milliseconds
+        """The token ids of a text, of several texts, or of a chat with the generation prompt."""
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         body.log_unknown_fields(request.state.request_id)
         frontend.names.check(body.model or "")
         is_list = isinstance(body.prompt, list)
@@ -52,7 +52,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids, or the texts of several lists of them."""
-        await asyncio.sleep(0)  # others' turn: to check what a large body says takes milliseconds
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         body.log_unknown_fields(request.state.request_id)
         frontend.names.check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
@@ -65,7 +65,7 @@ def token_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     async def tokenizer_info() -> Response:
         """Class, special tokens, chat template and settings of the tokenizer, if `gateway.tokenizer_info` is set."""
         if not section.tokenizer_info:
-            raise HTTPException(404, "this server does not tell: gateway.tokenizer_info is not set")
+            raise HTTPException(404, "this server does not show its tokenizer: gateway.tokenizer_info is not set")
         return JSONResponse(tokenizer.info())
 
     return router

@@ -1,1 +1,1 @@
-"""What goes in and out over HTTP: pydantic models in, typed dictionaries out, both in the OpenAPI document."""
+"""The bodies of HTTP requests (pydantic models) and answers (typed dictionaries), also for the OpenAPI document."""

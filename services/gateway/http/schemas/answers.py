@@ -1,4 +1,4 @@
-"""What answers to completions and chats share."""
+"""Objects that answers to completions and chats share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FinishReasonName = Literal["stop", "length", "abort"]
 
 
 class PromptTokensDetails(TypedDict):
-    """Of the prompt tokens, those found in the prefix cache."""
+    """How many prompt tokens were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class UsageObject(TypedDict):
-    """Counts of tokens over all prompts and answers of a request; before the last event, of that event's answer."""
+    """Token counts of all prompts and answers of a request. Before the last event: of that event's answer only."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,12 +25,12 @@ class UsageObject(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """Of one token that stands, or could stand, at a place of the prompt; `rank` 1 is the likeliest."""
+    """A token of the prompt, or another token at the same position; `rank` 1 is the most likely."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-# One entry a prompt token, by token id; null for the first, before which nothing stands.
+# One entry per prompt token, by token id; null for the first token, since nothing precedes it.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]

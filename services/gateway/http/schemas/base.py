@@ -1,4 +1,4 @@
-"""What all request models share: strict types, nulls for defaults, unknown fields ignored, unsupported ones refused."""
+"""The base of all request models: strict types, null means default, unknown fields are ignored, unsupported refused."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ log = structlog.get_logger()
 MAX_LOGGED_FIELDS = 20
 MAX_FIELDS = 256  # of one object, unknown ones too
 
-# Python's integers have no bounds, those of the messages do. What a value means is checked in `gateway/request.py`.
+# Integers of the gRPC messages have bounds. `gateway/request.py` checks whether a value makes sense.
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
-CountOrAll = Annotated[int, Field(ge=-1, le=2**32 - 1)]  # -1: all there are
+CountOrAll = Annotated[int, Field(ge=-1, le=2**32 - 1)]  # -1: all
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 NOT_64_BITS = PydanticCustomError("int64", "must be an integer of 64 bits")
 Int64 = Annotated[int, Field(ge=MIN_INT64, le=MAX_INT64)]
 
 
 def _check_token_ids(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
-    """As `check` does, for a list at the speed of C; tells of one wrong element."""
+    """Does the same as `check`, but faster for a list; reports only one wrong element."""
     if type(value) is not list:
         return check(value)
     kinds = list(map(type, value))
     foreign_kinds = set(kinds) - {int}
     if foreign_kinds:
-        place = min(map(kinds.index, foreign_kinds))
-        raise _error_at(place, value, "int_type")
+        index = min(map(kinds.index, foreign_kinds))
+        raise _error_at(index, value, "int_type")
     if value and min(value) < MIN_INT64:
         raise _error_at(value.index(min(value)), value, NOT_64_BITS)
     if value and max(value) > MAX_INT64:
@@ -40,8 +40,8 @@ def _check_token_ids(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -
     return value
 
 
-def _error_at(place: int, value: list[Any], error: str | PydanticCustomError) -> pydantic.ValidationError:
-    details: InitErrorDetails = {"type": error, "loc": (place,), "input": value[place]}
+def _error_at(index: int, value: list[Any], error: str | PydanticCustomError) -> pydantic.ValidationError:
+    details: InitErrorDetails = {"type": error, "loc": (index,), "input": value[index]}
     return pydantic.ValidationError.from_exception_data("token ids", [details])
 
 
@@ -49,7 +49,7 @@ TokenIdList = Annotated[list[Int64], pydantic.WrapValidator(_check_token_ids)]
 
 
 def at_most(most: int) -> pydantic.BeforeValidator:
-    """Refuses a list or object with more elements before it costs time to look at each of them."""
+    """Refuses a list or object with more than `most` elements before its elements are checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
@@ -61,10 +61,10 @@ def at_most(most: int) -> pydantic.BeforeValidator:
 
 
 class RequestModel(pydantic.BaseModel):
-    """Numbers are numbers: no strings or booleans in their place.
+    """The base of request models. Strict: a string or boolean is not accepted as a number.
 
-    `unsupported` names fields of OpenAI or other servers that this server knows and cannot obey, with the values that
-    ask for nothing: those are accepted, any other is an error, because an answer that ignores it would be wrong.
+    `unsupported` names fields of OpenAI or other servers that this server does not support, with the values that have
+    no effect. Such values are accepted. Any other value is an error, because an answer that ignores it would be wrong.
     """
 
     model_config = pydantic.ConfigDict(
@@ -84,12 +84,12 @@ class RequestModel(pydantic.BaseModel):
                 )
             for name in cls.unsupported.keys() & data.keys():
                 if data[name] is not None and data[name] not in cls.unsupported[name]:
-                    # A model's own error has no place in the path; the handler adds `field` to it.
+                    # The path of an error of a whole model ends at the model; the error handler appends `field`.
                     raise PydanticCustomError("unsupported", "this field is not supported", {"field": name})
         return data
 
     def log_unknown_fields(self, request_id: str) -> None:
-        """What is ignored can at least be found."""
+        """Logs the names of ignored fields, at level debug."""
         unknown = sorted(self.model_extra.keys() - self.unsupported.keys()) if self.model_extra else []
         if unknown:
             names = ",".join(name[:60] for name in unknown[:MAX_LOGGED_FIELDS])

@@ -35,7 +35,8 @@ Content = Annotated[
 
 
 AddGenerationPrompt = Annotated[
-    bool | None, Field(description="End with what makes the model begin an answer; default: true, but to continue")
+    bool | None,
+    Field(description="End with the tokens that begin an answer; default: true, unless continue_final_message is"),
 ]
 ContinueFinalMessage = Annotated[
     bool | None, Field(description="Leave the last message open, so that the answer continues it")
@@ -57,9 +58,9 @@ class ChatMessageObject(RequestModel):
         "tool_call_id": (),
         "tool_calls": ([],),
     }
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is another name of system")
-    content: Content | None = Field(None, description="An assistant's may be null or missing: it said nothing")
-    name: str | None = Field(None, description="Who of several speaks, for chat templates that tell them apart")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means system")
+    content: Content | None = Field(None, description="May be null or missing for the assistant")
+    name: str | None = Field(None, description="The speaker's name, for templates that use it")
 
     @pydantic.model_validator(mode="after")
     def _check_content(self) -> ChatMessageObject:
@@ -70,7 +71,7 @@ class ChatMessageObject(RequestModel):
 
     @property
     def text(self) -> str:
-        """All parts as one."""
+        """All parts as one text."""
         if self.content is None:
             return ""
         if isinstance(self.content, str):
@@ -79,7 +80,7 @@ class ChatMessageObject(RequestModel):
 
 
 def _check_parts(messages: Any) -> Any:
-    """Counts those of all messages before any is looked at."""
+    """Counts the parts of all messages before any of them is checked."""
     if not isinstance(messages, list):
         return messages
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
@@ -99,7 +100,7 @@ Messages = Annotated[
 
 
 class ChatRequest(GenerationFields):
-    """The conversation so far, and how to go on."""
+    """The conversation so far, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
@@ -120,7 +121,7 @@ class ChatRequest(GenerationFields):
         "documents": ([],),
         "kv_transfer_params": (),
         "vllm_xargs": ({},),
-        # of completions
+        # fields of completions
         "prompt": (),
         "suffix": ("",),
         "mm_processor_kwargs": ({},),
@@ -137,7 +138,7 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
     top_logprobs: CountOrAll | None = Field(
         None,
-        description="Likeliest tokens to give beside it, up to gateway.max_logprobs; -1: the whole vocabulary. "
+        description="Most likely tokens to give for each token, up to gateway.max_logprobs; -1: the whole vocabulary. "
         "Those of all answers together are at most gateway.max_request_logprobs",
     )
 
@@ -149,14 +150,14 @@ class ChatRequest(GenerationFields):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError(
                 "max_completion_tokens",
-                "max_tokens is {old} and max_completion_tokens {new}: they are two names of one thing",
+                "max_tokens is {old} and max_completion_tokens {new}: they mean the same",
                 {"old": self.max_tokens, "new": self.max_completion_tokens, "field": "max_completion_tokens"},
             )
         return self
 
 
 class TopLogprob(TypedDict):
-    """A token that could have been."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -164,7 +165,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TypedDict):
-    """A token, and the likeliest ones at its place; `bytes` is its UTF-8, which need not be whole characters."""
+    """A token and the most likely tokens at its position. `bytes` is its UTF-8, maybe an incomplete character."""
 
     token: str
     logprob: float
@@ -173,7 +174,7 @@ class TokenLogprob(TypedDict):
 
 
 class ChatLogprobs(TypedDict):
-    """One entry a token."""
+    """The log-probabilities of an answer; one entry per token."""
 
     content: list[TokenLogprob]
     refusal: None
@@ -188,7 +189,7 @@ class AnswerMessage(TypedDict):
 
 
 class Delta(TypedDict):
-    """What is new; the role comes first."""
+    """The new part of a streamed answer; the first one has the role."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]

@@ -16,7 +16,7 @@ from services.gateway.http.schemas.sampling import GenerationFields
 
 
 def _kind_of_prompt(value: Any) -> str:
-    """By the first element, so that a long list is not tried as one kind after the other."""
+    """Decides by the first element, so that a long list is not tried as each kind in turn."""
     if not isinstance(value, list):
         return "<text>"
     first = value[0] if value else None
@@ -33,7 +33,7 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationFields):
-    """What to continue, and how."""
+    """The prompts to continue, and the options of the answers."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
@@ -43,7 +43,7 @@ class CompletionRequest(GenerationFields):
         "response_format": ({"type": "text"},),
         "suffix": ("",),
         "vllm_xargs": ({},),
-        # of chats
+        # fields of chats
         "functions": ([],),
         "max_completion_tokens": (),
         "messages": (),
@@ -55,18 +55,19 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = Field(None, description="Start every text with its prompt")
     logprobs: CountOrAll | None = Field(
         None,
-        description="Log-probabilities of all tokens, and of so many likely ones, up to gateway.max_logprobs; "
-        "-1: of the whole vocabulary. Those of all answers together are at most gateway.max_request_logprobs",
+        description="Give the log-probability of each token and of this many most likely tokens, "
+        "up to gateway.max_logprobs; -1: of the whole vocabulary. All answers together have at most "
+        "gateway.max_request_logprobs",
     )
 
     @pydantic.field_validator("logprobs", mode="before")
     @classmethod
     def _no_logprobs(cls, value: Any) -> Any:
-        return None if value is False else value  # as some clients say it
+        return None if value is False else value  # some clients send false for none
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One element a prompt."""
+        """All prompts, one element each."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -75,7 +76,7 @@ class CompletionRequest(GenerationFields):
 
 
 class LegacyLogprobs(TypedDict):
-    """Aligned lists, one element a token; `text_offset` in characters of the choice's text."""
+    """Aligned lists with one element per token; `text_offset` counts characters of the choice's text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -84,7 +85,7 @@ class LegacyLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One answer, or a piece of it; `index` counts answers prompt by prompt."""
+    """One answer, or a piece of it; `index` counts the answers to the first prompt, then to the next."""
 
     index: int
     text: str

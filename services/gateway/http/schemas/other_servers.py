@@ -1,7 +1,7 @@
-"""Fields of other servers' APIs that would change an answer and that this server cannot obey.
+"""Fields of other servers' APIs that would change an answer and that this server does not support.
 
-Each with the values that ask for nothing; those are accepted, as null is (see `RequestModel`). Fields that only tune
-how an answer is computed are not here: they are ignored like any other unknown one.
+Each field is listed with the values that have no effect; these and null are accepted (see `RequestModel`). Fields that
+only affect how an answer is computed are not listed: they are ignored like unknown fields.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "grammar": ("",),
-    "json_schema": (),  # an empty one still asks for JSON
+    "json_schema": (),  # even an empty schema demands JSON
     "lora": ([],),
     "mirostat": (0,),
-    "n_predict": (-1,),  # max_tokens is the name of it here
-    "n_probs": (0,),  # logprobs
-    "repeat_penalty": (1,),  # repetition_penalty
+    "n_predict": (-1,),  # here: max_tokens
+    "n_probs": (0,),  # here: logprobs
+    "repeat_penalty": (1,),  # here: repetition_penalty
     "samplers": ([],),
     "top_n_sigma": (-1, 0),
     "typical_p": (1,),
@@ -29,7 +29,7 @@ SGLANG: Mapping[str, tuple[Any, ...]] = {
     "custom_logit_processor": ("",),
     "ebnf": ("",),
     "lora_path": ("", []),
-    "no_stop_trim": (False,),  # include_stop_str_in_output
+    "no_stop_trim": (False,),  # here: include_stop_str_in_output
     "regex": ("",),
     "return_hidden_states": (False,),
     "session_params": ({},),

@@ -1,4 +1,4 @@
-"""Fields that completions and chats share: OpenAI's, and the widely used ones of vLLM."""
+"""Fields that completions and chats share: those of OpenAI, and widely used ones of vLLM."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from services.gateway.http.schemas.base import CountOrAll, Int32, Int64, Request
 from services.gateway.http.schemas.other_servers import LLAMA_CPP, SGLANG, TGI, VLLM
 from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
-MAX_METADATA = 16  # as OpenAI has it
+MAX_METADATA = 16  # OpenAI's limit
 MAX_LABEL_CHARACTERS = 512
-IGNORED = "Accepted and ignored: it has no meaning here"
+IGNORED = "Accepted and ignored"
 
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
@@ -32,26 +32,26 @@ class StreamOptions(RequestModel):
 
     @property
     def has_running_usage(self) -> bool:
-        """Whether every chunk tells counts."""
+        """Whether every chunk carries token counts."""
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class GenerationFields(RequestModel):
-    """Null means the default, everywhere."""
+    """The fields that completions and chats share. Null always means the default."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
 
-    model: str | None = Field(None, description="A name of the served model, or none; the answer says it, too")
-    n: UInt32 | None = Field(None, description="Answers to each prompt")
-    best_of: UInt32 | None = Field(None, description="Answers to generate, of which the n likeliest are returned")
+    model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
+    n: UInt32 | None = Field(None, description="Number of answers to each prompt")
+    best_of: UInt32 | None = Field(None, description="Answers to generate; the n most likely ones are returned")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = Field(
         None,
-        description="Most tokens to generate; lowered to what the context leaves, unless the server is strict. "
-        "0, with echo or prompt_logprobs: none, only the prompt is computed",
+        description="Maximum number of tokens to generate; lowered to the rest of the context, unless the server is "
+        "strict. 0, with echo or prompt_logprobs: only compute the prompt",
     )
-    min_tokens: Int32 | None = Field(None, description="No end before this many tokens")
+    min_tokens: Int32 | None = Field(None, description="The answer has at least this many tokens")
     temperature: float | None = Field(None, description="0 is greedy, 1 is the model's own distribution")
     top_p: float | None = None
     top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
@@ -60,21 +60,21 @@ class GenerationFields(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIASES)] = Field(
-        None,  description="Token id, as a string, to what its logit gains"
+        None,  description="Maps token ids (as strings) to values that are added to their logits"
     )
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = Field(
-        None, description="Words that must not appear"
+        None, description="Words that must not appear in the answer"
     )
     allowed_token_ids: Annotated[list[UInt32] | None, at_most(MAX_ALLOWED_TOKENS)] = Field(
-        None, min_length=1, description="Only these tokens are chosen, EOS only if it is one of them"
+        None, min_length=1, description="Only these tokens are sampled, and EOS only if it is one of them"
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None,
-        description="Same seed, same tokens, but for few that rounding may change; a negative one is taken as its "
-        "64-bit two's complement",
+        description="The same seed gives the same tokens, except few that rounding may change; a negative seed is "
+        "taken as its 64-bit two's complement",
     )
     stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
-        None, description="The answer ends before these"
+        None, description="The answer ends before the first of these strings"
     )
     stop_token_ids: Annotated[list[Int64] | None, at_most(MAX_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
@@ -82,23 +82,23 @@ class GenerationFields(RequestModel):
     skip_special_tokens: bool | None = None
     prompt_logprobs: UInt32 | None = Field(
         None,
-        description="Log-probabilities of prompt tokens, and so many beside; gateway.max_request_logprobs counts them "
-        "for each answer",
+        description="Give the log-probability of each prompt token, and of this many most likely tokens; "
+        "gateway.max_request_logprobs counts them once per answer",
     )
     truncate_prompt_tokens: CountOrAll | None = Field(
-        None, description="Keep only so many of the prompt's last tokens; -1: as many as leave room for max_tokens"
+        None, description="Keep only this many of the prompt's last tokens; -1: as many as leave room for max_tokens"
     )
     return_token_ids: bool | None = Field(
-        None, description="Give the token ids of the answer beside its text, and those of the prompt once"
+        None, description="Give the token ids of the answer in addition to its text, and once those of the prompt"
     )
     return_tokens_as_token_ids: bool | None = Field(
-        None, description="Name tokens of log-probabilities token_id:ID instead of by their text"
+        None, description="In log-probabilities, name tokens token_id:ID instead of by their text"
     )
-    priority: Int32 | None = Field(None, description="Lower is served earlier")
+    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     cache_salt: str | None = Field(
-        None, description="Prompt prefixes are shared with requests of the same salt only; at most 256 characters"
+        None, description="Only requests with the same salt share prompt prefixes; at most 256 characters"
     )
-    user: str | None = Field(None, description="Who asks, for logs only")
+    user: str | None = Field(None, description="Name of the end user, for logs only")
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
     prompt_cache_key: _Label | None = Field(None, description=IGNORED)
     reasoning_effort: _Label | None = Field(None, description=IGNORED)

@@ -1,4 +1,4 @@
-"""What GET answers: models, health, version."""
+"""Answers about the server: models, health, version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class ModelObject(TypedDict):
-    """A name of the served model; `root` is the directory it comes from, `vocab_size` the number of its token ids."""
+    """The served model under one of its names; `root` is its directory, `vocab_size` the number of token ids."""
 
     id: str
     object: Literal["model"]
@@ -20,7 +20,7 @@ class ModelObject(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All names of the served model, the first one first."""
+    """The served model under all its names, the first name first."""
 
     object: Literal["list"]
     data: list[ModelObject]
@@ -33,13 +33,13 @@ class Live(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether requests can run; if not, why."""
+    """Whether requests can run; if not, `reason` says why."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]
 
 
 class Version(TypedDict):
-    """Of the server."""
+    """The version of the server."""
 
     version: str

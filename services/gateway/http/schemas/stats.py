@@ -1,4 +1,4 @@
-"""What GET /stats answers."""
+"""The answer to GET /stats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.gateway.link.worker_load import CacheLoad, RequestLoad
 
 
 class Stats(TypedDict):
-    """One moment, at most a second old."""
+    """The current figures, at most a second old."""
 
     model: str
     unready_reason: str | None

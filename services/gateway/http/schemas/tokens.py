@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TokenLists = Annotated[
 
 
 class TokenizeBody(RequestModel):
-    """A text, several, or a chat; exactly one."""
+    """Exactly one of: a text, a list of texts, a chat."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "chat_template": (),
@@ -51,7 +51,7 @@ class TokenizeBody(RequestModel):
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateKwargs = None
     add_special_tokens: bool | None = Field(
-        None, description="Add those expected around a prompt; default: true for a text, false for a chat"
+        None, description="Add the special tokens expected around a prompt; default: true for a text, false for a chat"
     )
     return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
 
@@ -64,7 +64,7 @@ class TokenizeBody(RequestModel):
 
 
 class DetokenizeBody(RequestModel):
-    """Token ids of one text or of several."""
+    """The token ids of one text or of several."""
 
     model: str | None = None
     tokens: TokenLists = Field(description="Token ids, or a list of lists of them")
@@ -72,7 +72,7 @@ class DetokenizeBody(RequestModel):
 
 
 class TokenizeAnswer(TypedDict):
-    """The token ids the model would see; of a list of texts, a list for each."""
+    """The token ids that the model would see; for a list of texts, a list for each text."""
 
     count: int | list[int]
     max_model_len: int
@@ -81,13 +81,13 @@ class TokenizeAnswer(TypedDict):
 
 
 class DetokenizeAnswer(TypedDict):
-    """The text; of several lists, a list of texts."""
+    """The text; for several lists, a list of texts."""
 
     prompt: str | list[str]
 
 
 class AddedTokenObject(TypedDict):
-    """A token that the tokenizer finds before it splits a text."""
+    """A token that the tokenizer searches for before it splits a text."""
 
     content: str
     lstrip: bool
@@ -98,7 +98,7 @@ class AddedTokenObject(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """As tokenizer_config.json: beside these, the special tokens by their names, and settings of the tokenizer."""
+    """As in tokenizer_config.json, with further fields: the special tokens by name, and the tokenizer's settings."""
 
     tokenizer_class: str
     chat_template: str | dict[str, str] | None
