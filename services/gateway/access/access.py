@@ -1,7 +1,8 @@
-"""`Access`: from an `authorization` header to the `Caller` who sent it.
+"""`Access`: finds the `Caller` of a request by its `authorization` header.
 
-Without API keys everybody is the same anonymous caller without limits. With keys, every request over HTTP and gRPC
-needs one but those for health, metrics and reflection. A changed file takes effect within `RELOAD_INTERVAL_S`.
+Without API keys all requests come from one anonymous caller without limits. With keys, every request over HTTP and
+gRPC needs one, except those for health, metrics and reflection. A changed keys file takes effect within
+`RELOAD_INTERVAL_S`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ RELOAD_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. `key` is None for the anonymous caller."""
+    """The sender of a request. `key` is None for the anonymous caller."""
 
     key: ApiKey | None
     usage: Usage
 
     @property
     def name(self) -> str:
-        """Empty for the anonymous caller."""
+        """The name of the API key; empty for the anonymous caller."""
         return "" if self.key is None else self.key.name
 
     def adapt(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with what depends on its sender. Raises `PermissionDenied` for a too urgent one."""
+        """The request with the key's priority, salt and name. Raises `PermissionDenied` if it is too urgent."""
         key = self.key
         if key is None:
             return request
@@ -47,34 +48,34 @@ class Caller:
             raise PermissionDenied(
                 f"priority is {priority}, the lowest of the API key {key.name!r} is {key.lowest_priority}", "priority"
             )
-        # A space is in no salt of a key, so two keys' salts never mean the same, whatever requests add.
+        # The salt of a key has no space, so the salts of two keys stay different, whatever salts the requests add.
         salt = f"salt:{key.cache_salt}" if key.cache_salt is not None else f"name:{key.name}"
         return replace(request, priority=priority, cache_salt=f"{salt} {request.cache_salt}", caller=key.name)
 
 
 class Access:
-    """Knows all keys. `run` watches the file; everything runs in the event loop."""
+    """Holds all keys. `run` watches the keys file. Everything runs in the event loop."""
 
     def __init__(
         self, file: Path | None, pairs: str, on_refusal: Callable[[Unauthenticated], None] | None = None
     ) -> None:
-        """Keys of a file and of `NAME=KEY,NAME=KEY`. Raises `ConfigError` for keys that cannot be read."""
+        """Takes the keys of a file and of `pairs` (`NAME=KEY,NAME=KEY`). Raises `ConfigError` for invalid keys."""
         self._on_refusal = on_refusal
         self._file = file
         self._pairs = pairs
         self._anonymous = Caller(None, Usage("", RateLimits()))
-        self._callers: list[tuple[bytes, Caller]] = []  # by digest
-        self._usage: dict[str, Usage] = {}  # by name; kept when a key goes, in case it comes back
+        self._callers: list[tuple[bytes, Caller]] = []  # (digest of the key, its caller)
+        self._usage: dict[str, Usage] = {}  # by name; kept when a key is removed, in case it returns
         self._version = _version(file)
         self._set_keys(read_api_keys(file, pairs))
 
     @property
     def needs_key(self) -> bool:
-        """Whether there are keys."""
+        """Whether requests need an API key."""
         return bool(self._callers)
 
     def identify(self, authorization: str | None) -> Caller:
-        """The caller who sent this header. Raises `Unauthenticated`."""
+        """The caller who sent this header. Raises `Unauthenticated` if the key is missing or unknown."""
         try:
             return self._find(authorization)
         except Unauthenticated as error:
@@ -91,26 +92,26 @@ class Access:
         if scheme.lower() != "bearer":
             raise Unauthenticated("the authorization is not of the form `Bearer KEY`")
         digest, found = hash_key(key.strip()), None
-        for each, caller in self._callers:  # all of them, so that the time tells nothing
+        for each, caller in self._callers:  # compare all of them, so that the time reveals nothing
             if hmac.compare_digest(each, digest):
                 found = caller
         if found is None:
-            raise Unauthenticated("the API key is not known here")
+            raise Unauthenticated("the API key is unknown")
         return found
 
     def identify_call(self, context: grpc.aio.ServicerContext) -> Caller:
-        """The caller of a gRPC call, by its metadata. Raises `Unauthenticated`."""
+        """The caller of a gRPC call, by its metadata. Raises `Unauthenticated` if the key is missing or unknown."""
         values = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         return self.identify(values[0] if values else None)
 
     async def run(self) -> None:
-        """Reads the file again whenever it changes, until cancelled. One that is wrong changes nothing but the log."""
+        """Reads the file again whenever it changes, until cancelled. An invalid file is only logged."""
         while self._file is not None:
             await asyncio.sleep(RELOAD_INTERVAL_S)
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
-        """Takes over a file that is not the one read last."""
+        """Reads the file if it has changed since the last time."""
         version = _version(self._file)
         if version == self._version:
             return
@@ -118,7 +119,7 @@ class Access:
         try:
             self._set_keys(read_api_keys(self._file, self._pairs))
         except ConfigError as error:
-            log.error("the API keys stay as they were", error=str(error))
+            log.error("the API keys file is invalid, the keys stay as they were", error=str(error))
 
     def _set_keys(self, keys: list[ApiKey]) -> None:
         callers = []
@@ -132,7 +133,7 @@ class Access:
 
 
 def _version(file: Path | None) -> tuple[int, int, int] | None:
-    """Changes with the file, and when a link in its path leads elsewhere; None: there is none."""
+    """A value that changes when the file, or a link in its path, changes; None if there is no file."""
     if file is None:
         return None
     try:

@@ -1,15 +1,14 @@
-"""API keys as an operator writes them: a TOML file, and `NAME=KEY,NAME=KEY` in the
-environment, for the simple case.
+"""Reads API keys from a TOML file and, for the simple case, from `NAME=KEY,NAME=KEY` in the environment.
 
     [[keys]]
     name = "team-a"                  # in logs and messages; unique
     key = "…"                        # at least 16 characters; or key_sha256 = "…", so that the file holds no secret
-    max_concurrent_answers = 8       # this and all below may be left out
-    requests_per_minute = 600        # each of several prompts counts as one, each /tokenize and /detokenize too
-    tokens_per_minute = 100000       # prompts and answers together
-    priority = 0                     # of requests that name none; lower goes earlier
-    min_priority = 0                 # the lowest they may name; default: `priority`
-    cache_salt = "…"                 # keys of equal salt share cached prefixes; default: nobody does
+    max_concurrent_answers = 8       # optional, like all keys below
+    requests_per_minute = 600        # each prompt counts as a request, and each /tokenize and /detokenize
+    tokens_per_minute = 100000       # of prompts and answers together
+    priority = 0                     # of requests that name none; lower goes first
+    min_priority = 0                 # the lowest that requests may name; default: `priority`
+    cache_salt = "…"                 # keys with equal salts share cached prefixes; default: no sharing
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ MIN_KEY_CHARACTERS = 16
 
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]  # visible ASCII: it goes into logs
+_Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]  # visible ASCII, because logs show it
 
 
 class ApiKey(pydantic.BaseModel):
-    """One key and what its owner may do. Of the key itself only the hash is kept."""
+    """One API key with its limits. Only the hash of the key itself is kept."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -72,7 +71,7 @@ class ApiKey(pydantic.BaseModel):
 
     @property
     def lowest_priority(self) -> int:
-        """The most urgent one that a request may name."""
+        """The lowest (most urgent) priority that a request may have."""
         return self.priority if self.min_priority is None else self.min_priority
 
     @property
@@ -87,14 +86,14 @@ class _KeysFile(pydantic.BaseModel):
 
 
 def hash_key(key: str) -> bytes:
-    """SHA-256: a key has enough entropy to need no salt and no stretching."""
+    """The SHA-256 of a key. Keys have enough entropy, so they need no salt and no slow hash."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
 
 
 def read_api_keys(file: Path | None, pairs: str) -> list[ApiKey]:
-    """Keys of a file and of `NAME=KEY,NAME=KEY`; none if there are neither.
+    """The keys of a file and of `NAME=KEY,NAME=KEY`; an empty list if there are neither.
 
-    Raises `ConfigError`, which never quotes a key.
+    Raises `ConfigError` for invalid keys. Its message never quotes a key.
     """
     keys = [] if file is None else _read_file(file)
     keys += _read_pairs(pairs)
@@ -113,13 +112,13 @@ def _read_file(file: Path) -> list[ApiKey]:
     except OSError as error:
         raise ConfigError(f"API keys file {str(file)!r} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"API keys file {str(file)!r} is not TOML") from error  # its message may quote a key
+        raise ConfigError(f"API keys file {str(file)!r} is not TOML") from error  # the cause's message may quote a key
     try:
         keys = _KeysFile.model_validate(document).keys
     except pydantic.ValidationError as error:
         raise ConfigError(f"API keys file {str(file)!r}: {_describe(error)}") from error
     if not keys:
-        raise ConfigError(f"API keys file {str(file)!r} has no keys: nobody could ask anything")
+        raise ConfigError(f"API keys file {str(file)!r} has no keys: the server would refuse all requests")
     return keys
 
 
@@ -141,4 +140,4 @@ def _describe(error: pydantic.ValidationError) -> str:
         (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, "))
         for each in error.errors(include_input=False, include_url=False)
     )
-    return "; ".join(f"{place}: {message}" if place else message for place, message in problems)
+    return "; ".join(f"{path}: {message}" if path else message for path, message in problems)

@@ -1,4 +1,4 @@
-"""What one caller may have at once and in a minute. Plain counting on the event loop, no tasks, no timers."""
+"""The limits of one caller: answers at once, requests and tokens per minute. Counts in the event loop, no timers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from services.common.errors import PermissionDenied, RateLimited
 
 MINUTE_S = 60.0
-CONCURRENCY_RETRY_S = 1.0  # when one of a caller's own requests ends, nobody knows
+CONCURRENCY_RETRY_S = 1.0  # nobody knows when one of the caller's own requests ends
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """None: without a limit."""
+    """The limits of one caller; None means no limit."""
 
     max_concurrent_answers: int | None = None  # a request counts once for each of its answers
     requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None  # of prompts and answers together
+    tokens_per_minute: float | None = None  # tokens of prompts and answers together
 
 
 class TokenBucket:
-    """Holds up to a minute's worth and is refilled evenly: https://en.wikipedia.org/wiki/Token_bucket.
+    """Holds the amount for up to a minute and refills steadily: https://en.wikipedia.org/wiki/Token_bucket.
 
-    May go into debt, for what is known only afterwards: the mean over a long time keeps to the rate all the same.
+    Its level may become negative, because some amounts are known only afterwards. The long-term mean still keeps to the
+    rate.
     """
 
     def __init__(self, per_minute: float, now_s: float) -> None:
@@ -32,18 +33,18 @@ class TokenBucket:
         self._updated_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """How long until `amount` is there, or the bucket full; 0: it is now."""
+        """Seconds until the bucket holds `amount` or is full; 0 if it does now."""
         self._refill(now_s)
         missing = min(amount, self._per_minute) - self._level
         return max(0.0, missing) * MINUTE_S / self._per_minute
 
     def take(self, amount: float, now_s: float) -> None:
-        """Takes that much, whether it is there or not."""
+        """Takes `amount`, even if the bucket holds less."""
         self._refill(now_s)
         self._level -= amount
 
     def set_rate(self, per_minute: float, now_s: float) -> None:
-        """Changes the rate, not what is owed."""
+        """Changes the rate. A negative level stays as it is."""
         self._refill(now_s)
         self._per_minute = per_minute
         self._level = min(self._level, per_minute)
@@ -55,7 +56,7 @@ class TokenBucket:
 
 
 class Usage:
-    """What one caller has now and had lately; outlives changes of its limits."""
+    """What one caller uses now and has used lately. It stays the same object when the limits change."""
 
     def __init__(self, name: str, limits: RateLimits) -> None:
         self.num_open_answers = 0
@@ -66,20 +67,20 @@ class Usage:
         self.set_limits(limits)
 
     def set_limits(self, limits: RateLimits) -> None:
-        """From now on."""
+        """Sets the limits that apply from now on."""
         now_s = time.monotonic()
         self._limits = limits
         self._requests = _with_rate(self._requests, limits.requests_per_minute, now_s)
         self._tokens = _with_rate(self._tokens, limits.tokens_per_minute, now_s)
 
     def open_request(self) -> None:
-        """A request comes, of one answer as far as is known. Raises `RateLimited`, and counts nothing then."""
+        """Counts one request, with one answer so far. If it raises `RateLimited`, it counts nothing."""
         self._check_answers(1)
         self.count_requests(1)
         self.num_open_answers += 1
 
     def count_requests(self, count: int) -> None:
-        """So many come at once. Raises `RateLimited`, and counts nothing then."""
+        """Counts requests that arrive together. If it raises `RateLimited`, it counts nothing."""
         now_s, limits = time.monotonic(), self._limits
         if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now_s)):
             raise self._limited(f"has used up its {limits.tokens_per_minute:g} tokens a minute", wait_s)
@@ -89,9 +90,9 @@ class Usage:
             self._requests.take(count, now_s)
 
     def check_prompts(self, num_prompts: int, num_answers: int) -> None:
-        """Before the prompts of one request are opened one by one: the last must not be refused after the others count.
+        """Checks all prompts of a request at once, before each is opened, so that none is refused after others count.
 
-        Raises `PermissionDenied` if so many are refused at any time, `RateLimited` if they are now.
+        Raises `PermissionDenied` if the limits never allow this many, `RateLimited` if they do not allow them now.
         """
         self.check_size(num_answers)
         self._check_answers(num_answers)
@@ -107,7 +108,7 @@ class Usage:
             raise self._limited(f"has used up its {limit:g} requests a minute", wait_s)
 
     def check_size(self, num_answers: int) -> None:
-        """Raises `PermissionDenied` for a request of so many answers that it would be refused at any time."""
+        """Raises `PermissionDenied` for a request with more answers than the limit ever allows."""
         limit = self._limits.max_concurrent_answers
         if limit is not None and num_answers > limit:
             raise PermissionDenied(
@@ -116,16 +117,16 @@ class Usage:
             )
 
     def add_answers(self, count: int) -> None:
-        """A request that is open has so many more. Raises `RateLimited`, and counts nothing then."""
+        """Counts further answers of an open request. If it raises `RateLimited`, it counts nothing."""
         self._check_answers(count)
         self.num_open_answers += count
 
     def close_answers(self, count: int) -> None:
-        """They have ended."""
+        """Counts answers as ended."""
         self.num_open_answers -= count
 
     def add_tokens(self, count: int) -> None:
-        """They were sent or generated; too many of them delay later requests."""
+        """Counts tokens that were sent or generated; too many delay later requests."""
         if self._tokens is not None:
             self._tokens.take(count, time.monotonic())
 
@@ -133,7 +134,7 @@ class Usage:
         limit = self._limits.max_concurrent_answers
         if limit is not None and self.num_open_answers + count > limit:
             raise self._limited(
-                f"would have {self.num_open_answers + count} answers under way at once, its limit is {limit}",
+                f"would have {self.num_open_answers + count} answers at once, its limit is {limit}",
                 CONCURRENCY_RETRY_S,
             )
 

@@ -1,8 +1,8 @@
-"""`Reception`: what a gRPC call meets before its message is read: the API key, and limits of receiving.
+"""`Reception`: checks a gRPC call's API key before its message is read, and limits the reading.
 
-gRPC itself reads and parses a unary call's message first, whoever sent it, and waits for it for ever. Here each
-call's handler reads the message itself: once the caller is known, within a time, and beside few others. Calls that need
-no key, of which some never end, are bounded in number.
+By default gRPC reads and parses the message of a unary call first, whoever sent it, and waits for it for ever. Here
+each handler reads the message itself: after the caller is known, within a time limit, and with a limited number of
+others. Calls that need no key may last for ever, so their number is limited too.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from services.gateway.access.access import Access, Caller
 
 log = structlog.get_logger()
 
-MAX_INLINE_BYTES = 2**16  # parsed at once; takes 1 ms at the most
-# Open calls that need no key, such as watches of health: shared evenly by the connections that have some, but so many
-# each in any case. One takes about 16 KiB.
+MAX_INLINE_BYTES = 2**16  # size of a message that is parsed at once, which takes at most 1 ms
+# Open calls that need no key, such as health watches. The connections with such calls share the maximum evenly, but
+# each may have at least the minimum. One call takes about 16 KiB.
 MAX_KEYLESS_CALLS = 256
 MIN_KEYLESS_CALLS = 4
 
-_caller: ContextVar[Caller] = ContextVar("caller")  # of the call that this task handles
+_caller: ContextVar[Caller] = ContextVar("caller")  # the caller of the call that this task handles
 
 
 def current_caller() -> Caller:
-    """Who sent the call that is being handled. Raises `LookupError` outside of the calls of the guarded services."""
+    """The caller of the current call. Raises `LookupError` outside the calls of guarded services."""
     return _caller.get()
 
 
 class Reception(grpc.aio.ServerInterceptor):
-    """Between `GrpcServer`'s own interceptor, which turns errors into statuses, and the handlers."""
+    """The interceptor between `GrpcServer`'s own, which turns errors into statuses, and the handlers."""
 
     def __init__(self, access: Access, guarded_services: list[str], timeout_s: float, max_receiving: int) -> None:
-        """Calls of `guarded_services` (full proto names) need a key where there are keys.
+        """Calls of `guarded_services` (full proto names) need a key if there are keys.
 
-        A message is to arrive within `timeout_s`; of more than `max_receiving` at once the oldest is given up, which
-        is not one of those that come with their headers, as nearly all do; but these count while they are read. Calls
-        of other services, health and reflection, share `MAX_KEYLESS_CALLS`.
+        A message must arrive within `timeout_s`. If more than `max_receiving` messages arrive at once, the oldest one
+        is dropped. Nearly all messages arrive together with their headers and are not dropped, but they count while
+        they are read. Calls of other services, health and reflection, share `MAX_KEYLESS_CALLS`.
         """
         self._access = access
         self._guarded = tuple(f"/{name}/" for name in guarded_services)
         self._timeout_s = timeout_s
         self._max_receiving = max_receiving
         self._receiving: dict[asyncio.Timeout, None] = {}  # oldest first
-        self._keyless_calls = Counter[str]()  # open ones, by connection
-        self._parser = asyncio.Lock()  # of whoever parses a long message
+        self._keyless_calls = Counter[str]()  # open calls, by connection
+        self._parser = asyncio.Lock()  # held while a long message is parsed
 
     async def intercept_service(
         self,
@@ -81,10 +81,10 @@ class Reception(grpc.aio.ServerInterceptor):
         )
 
     def _keyless(self, handler: grpc.RpcMethodHandler) -> Callable[..., Awaitable[None]]:
-        """Is over when the client has taken all of the answer, not before: that is a part of what it holds."""
+        """A handler that ends only after the client has read the whole answer: unread answers take memory."""
 
         async def requests(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            while (message := await self._receive(context)) is not grpc.aio.EOF:  # the next one, too, within the time
+            while (message := await self._receive(context)) is not grpc.aio.EOF:  # each within the time limit
                 yield await self._parse(message, handler.request_deserializer)
 
         async def handle(_: object, context: grpc.aio.ServicerContext) -> None:
@@ -92,7 +92,7 @@ class Reception(grpc.aio.ServerInterceptor):
                 if handler.request_streaming:  # reflection
                     async for response in handler.stream_stream(requests(context), context):
                         await context.write(response)
-                elif handler.response_streaming:  # a watch of health, which writes itself
+                elif handler.response_streaming:  # a health watch, which writes its messages itself
                     await handler.unary_stream(await self._receive_one(context, handler), context)
                 else:
                     response = await handler.unary_unary(await self._receive_one(context, handler), context)
@@ -102,19 +102,18 @@ class Reception(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _keyless_call(self, peer: str) -> Iterator[None]:
-        """While one of the connection `peer` is open. Raises `CapacityError` beyond the connection's share.
+        """Counts an open call of the connection `peer`. Raises `CapacityError` beyond the connection's limit.
 
-        Who has opened many is refused more, and whoever comes later still gets some: a call that waits for its client
-        cannot be ended, so nobody else could be made to give way.
+        A call that waits for its client cannot be ended. So the limit of each connection leaves calls for later ones.
         """
         calls = self._keyless_calls
         calls[peer] += 1
         try:
-            share = max(MIN_KEYLESS_CALLS, MAX_KEYLESS_CALLS // len(calls))
-            if calls[peer] > share:
+            limit = max(MIN_KEYLESS_CALLS, MAX_KEYLESS_CALLS // len(calls))
+            if calls[peer] > limit:
                 raise CapacityError(
-                    f"{calls[peer]} calls without an API key are open in this connection, the limit is {share} "
-                    f"while {len(calls)} connections have some"
+                    f"{calls[peer]} calls without an API key are open in this connection, the limit is {limit} "
+                    f"while {len(calls)} connections have such calls"
                 )
             yield
         finally:
@@ -123,7 +122,7 @@ class Reception(grpc.aio.ServerInterceptor):
                 del calls[peer]
 
     async def _receive(self, context: grpc.aio.ServicerContext) -> Any:
-        """A message's bytes, or `EOF`."""
+        """The bytes of the next message, or `EOF`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         limit = asyncio.timeout_at(deadline)
@@ -146,7 +145,7 @@ class Reception(grpc.aio.ServerInterceptor):
         return message
 
     async def _receive_one(self, context: grpc.aio.ServicerContext, handler: grpc.RpcMethodHandler) -> Any:
-        """A unary call's message."""
+        """The message of a unary call."""
         message = await self._receive(context)
         if message is grpc.aio.EOF:
             raise RequestAborted("the call has no message")
@@ -158,7 +157,7 @@ class Reception(grpc.aio.ServerInterceptor):
                 return deserialize(data)
             async with self._parser:
                 message = deserialize(data)
-                await asyncio.sleep(0)  # of several that arrive together, others get their turn between two
+                await asyncio.sleep(0)  # let other tasks run between two long messages
                 return message
         except DecodeError as error:
             raise InvalidRequest(f"the message of {len(data)} bytes cannot be parsed: {error}") from None

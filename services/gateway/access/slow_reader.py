@@ -1,7 +1,7 @@
-"""`SlowReaders`: a gRPC client that does not read its stream loses it. In the gateway's event loop.
+"""`SlowReaders`: ends the calls of gRPC clients that do not read their streams. Runs in the gateway's event loop.
 
-HTTP has the same bound in `http/protocol.py`, which cuts the connection. gRPC has no way to do so: here the request
-ends and its memory is given back but for the one message under way, behind which the client will find the status.
+`http/protocol.py` has the same limit for HTTP and cuts the connection, which gRPC does not allow. Here the request ends
+and its memory is freed, except for the message being sent; the client finds the status behind that message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKS_PER_TIMEOUT = 8
 
 
 class WatchedCall:
-    """One call; `sending_since`, on the monotonic clock, while a message is being sent."""
+    """One call. `sending_since` is a time on the monotonic clock while a message is being sent, else None."""
 
     __slots__ = ("context", "handler", "request_id", "sending_since")
 
@@ -33,20 +33,20 @@ class WatchedCall:
 
 
 class SlowReaders:
-    """Looks at all calls every so often: a timer for each message would cost as much as to send it.
+    """Checks all calls at regular intervals: a timer per message would cost as much as sending the message.
 
-    Owns what still tells clients that they were too slow.
+    Owns the tasks that report DEADLINE_EXCEEDED to slow clients.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._calls: set[WatchedCall] = set()
-        self._next_check: asyncio.TimerHandle | None = None  # while there are calls
-        self._tellers: set[asyncio.Task[None]] = set()
+        self._next_check: asyncio.TimerHandle | None = None  # set while there are calls
+        self._aborts: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def watching(self, context: grpc.aio.ServicerContext, request_id: str) -> Iterator[WatchedCall]:
-        """Around all sending of one call, in the task that handles it: that is cancelled after the timeout."""
+        """A context in the task that handles a call, around all sending. Cancels the task after the timeout."""
         handler = asyncio.current_task()
         assert handler is not None, "a call is handled by a task"
         call = WatchedCall(context, request_id, handler)
@@ -73,14 +73,14 @@ class SlowReaders:
 
     def _cut(self, call: WatchedCall) -> None:
         log.info("call cut", request_id=call.request_id, reason="does not read", timeout_s=self._timeout_s)
-        teller = asyncio.ensure_future(self._tell(call.context))
-        self._tellers.add(teller)
-        teller.add_done_callback(self._tellers.discard)
+        abort = asyncio.ensure_future(self._abort(call.context))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
         call.handler.cancel()
 
-    async def _tell(self, context: grpc.aio.ServicerContext) -> None:
-        """Until the client reads it, or goes."""
+    async def _abort(self, context: grpc.aio.ServicerContext) -> None:
+        """Aborts the call. Waits until the client reads the status or disconnects."""
         message = f"the stream was not read for {self._timeout_s:g} s"
-        # Respectively: told; had gone before; went meanwhile.
+        # Raised respectively when the status was sent, when the client had left before, and when it left meanwhile.
         with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)

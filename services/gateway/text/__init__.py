@@ -1,1 +1,1 @@
-"""From what clients send to the text and tokens of a prompt."""
+"""Turns texts and chats into tokens, and tokens into text."""

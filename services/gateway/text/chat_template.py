@@ -1,6 +1,6 @@
-"""From a chat to the text that the model's own template makes of it, within bounds of time and size.
+"""Renders a chat with the model's own chat template, within limits of time and size.
 
-Runs on a thread of `Tokenizer`: a template is a program of whoever made the model, and takes as long as it likes.
+It runs on a thread of `Tokenizer`: a template is a program by the model's author and may take arbitrarily long.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from services.common.errors import InvalidRequest
 
 MAX_RENDER_S = 5.0
 MAX_RENDERED_CHARACTERS = 16 * 2**20
-MAX_SHOWN_CHARACTERS = 300  # of what a template says is wrong
-TEMPLATE_FILE = "<template>"  # what Jinja2 calls a template that is in no file
+MAX_ERROR_CHARACTERS = 300  # of a template's error message
+TEMPLATE_FILE = "<template>"  # Jinja2's file name for a template without a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,20 @@ class Message:
 
     role: str
     content: str
-    name: str = ""  # of the speaker; empty: none
+    name: str = ""  # name of the speaker; empty: none
 
     def fields(self) -> dict[str, str]:
-        """As the chat template finds it."""
+        """The message as a dictionary for the chat template."""
         fields = {"role": self.role, "content": self.content}
         return fields | {"name": self.name} if self.name else fields
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, and how its template is to be used: as `apply_chat_template` of transformers has it."""
+    """A conversation and options for its template, as in `apply_chat_template` of transformers."""
 
     messages: Sequence[Message]
-    add_generation_prompt: bool = True  # end with what makes the model answer
+    add_generation_prompt: bool = True  # end with the tokens that make the model answer
     continue_final_message: bool = False  # leave the last message open; excludes the one above
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
 
@@ -54,11 +54,11 @@ class ChatTemplate:
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
         self._hf_tokenizer = hf_tokenizer
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
-        # What the template gets otherwise, and special tokens, which arguments of these names would replace.
+        # Variables that the server passes itself, and special tokens: arguments of these names would replace them.
         self._taken_names = {"messages", *parameters, *hf_tokenizer.special_tokens_map} - {"kwargs"}
 
     def check(self, chat: Chat) -> None:
-        """Raises `InvalidRequest` for what cannot be rendered, whatever its messages say."""
+        """Raises `InvalidRequest` for a chat that no template could render."""
         if self._hf_tokenizer.chat_template is None:
             raise InvalidRequest("this model has no chat template: send a prompt instead of a chat")
         if chat.continue_final_message and chat.add_generation_prompt:
@@ -77,9 +77,9 @@ class ChatTemplate:
     def render(
         self, chat: Chat, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any]
     ) -> str:
-        """The text, special tokens included. `messages` and `template_kwargs` go in the place of the chat's own.
+        """The rendered text, special tokens included. `messages` and `template_kwargs` replace those of `chat`.
 
-        Raises `InvalidRequest` with the reason, whatever the template does.
+        Raises `InvalidRequest` with the reason if the template refuses the chat, fails, or exceeds a limit.
         """
         bounds = _Bounds()
         try:
@@ -92,9 +92,9 @@ class ChatTemplate:
                     **template_kwargs,
                 )
                 bounds.check_size(len(text))
-        except (_OutOfBounds, jinja2.TemplateError, ValueError) as error:  # its own words, or those of transformers
+        except (_OutOfBounds, jinja2.TemplateError, ValueError) as error:  # raised by the template or by transformers
             raise InvalidRequest(f"the chat template refuses this chat: {_short(error)}", "messages") from error
-        except Exception as error:  # a template is a program: its mistakes are of every kind
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest(
                 f"the chat template fails on this chat: {type(error).__name__}: {_short(error)}", "messages"
             ) from error
@@ -102,11 +102,11 @@ class ChatTemplate:
 
 
 class _OutOfBounds(Exception):
-    """Ends a template that takes too much."""
+    """Ends a template that exceeds a limit."""
 
 
 class _Bounds:
-    """Around the rendering on one thread, which it traces: the only way to end a template that never returns."""
+    """Limits the rendering on one thread by tracing it, which is the only way to end a template that never returns."""
 
     def __init__(self) -> None:
         self._deadline = 0.0
@@ -130,7 +130,7 @@ class _Bounds:
 
     def _trace_line(self, frame: FrameType, event: str, value: object) -> Any:
         self._check_time()
-        if event == "return" and isinstance(value, str):  # a piece of the text; they are joined at the end
+        if event == "return" and isinstance(value, str):  # a piece of the text; the pieces are joined at the end
             self._num_characters += len(value)
             self.check_size(self._num_characters)
         return self._trace_line
@@ -142,4 +142,4 @@ class _Bounds:
 
 def _short(error: Exception) -> str:
     text = str(error)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]}…"

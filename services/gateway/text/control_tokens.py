@@ -1,10 +1,11 @@
-"""Special tokens that a chat's template writes are control tokens; the same characters in a message are text.
+"""Keeps special tokens of a chat template apart from the same characters in a message, which are plain text.
 
-Before the template runs, special tokens in what a client sent become placeholders. In the rendered text those of the
-template become stand-ins, which a second tokenizer knows in their place, and placeholders become plain text again: to
-the second tokenizer the names of special tokens mean nothing. All in one call, so that what lies around them is split
-into tokens as it always is. Chats without special tokens, which are nearly all, need none of this. A special token of
-which the template writes one part and a message the other is found as ever.
+Before the template runs, names of special tokens in the client's strings are replaced by placeholders. In the rendered
+text, the remaining names come from the template: they are replaced by stand-ins, and then the placeholders are turned
+back into the names. A second tokenizer knows the stand-ins as its special tokens, and to it the names are plain text.
+The whole text is tokenized in one call, so that the text around special tokens is split as usual. Chats without special
+tokens, which are nearly all, need none of this. A special token of which the template writes one part and a message the
+other part is still found.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-NONCE_DIGITS = 24  # nobody guesses them; digits, because no filter of a template changes them
-PLACE_DIGITS = 6
+NONCE_DIGITS = 24  # enough that nobody guesses them; digits, because no filter of a template changes digits
+INDEX_DIGITS = 6  # of the name's index, after the nonce
 
 
 class ControlTokens:
-    """Of one tokenizer. Its methods may run on several threads at once."""
+    """The control tokens of one tokenizer. Its methods may run on several threads at once."""
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
         backend = hf_tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder()
-        # Not special, but the model's author wants them guarded; older releases of transformers know of none.
+        # Not special, but the model's author wants them protected; older releases of transformers do not have this.
         also = set(getattr(hf_tokenizer, "chat_control_tokens", None) or ())
-        # Those found as whole words only are words: whether they are there depends on what stands beside them.
+        # Tokens that match only whole words are treated as words, since a match depends on the characters beside them.
         found = [token for token in added.values() if not token.single_word]
         names = [token.content for token in found if token.special or token.content in also]
-        self._names = sorted(names, key=len, reverse=True)  # the longest first, as the tokenizer finds them
+        self._names = sorted(names, key=len, reverse=True)  # the longest first, as in the tokenizer
         self._first_characters = {name[0] for name in names}
-        # Whether other texts become special tokens when they are normalized, as ＜/s＞ does by NFKC.
+        # Whether normalization may turn other texts into special tokens, as NFKC does with ＜/s＞.
         self.are_normalized = backend.normalizer is not None and any(token.normalized for token in found)
         self._nonce = new_nonce()
         self._backend, self._ids = self._second_tokenizer(backend, added)
 
     def marked(self, value: Any, nonce: str) -> Any:
-        """`value`, JSON, with placeholders for control tokens in all strings but keys. Equal: there are none."""
+        """The JSON `value` with placeholders for control tokens in all strings but keys; equal if there are none."""
         if isinstance(value, str):
             return self._replaced(value, nonce)
         if isinstance(value, Mapping):
@@ -52,35 +53,35 @@ class ControlTokens:
         return value
 
     def unmarked(self, text: str, nonce: str) -> str:
-        """`text` with the placeholders' meaning in their place."""
-        return re.sub(f"{nonce}([0-9]{{{PLACE_DIGITS}}})", lambda match: self._names[int(match[1])], text)
+        """`text` with placeholders turned back into the names of the tokens."""
+        return re.sub(f"{nonce}([0-9]{{{INDEX_DIGITS}}})", lambda match: self._names[int(match[1])], text)
 
     def encode(self, text: str, nonce: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a rendered text that may have placeholders."""
+        """Token ids of a rendered text that may contain placeholders."""
         plain = self.unmarked(self._replaced(text, self._nonce), nonce)
         [encoding] = self._backend.encode_batch_fast([plain], add_special_tokens=add_special_tokens)
         ids = self._ids
         return [ids.get(token_id, token_id) for token_id in encoding.ids]
 
     def _replaced(self, text: str, nonce: str) -> str:
-        """`str.replace`, not a pattern, which would hold the interpreter lock for seconds with a text of megabytes."""
+        """Replaces names by stand-ins. A regular expression would hold the interpreter lock for seconds."""
         if any(character in text for character in self._first_characters):
-            for place, name in enumerate(self._names):
-                text = text.replace(name, _stand_in(nonce, place))
+            for index, name in enumerate(self._names):
+                text = text.replace(name, _stand_in(nonce, index))
         return text
 
     def _second_tokenizer(
         self, backend: RustTokenizer, added: Mapping[int, AddedToken]
     ) -> tuple[RustTokenizer, dict[int, int]]:
-        """Of the same model, with stand-ins for control tokens; and the first one's ids where its own differ."""
-        stand_ins = {name: _stand_in(self._nonce, place) for place, name in enumerate(self._names)}
+        """A tokenizer of the same model with stand-ins for control tokens, and a map from its ids to the first's."""
+        stand_ins = {name: _stand_in(self._nonce, index) for index, name in enumerate(self._names)}
         second = RustTokenizer(backend.model)  # shares its memory
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             if getattr(backend, part) is not None:
                 setattr(second, part, getattr(backend, part))
         if any(
             backend.token_to_id(name) in second.encode(name, add_special_tokens=False).ids for name in self._names
-        ):  # the model itself makes them of text
+        ):  # the model's vocabulary itself turns text into control tokens
             second = _renamed(backend, stand_ins)
         ids: dict[int, int] = {}
         for token_id, token in sorted(added.items()):
@@ -99,10 +100,10 @@ class ControlTokens:
 
 
 def _renamed(backend: RustTokenizer, names: Mapping[str, str]) -> RustTokenizer:
-    """A copy without added tokens, in whose vocabulary some have other names, so that no text becomes them."""
+    """A copy without added tokens, with the given tokens renamed in its vocabulary, so that no text becomes them."""
     state = json.loads(backend.to_str())
     model = state["model"]
-    if isinstance(model["vocab"], list):  # Unigram: pieces with their scores
+    if isinstance(model["vocab"], list):  # Unigram: pairs of piece and score
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     else:
         model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
@@ -115,9 +116,9 @@ def _renamed(backend: RustTokenizer, names: Mapping[str, str]) -> RustTokenizer:
 
 
 def new_nonce() -> str:
-    """For the placeholders of one chat."""
+    """A random nonce for the placeholders of one chat."""
     return f"{secrets.randbelow(10**NONCE_DIGITS):0{NONCE_DIGITS}d}"
 
 
-def _stand_in(nonce: str, place: int) -> str:
-    return f"{nonce}{place:0{PLACE_DIGITS}d}"
+def _stand_in(nonce: str, index: int) -> str:
+    return f"{nonce}{index:0{INDEX_DIGITS}d}"

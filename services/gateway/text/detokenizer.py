@@ -1,8 +1,8 @@
-"""Incremental detokenization: what each new token adds to a text, never half a character.
+"""Incremental detokenization: the text that each new token adds, in whole characters.
 
-Used by the gateway's event loop, one `Detokenizer` per output. Most tokenizers add to a text token by token:
-their tokens become bytes, by a table that all outputs share, and bytes become characters once complete.
-The other tokenizers decode a sliding window of tokens.
+Used by the gateway's event loop, one `Detokenizer` per output. For most tokenizers each token adds its own bytes to the
+text: a table that all outputs share maps tokens to bytes, and bytes become characters once complete. For the other
+tokenizers a sliding window of tokens is decoded.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CONTEXT_TOKENS = 4  # of a window: what an added token may look at
-MAX_HELD_TOKENS = 8  # of a window: a character has at most 4 bytes, hence 4 tokens
+CONTEXT_TOKENS = 4  # tokens before the new one that may influence its text, in a window
+MAX_HELD_TOKENS = 8  # tokens held back in a window; a character has at most 4 bytes, hence 4 tokens
 MAX_HELD_BYTES = 3
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# Decoders, as `tokenizers` describes them, that give what the first token is at the start of a text (which
-# may lack a space) and then what each further token adds, whatever stands before it.
+# Decoders (as named by `tokenizers`) in which the text of a token does not depend on the tokens before it, except that
+# the first token of a text may lose a space.
 _TOKEN_BY_TOKEN_TYPES = ("ByteLevel", "Metaspace", "WordPiece")  # Llama 3 and Qwen, T5, BERT
 _LLAMA_2_STEPS = [
     {"type": "Replace", "pattern": {"String": "\N{LOWER ONE EIGHTH BLOCK}"}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
-    {"type": "Strip", "content": " ", "start": 1, "stop": 0},  # absent from Gemma's
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},  # Gemma's decoder does not have this step
 ]
 
 
 class Detokenizer:
     """Turns the output tokens of one request into text, piece by piece.
 
-    The pieces of `append`, and `flush` at the end, together are what `decode(prompt + output)` adds after
-    `decode(prompt)` (without cleaning up spaces), for any token ids and however they are handed over. So a
-    space between prompt and output appears although `decode(output)` would drop it. Two exceptions:
+    The pieces of `append`, and of `flush` at the end, together are the text that `decode(prompt + output)` adds to
+    `decode(prompt)` (without cleaning up spaces), for any token ids and any division into calls. So a space between
+    prompt and output appears, although `decode(output)` would drop it. There are two exceptions:
 
     - The output completes a character that the prompt began: the text starts with that character.
-    - A tokenizer with byte fallback decodes a run of byte tokens that is not UTF-8 to replacement characters
-      only, and so takes back characters that were complete. Here these stay, and each other byte of the run
-      becomes one replacement character.
+    - A tokenizer with byte fallback decodes a run of byte tokens that is not UTF-8 to replacement characters only, and
+      so replaces characters that were complete. Here complete characters stay, and each other byte of the run becomes
+      one replacement character.
 
-    Held back are at most 3 bytes of a character. A tokenizer whose decoder is not known to add token by token
-    (`_token_table`) decodes windows: equal where a longer sequence only appends to the text of a
-    shorter one and a token looks back at most 4; held back are at most 8 tokens.
+    At most 3 bytes of an incomplete character are held back. With a tokenizer that needs windows (see `_token_table`),
+    at most 8 tokens are held back, and the text is exact if further tokens only append to it and depend on at most 4
+    tokens before them.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class Detokenizer:
             self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """The text that these tokens complete."""
         return self._stream.append(token_ids)
 
     def flush(self) -> str:
-        """The held-back rest, once no more tokens come."""
+        """The text that was held back. Call it after the last token."""
         return self._stream.flush()
 
 
 def token_bytes(
     tokenizer: PreTrainedTokenizerBase, token_id: int, *, skip_special_tokens: bool = False, is_first: bool = False
 ) -> bytes:
-    """What one token stands for within a text, in UTF-8; special tokens by their names. It need not be a character.
+    """The UTF-8 bytes of one token within a text, maybe an incomplete character; of a special token its name.
 
-    `is_first`: at the start of a text, where some decoders take a space off.
+    `is_first`: the token is at the start of a text, where some decoders remove a space.
     """
     table = _token_table(tokenizer, skip_special_tokens)
     if table is not None:
@@ -87,13 +87,13 @@ def token_bytes(
 
 
 class _ByteStream:
-    """Bytes of tokens, decoded as far as characters are complete."""
+    """Collects the bytes of tokens and decodes complete characters."""
 
     def __init__(self, table: _TokenTable, prompt_token_ids: Sequence[int]) -> None:
         self._table = table
-        self._is_at_start = True  # until the first token that is not skipped
-        self._held = b""  # the begun character, at most MAX_HELD_BYTES
-        self._num_prompt_replacements = 0  # at the end of the decoded prompt, for its begun character
+        self._is_at_start = True  # whether all tokens so far were skipped
+        self._held = b""  # bytes of an incomplete character, at most MAX_HELD_BYTES
+        self._num_prompt_replacements = 0  # at the end of the decoded prompt, for its incomplete character
         self._begin_with(prompt_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -112,7 +112,7 @@ class _ByteStream:
         return self._without_prompt_replacements(text)
 
     def _begin_with(self, prompt_token_ids: Sequence[int]) -> None:
-        """Only the end of a prompt matters: a begun character lies within its last bytes."""
+        """Reads only the end of the prompt: an incomplete character lies within its last bytes."""
         start, num_bytes = len(prompt_token_ids), 0
         while start > 0 and num_bytes < MAX_HELD_BYTES:
             start -= 1
@@ -146,7 +146,7 @@ class _ByteStream:
         return num_invalid_bytes if self._table.has_byte_fallback else min(num_invalid_bytes, 1)
 
     def _without_prompt_replacements(self, text: str) -> str:
-        """`decode(prompt)` shows them already, if they did not become a character."""
+        """Drops replacement characters that `decode(prompt)` already has, unless they became a character."""
         if not text:
             return text
         num_dropped, self._num_prompt_replacements = self._num_prompt_replacements, 0
@@ -154,12 +154,12 @@ class _ByteStream:
 
 
 class _TokenTable(dict[int, bytes]):
-    """What each token id adds to a text that has begun, in UTF-8; filled as ids come up."""
+    """The UTF-8 bytes that each token id adds within a text; filled when an id first occurs."""
 
     def __init__(
         self, backend: Tokenizer, anchor: int | None, has_byte_fallback: bool, skip_special_tokens: bool
     ) -> None:
-        """`anchor`: a word to begin a text with; None for byte-level tokens, which need none."""
+        """`anchor`: a word that precedes a token when it is decoded; None for byte-level tokens."""
         super().__init__()
         self.has_byte_fallback = has_byte_fallback
         self._backend = backend
@@ -175,12 +175,12 @@ class _TokenTable(dict[int, bytes]):
         return piece
 
     def is_skipped(self, token_id: int) -> bool:
-        """Special tokens, if so wanted, and ids that the tokenizer does not know."""
+        """Whether the token adds no text: it is special and special tokens are skipped, or its id is unknown."""
         token = self._backend.id_to_token(token_id)
         return token is None or token in self._skipped_tokens
 
     def first_piece(self, token_id: int) -> bytes:
-        """What the token is at the start of a text: some decoders take a space off there."""
+        """The bytes of a token at the start of a text, where some decoders remove a space."""
         piece = self[token_id]
         is_part_of_character = len(piece) == 1 and not piece.isascii()
         if self._byte_values is not None or is_part_of_character:
@@ -203,7 +203,7 @@ class _TokenTable(dict[int, bytes]):
 
 
 class _WindowStream:
-    """Decodes the last tokens with each new one, and takes what that adds."""
+    """Decodes the last tokens together with each new one and returns the added text."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], skip_special_tokens: bool
@@ -233,7 +233,7 @@ class _WindowStream:
     def _take(self, text: str) -> str:
         num_known = len(self._context_text)
         while not text.startswith(self._context_text[:num_known]):
-            num_known -= 1  # a begun character was completed
+            num_known -= 1  # an incomplete character was completed
         self._context = (self._context + self._held)[-CONTEXT_TOKENS:]
         self._context_text = self._decode(self._context)
         self._held = []
@@ -245,7 +245,7 @@ class _WindowStream:
 
 @functools.lru_cache(maxsize=8)
 def _token_table(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _TokenTable | None:
-    """The one table of a tokenizer; None if its decoder is not known to add token by token."""
+    """The table of a tokenizer; None if the text of a token may depend on other tokens."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     own_class, plain_class = type(tokenizer), PreTrainedTokenizerFast
@@ -266,7 +266,7 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) 
 
 
 def _find_word(backend: Tokenizer) -> int | None:
-    """Any token that is a plain word; None if there is none."""
+    """The lowest id of a token that is a plain word; None if there is none."""
     vocab = backend.get_vocab(with_added_tokens=False)
     return min((i for token, i in vocab.items() if token.isascii() and token.isalpha()), default=None)
 
@@ -274,7 +274,7 @@ def _find_word(backend: Tokenizer) -> int | None:
 def _byte_level_values() -> dict[str, int]:
     """Byte value of each character of the byte-level alphabet (Radford et al., GPT-2, 2019).
 
-    Bytes that print stand for themselves; the others, in order, for the characters from 256 on.
+    Printable bytes are their own characters; the others, in order, are the characters from 256 on.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(0x100)) - set(printed))

@@ -1,4 +1,4 @@
-"""The `Chat` of a message: what of it is checked before its template runs."""
+"""Reads and checks the `Chat` of a gRPC message before its template runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from services.common.errors import InvalidRequest
 from services.gateway.text.chat_template import Chat, Message
 from services.pb import gateway_pb2
 
-MAX_NAME_CHARACTERS = 64  # of who speaks, and of a role
+MAX_NAME_CHARACTERS = 64  # of a speaker's name and of a role
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10  # as JSON
 MAX_TEMPLATE_KWARGS_DEPTH = 8
 
 
 def read_chat(chat: gateway_pb2.Chat) -> Chat:
-    """Raises `InvalidRequest` for the first thing that is wrong."""
+    """The chat of a message. Raises `InvalidRequest` for the first error."""
     messages = [Message(each.role, each.content, each.name) for each in chat.messages]
     if not messages:
         raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
@@ -57,7 +57,7 @@ def _read_template_kwargs(text: str) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Of lists and objects in each other; the parser bounds it."""
+    """The depth of nested lists and objects; the parser limits it."""
     if not isinstance(value, list | dict):
         return 0
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)

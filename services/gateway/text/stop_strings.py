@@ -1,7 +1,7 @@
-"""Stop strings in a stream: finds them across any chunk borders and holds back what could still become one.
+"""Finds stop strings in a stream of text, also across chunks. Holds back text that may become a stop string.
 
-One `StopStrings` per output, used by the gateway's event loop; those of a request share its automaton, which is that
-of Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 1975: constant time a character.
+The gateway's event loop uses one `StopStrings` per output. All outputs of a request share an automaton, which takes
+constant time per character (Aho and Corasick, "Efficient string matching: an aid to bibliographic search", CACM 1975).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
 
-MAX_AUTOMATA = 16  # that are kept for further answers with the same stop strings
+MAX_AUTOMATA = 16  # kept for further answers with the same stop strings
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A prefix of a stop string; the current node is the longest one with which the text so far ends."""
+    """A prefix of a stop string. The current node is the longest prefix that the text so far ends with."""
 
     depth: int  # length of the prefix in characters
     children: dict[str, _Node] = field(default_factory=dict)
     fallback: _Node | None = None  # longest proper suffix that is a prefix too; None: the root
-    stop: str | None = None  # longest stop string with which the prefix ends
+    stop: str | None = None  # longest stop string that the prefix ends with
 
 
 class StopStrings:
-    """Ends a text where its first stop string is complete.
+    """Ends a text at its first complete stop string.
 
-    The text stops at the first character that completes any stop string, as if characters came one by one, so
-    the result does not depend on how tokens or messages cut the text. Of several that end at that character
-    the longest counts, in whatever order they were listed: the text before it holds no part of the others.
+    The text stops at the first character that completes any stop string, so the result does not depend on how the text
+    is divided into tokens or messages. If several stop strings end at that character, the longest one counts: the text
+    before it has no part of the others.
     """
 
     def __init__(self, stop: Sequence[str], include_in_output: bool = False) -> None:
@@ -43,15 +43,15 @@ class StopStrings:
         self._include_in_output = include_in_output
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take the next piece of text; return what can be shown now and the stop string found, if any.
+        """Takes the next piece of text. Returns the text that can be shown now, and the stop string found or None.
 
-        After a stop string was found, further text is dropped and the same stop string returned.
+        After a stop string was found, it drops further text and returns the same stop string.
         """
         if self._matched is not None:
             return "", self._matched
         node = self._node
         if node is self._root and node.children.keys().isdisjoint(text):
-            return text, None  # the common case, at the speed of C
+            return text, None  # the common case, which is fast
         for index, character in enumerate(text):
             while character not in node.children and node.fallback is not None:
                 node = node.fallback
@@ -65,7 +65,7 @@ class StopStrings:
         return whole[:num_shown], None
 
     def flush(self) -> str:
-        """The held-back rest, once no more text comes."""
+        """The text that was held back. Call it after the last piece."""
         held, self._held, self._node = self._held, "", self._root
         return held
 
@@ -76,7 +76,7 @@ class StopStrings:
 
 @functools.lru_cache(MAX_AUTOMATA)
 def _build_automaton(stop: tuple[str, ...]) -> _Node:
-    """One for all answers of a request: it never changes, and takes milliseconds and a megabyte at the most."""
+    """The automaton that all answers of a request share. It takes at most milliseconds and a megabyte."""
     root = _Node(depth=0)
     for string in stop:
         if not string:

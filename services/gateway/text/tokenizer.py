@@ -1,7 +1,7 @@
-"""Text and chats to token ids, by the model's own tokenizer and chat template.
+"""Turns texts and chats into token ids with the model's own tokenizer and chat template.
 
-Runs in the gateway's event loop for short texts; longer ones are handed to threads, because the Rust
-tokenizer releases the interpreter lock and a prompt of megabytes takes seconds. So are chats: a template is a program.
+Short texts are tokenized in the gateway's event loop, longer ones in threads: a prompt of megabytes takes seconds, and
+the Rust tokenizer releases the interpreter lock. Chats also go to threads, because a template is a program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.common.errors import InvalidRequest, ModelError
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
 
-MAX_INLINE_CHARACTERS = 1_000  # about 0.5 ms; more would delay every running stream noticeably
+MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
 NUM_THREADS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -47,26 +47,26 @@ class Tokenizer:
         self._backend = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
         self._backend.no_padding()
-        self.max_token_characters = max(map(len, self._backend.get_vocab()))  # no token stands for more text
+        self.max_token_characters = max(map(len, self._backend.get_vocab()))  # no token has a longer text
         self._template = ChatTemplate(hf_tokenizer)
         self._control_tokens = ControlTokens(hf_tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; by default with the special tokens the model expects around a prompt."""
+        """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(self, chat: Chat, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a chat, without further special tokens, for the template writes its own.
+        """Token ids of a chat, by default without further special tokens, since the template writes its own.
 
-        Special tokens that messages spell out are text. Raises `InvalidRequest` where the template refuses or fails.
+        Special tokens written out in messages are plain text. Raises `InvalidRequest` if the template refuses or fails.
         """
         self._template.check(chat)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode_chat, chat, add_special_tokens)
 
     async def word_token_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ways to write words in the middle of a text: each as it stands, and after a space."""
+        """The token ids of words in the middle of a text: of each word as it is, and of the word after a space."""
         variants = [variant for word in words for variant in (word, f" {word.lstrip()}")]
         lists = await self.off_loop(sum(map(len, variants)), self._encode_all, variants)
         return list(dict.fromkeys(tuple(token_ids) for token_ids in lists if token_ids))
@@ -82,15 +82,15 @@ class Tokenizer:
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     async def write_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """`decode`, for as many as a client sends."""
+        """Like `decode`, but off the event loop if there are many tokens."""
         return await self.off_loop(len(token_ids), self.decode, token_ids, skip_special_tokens)
 
     async def write_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """`tokens`, for as many as a client's text has."""
+        """Like `tokens`, but off the event loop if there are many tokens."""
         return await self.off_loop(len(token_ids), self.tokens, token_ids)
 
     def info(self) -> dict[str, Any]:
-        """What a client needs to do the same: as tokenizer_config.json has it, without places on this machine."""
+        """The settings of the tokenizer, as in tokenizer_config.json but without local paths."""
         hf = self.hf_tokenizer
         settings = {name: hf.init_kwargs[name] for name in INFO_SETTINGS if name in hf.init_kwargs}
         return {
@@ -106,13 +106,13 @@ class Tokenizer:
         }
 
     async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a function that takes longer the larger `size` is: of a small one at once."""
+        """Runs a function whose time grows with `size`: at once if `size` is small, else in a thread."""
         if size <= MAX_INLINE_CHARACTERS:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
-        """Refuses further long texts and lets the threads end."""
+        """Ends the threads; further long texts are refused."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
@@ -139,7 +139,7 @@ def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
     """The tokenizer of a Hugging Face directory, without network access.
 
     `is_optional`: a directory without tokenizer files gets one token per UTF-8 byte (for dummy weights).
-    Raises `ModelError`.
+    Raises `ModelError` if there is none, or if it cannot be read or is not a fast one.
     """
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         if is_optional:

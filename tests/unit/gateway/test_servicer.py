@@ -241,14 +241,14 @@ def test_a_call_that_nobody_reads_can_be_cancelled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads_on", [True, False])
 def test_a_call_that_nobody_reads_is_cut(reads_on: bool, tmp_path: Path) -> None:
-    def num_tellers() -> int:
+    def num_aborts() -> int:
         return sum("SlowReaders" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
     async def test(gateway: RunningGateway) -> None:
         with capture_logs() as events:
             async with unread_call(gateway, dense, max_tokens=NUM_UNREAD + 1) as call:
                 await until(lambda: not dense.running)
-                await until(lambda: num_tellers() == 1)
+                await until(lambda: num_aborts() == 1)
                 if reads_on:
                     with pytest.raises(grpc.aio.AioRpcError, match=r"not read for 0\.5 s") as caught:
                         while await call.read() is not grpc.aio.EOF:
@@ -256,7 +256,7 @@ def test_a_call_that_nobody_reads_is_cut(reads_on: bool, tmp_path: Path) -> None
                     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 else:
                     call.cancel()
-                await until(lambda: num_tellers() == 0)
+                await until(lambda: num_aborts() == 0)
         assert [event["request_id"] for event in events if event["event"] == "call cut"] == ["r" * 128]
         assert (await stream(gateway, max_tokens=3)).token_ids  # others are served
 

@@ -57,10 +57,10 @@ def test_a_file_and_the_environment_together(tmp_path: Path) -> None:
         ("", "not of the form `Bearer KEY`"),
         (f"Basic {KEY_A}", "not of the form `Bearer KEY`"),
         (KEY_A, "not of the form `Bearer KEY`"),
-        (f"Bearer {KEY_A}x", "not known"),
-        (f"Bearer {KEY_A[:-1]}", "not known"),
-        ("Bearer ", "not known"),
-        ("Bearer \udcff", "not known"),
+        (f"Bearer {KEY_A}x", "unknown"),
+        (f"Bearer {KEY_A[:-1]}", "unknown"),
+        ("Bearer ", "unknown"),
+        ("Bearer \udcff", "unknown"),
     ],
 )
 def test_whoever_has_no_key_stays_out(tmp_path: Path, header: str | None, words: str) -> None:

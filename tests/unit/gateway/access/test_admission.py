@@ -43,7 +43,7 @@ class Queue:
 def test_only_what_has_not_started_counts() -> None:
     queue = Queue(max_num_waiting=3)
     entered = [queue.enter() for _ in range(3)]
-    with pytest.raises(CapacityError, match="3 answers are waiting to be started, with 1 more the limit of 3"):
+    with pytest.raises(CapacityError, match="3 answers are waiting to start, 1 more would exceed the limit of 3"):
         queue.enter()
     [first] = entered[0][1]
     first.start(0.0, 0)
@@ -58,7 +58,7 @@ def test_only_what_has_not_started_counts() -> None:
 def test_every_answer_of_a_request_counts() -> None:
     queue = Queue(max_num_waiting=5, max_num_waiting_tokens=100)
     queue.enter(best_of=4)
-    with pytest.raises(CapacityError, match="4 answers are waiting to be started, with 2 more the limit of 5"):
+    with pytest.raises(CapacityError, match="4 answers are waiting to start, 2 more would exceed the limit of 5"):
         queue.enter(best_of=2)
     queue.enter()
 
@@ -66,11 +66,11 @@ def test_every_answer_of_a_request_counts() -> None:
 def test_tokens_count_too_but_never_refuse_the_only_one() -> None:
     queue = Queue(max_num_waiting=10, max_num_waiting_tokens=100)
     _, [long] = queue.enter(num_tokens=500)
-    with pytest.raises(CapacityError, match="500 prompt tokens are waiting to be computed, with 1 more the limit"):
+    with pytest.raises(CapacityError, match="500 prompt tokens are waiting, 1 more would exceed the limit"):
         queue.enter()
     long.start(0.0, 0)
     queue.enter(num_tokens=60)
-    with pytest.raises(CapacityError, match="60 prompt tokens are waiting to be computed, with 42 more"):
+    with pytest.raises(CapacityError, match="60 prompt tokens are waiting, 42 more"):
         queue.enter(num_tokens=21, best_of=2)
     queue.enter(num_tokens=20, best_of=2)
 

@@ -53,7 +53,7 @@ def test_a_rate_changes_without_forgiving_debts() -> None:
 def test_every_limit_refuses_with_its_number_and_counts_nothing() -> None:
     usage = Usage("team", RateLimits(max_concurrent_answers=2))
     usage.open_request()
-    with pytest.raises(RateLimited, match=r"'team' would have 3 answers under way at once, its limit is 2"):
+    with pytest.raises(RateLimited, match=r"'team' would have 3 answers at once, its limit is 2"):
         usage.add_answers(2)
     usage.add_answers(1)
     with pytest.raises(RateLimited) as refused:
