@@ -1,4 +1,4 @@
-"""Paged attention on CUDA by FlashInfer's kernels, selected by `attention.backend`; RoPE and append are ours.
+"""Paged attention on CUDA with FlashInfer's kernels, selected by `attention.backend`; RoPE and append use our kernels.
 
 Written for flashinfer-python 0.5.3: `plan` once per step and kind of window, `run` once per layer. Called by the
 engine thread alone; all work goes to the current stream.
@@ -26,18 +26,18 @@ from services.common.model_config import ModelConfig
 log = structlog.get_logger()
 
 _LAYOUT = "HND"  # FlashInfer's name for blocks of [num_kv_heads, block_size, head_dim]
-_MAX_ERROR_CHARS = 500  # of a compiler's output, which ends with what matters
+_MAX_ERROR_CHARS = 500  # kept from the end of a compiler's output, where the cause is
 _MAX_PROGRAMS_PER_SM = 16  # of FlashInfer's decode kernel without tensor cores, which has 128 threads
-_ALIGNMENT_BYTES = 4096  # of what its plans place in a workspace, together
+_ALIGNMENT_BYTES = 4096  # total padding between the arrays that a plan puts into a workspace
 
 Wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper | flashinfer.BatchPrefillWithPagedKVCacheWrapper
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a step's sequences, as FlashInfer wants them; padding rows have none."""
+    """The blocks of a step's sequences in FlashInfer's format; padding rows have no blocks."""
 
-    starts: np.ndarray  # int32 [num_rows + 1], of each row's blocks in `indices`, and their end
+    starts: np.ndarray  # int32 [num_rows + 1], start of each row's blocks in `indices`, and the end of the last
     last_lens: np.ndarray  # int32 [num_rows], keys in each row's last block
     indices: torch.Tensor  # int32, on the device
 
@@ -45,9 +45,9 @@ class _Blocks:
 class FlashInferAttention:
     """A CapturableAttention in bfloat16 or float16, for head dimensions of 64, 128 and 256.
 
-    The cache is that of the Triton kernels: FlashInfer takes keys and values of a block by their strides. Decode
-    steps go through its decode kernels, one wrapper per `padded_num_seqs` and kind of window; with a prompt among
-    them, all rows of a step go through its kernels for prompts (fa2: fa3 is for Hopper alone).
+    The cache has the layout of the Triton kernels: FlashInfer accepts any strides of keys and values. Decode-only steps
+    use FlashInfer's decode kernels, one wrapper per `padded_num_seqs` and kind of window. In a step with a prompt, all
+    rows use its prefill kernels (fa2, because fa3 runs only on Hopper).
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class FlashInferAttention:
         max_num_seqs: int = 1024,
         max_num_tokens: int = 8192,
     ) -> None:
-        """`max_num_seqs` and `max_num_tokens` bound a step. Compiles the kernels, for a minute or more if they
-        are not in FlashInfer's cache. Raises CapacityError if memory is too small, ConfigError if they do not
+        """`max_num_seqs` and `max_num_tokens` limit a step. Compiles the kernels, which takes a minute or more if they
+        are not in FlashInfer's cache. Raises CapacityError if memory is too small, ConfigError if the kernels do not
         compile.
         """
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
@@ -87,7 +87,7 @@ class FlashInferAttention:
             self._query = torch.empty(query_shape, dtype=dtype, device=device)
             self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
-            # Layers run one after the other, so that all wrappers can share their partial results.
+            # Layers run one after the other, so all wrappers can share the memory for partial results.
             num_bytes = _partial_bytes(config, max_num_seqs, num_sms)
             self._partials = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             num_bytes = _plan_bytes(config, max_num_seqs, max_num_tokens, num_sms)
@@ -96,7 +96,7 @@ class FlashInferAttention:
                 window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._partials, _LAYOUT, backend="fa2")
                 for window in windows
             }
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
             num_bytes = math.prod(cache_shape) * dtype.itemsize
             raise CapacityError(
                 f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
@@ -106,16 +106,16 @@ class FlashInferAttention:
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
-        """See CapturableAttention."""
+        """Whether every sequence has one token, so that FlashInfer's decode kernels can run the step."""
         return len(step.positions) == len(step.num_tokens)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See AttentionBackend."""
+        """Copies each block in all layers with one operation."""
         for source, target in copies:
             self._cache[:, target].copy_(self._cache[:, source])
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
-        """Plan on the host and send the plan to the device; see CapturableAttention."""
+        """Runs FlashInfer's `plan` on the host and sends the plan to the device."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
         padded = num_seqs if padded_num_seqs is None else padded_num_seqs
         is_decode = self.is_decode_only(step)
@@ -128,7 +128,7 @@ class FlashInferAttention:
         num_rows = padded if is_decode else num_tokens
         upload = self._upload
         upload.begin()
-        # What a graph reads comes first: its addresses follow from `padded` alone.
+        # The arrays that a graph reads come first, so that their addresses depend only on `padded`.
         starts, starts_on_device = upload.reserve((padded + 1,))
         last_lens, last_lens_on_device = upload.reserve((padded,))
         angle_rows, self._angle_rows = upload.reserve((num_rows,))
@@ -150,7 +150,7 @@ class FlashInferAttention:
         self._angles.compute()
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """One layer of the step; see AttentionBackend. `qkv` and `out` may have more rows than the step."""
+        """Rotates, appends and attends with FlashInfer's `run`. `qkv` and `out` may have more rows than the step."""
         assert out.stride(0) == self._config.attn_size, "FlashInfer writes rows without gaps"
         num_rows, angles = len(self._slots), self._angles.table
         query = self._query[:num_rows]
@@ -168,7 +168,7 @@ class FlashInferAttention:
         last_lens[:num_seqs] = (step.context_lens - 1) % self._block_size + 1
         last_lens[num_seqs:] = 0
         num_indices = int(starts[num_seqs])
-        # One element at least: an empty tensor has no address, and graphs are captured with empty steps.
+        # At least one element: an empty tensor has no address, and graphs are captured with empty steps.
         indices, indices_on_device = self._upload.reserve((max(num_indices, 1),))
         indices[:num_indices] = step.block_tables[np.arange(width) < counts[:, None]]
         return _Blocks(starts, last_lens, indices_on_device[:num_indices])
@@ -176,8 +176,8 @@ class FlashInferAttention:
     def _make_decode_wrappers(
         self, starts: torch.Tensor, last_lens: torch.Tensor, indices: torch.Tensor
     ) -> dict[int | None, Wrapper]:
-        """Wrappers for as many rows as `last_lens` has; their kernels read a step's blocks at these addresses."""
-        room = indices.as_strided((self._max_num_indices,), (1,))  # which longer steps have at this address
+        """Wrappers for `len(last_lens)` rows. Their kernels read the blocks of every step at these addresses."""
+        room = indices.as_strided((self._max_num_indices,), (1,))  # the room that a longest step has at this address
         return {window: self._make_decode_wrapper(window, starts, last_lens, room) for window in self._plans}
 
     def _make_decode_wrapper(
@@ -187,20 +187,20 @@ class FlashInferAttention:
             self._partials,
             _LAYOUT,
             use_cuda_graph=True,
-            # Tensor cores are faster for groups; the other kernels are not made for every size of them.
+            # Tensor cores are faster for groups, and the other kernels do not support every group size.
             use_tensor_cores=self._has_groups,
             paged_kv_indptr_buffer=starts,
             paged_kv_indices_buffer=room,
             paged_kv_last_page_len_buffer=last_lens,
         )
-        # `fast_decode_plan` needs a wrapper that has been planned once; here, for rows without keys.
+        # `fast_decode_plan` needs a wrapper that has been planned once. This plan is for rows without keys.
         self._plans[window].lend(wrapper, self._upload.staging_index)
         zeros = torch.zeros(len(starts), dtype=torch.int32)
         wrapper.plan(zeros, room[:0], zeros[1:], *self._shape(), **self._options(window))
         return wrapper
 
     def _plan_decode(self, blocks: _Blocks) -> None:
-        """`plan`, but for its copies of what `StepUpload` copies already, and a loop over all rows in Python."""
+        """Plans like `plan`, but without copies that `StepUpload` makes anyway, and without a Python loop over rows."""
         starts, last_lens = torch.from_numpy(blocks.starts), torch.from_numpy(blocks.last_lens)
         for window, wrapper in self._wrappers.items():
             self._plans[window].lend(wrapper, self._upload.staging_index)
@@ -226,13 +226,13 @@ class FlashInferAttention:
         return config.num_heads, config.num_kv_heads, config.head_dim, self._block_size
 
     def _options(self, window: int | None) -> dict[str, object]:
-        """FlashInfer counts the keys to the left of a query; our windows include the query's own."""
+        """Options of `plan`. FlashInfer's window counts the keys left of a query; ours includes the query's own key."""
         window_left = -1 if window is None else window - 1
         return {"window_left": window_left, "q_data_type": self._dtype, "kv_data_type": self._dtype}
 
     @torch.inference_mode()
     def _compile(self, null_block: int) -> None:
-        """Runs every kernel once, in the null block: also, a graph must not be the first to load one."""
+        """Runs every kernel once, on the null block: this compiles the kernels and loads them before any capture."""
         config, size = self._config, self._block_size
         log.info("FlashInfer compiles its kernels, or loads them", version=flashinfer.__version__)
         start = time.monotonic()
@@ -246,7 +246,7 @@ class FlashInferAttention:
                 self.begin_step(build_step_metadata(one * num_tokens, none, one * num_tokens, table, size))
                 for layer in layers:
                     self.forward(layer, qkv[:num_tokens], out)
-        except (RuntimeError, OSError) as error:  # of nvcc; or ninja is not there
+        except (RuntimeError, OSError) as error:  # from nvcc, or because ninja is missing
             raise ConfigError(
                 f"FlashInfer cannot compile or load its kernels: {str(error)[-_MAX_ERROR_CHARS:]}"
             ) from error
@@ -255,12 +255,12 @@ class FlashInferAttention:
 
 
 class _PlanMemory:
-    """What `plan` writes for one kind of window: memory on the device, and pinned memory it is copied from.
+    """The memory for plans of one kind of window: device memory, and pinned memory from which it is filled.
 
-    `plan` enqueues that copy and returns, and the next one overwrites the pinned memory without asking whether
-    the copy is done: planned a step ahead, it may not be. So there are several, taken in turn with those of
-    `StepUpload`, which waits before one is used again: plans are made before its `send`. On the device one is
-    enough, since copies and kernels are in the order of the stream.
+    `plan` enqueues the copy and returns. The next `plan` would overwrite the pinned memory without waiting for the
+    copy. So there are several pinned buffers, used in turn with those of `StepUpload`: before `StepUpload` uses a
+    buffer again, it waits for everything enqueued before its `send`, and plans are made before that. One buffer on the
+    device is enough, since copies and kernels run in the order of the stream.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -270,17 +270,17 @@ class _PlanMemory:
         ]
 
     def lend(self, wrapper: Wrapper, staging_index: int) -> None:
-        """Let the wrapper plan with it. Its own method for that would allocate pinned memory in every step."""
+        """Makes the wrapper plan with this memory. FlashInfer's own method allocates pinned memory in every step."""
         wrapper._int_workspace_buffer = self._on_device
         wrapper._pin_memory_int_workspace_buffer = self._staging[staging_index]
 
 
 def _partial_bytes(config: ModelConfig, max_num_seqs: int, num_sms: int) -> int:
-    """Most that partial results of split contexts take, by DecodePlan and PrefillPlan of FlashInfer's scheduler.cuh.
+    """Maximum bytes of partial results of split contexts, by DecodePlan and PrefillPlan in FlashInfer's scheduler.cuh.
 
-    Its kernels on tensor cores have tiles of packed rows, the query heads of a group side by side. Contexts are
-    split until two tiles run on each SM; for graphs, every tile that a decode step may have gets its place.
-    Without tensor cores there are more programs, of one row each, which is less.
+    FlashInfer's tensor-core kernels use tiles of packed rows, with the query heads of a group side by side. Contexts
+    are split until two tiles run on each SM. For graphs, every tile that a decode step may have needs room. Without
+    tensor cores there are more programs, but of one row each, so they need less.
     """
     group = config.num_heads // config.num_kv_heads
     num_split_tiles = 2 * num_sms // config.num_kv_heads
@@ -292,7 +292,7 @@ def _partial_bytes(config: ModelConfig, max_num_seqs: int, num_sms: int) -> int:
 
 
 def _plan_bytes(config: ModelConfig, max_num_seqs: int, max_num_tokens: int, num_sms: int) -> int:
-    """Most that a plan takes: 17 bytes for a tile of 16 packed rows or more, and 4 for a row or a sequence."""
+    """Maximum bytes of a plan: 17 per tile of at least 16 packed rows, and 4 per row or sequence."""
     group = config.num_heads // config.num_kv_heads
     num_tiles = -(-max_num_tokens * group // 16) + 2 * max_num_seqs + _MAX_PROGRAMS_PER_SM * num_sms
     return 20 * num_tiles + 4 * (max_num_tokens + max_num_seqs) + _ALIGNMENT_BYTES

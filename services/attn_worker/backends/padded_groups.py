@@ -1,7 +1,7 @@
-"""Which sequences of a step are padded to one rectangle and attended to in one call.
+"""Groups the sequences of a step that are padded to one rectangle and processed by one attention call.
 
-Plain numpy, once per step. One group is the rule; very uneven lengths make a few, so that one long
-sequence does not make the work and memory of all the others as long as its own.
+Plain numpy, once per step. Usually there is one group. Very uneven lengths make several, so that one long sequence does
+not increase the work and memory of all others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Query-key pairs of padding that cost about as much as another round of calls.
+# This many query-key pairs of padding cost about as much as further calls for another group.
 _CHEAP_PADDING = 2048
 
 
@@ -23,7 +23,7 @@ class PaddedGroup:
     query_positions: np.ndarray  # int64 [group_size, max_tokens], positions of `rows`
     is_valid: np.ndarray  # bool [group_size, max_tokens], False where padded
     max_context: int
-    is_causal: bool  # no query has keys from before this step, so a triangle is all the mask there is
+    is_causal: bool  # no query has keys from before this step, so the mask is a triangle
 
     @property
     def has_consecutive_rows(self) -> bool:
@@ -32,7 +32,7 @@ class PaddedGroup:
 
 
 def build_padded_groups(num_tokens: np.ndarray, context_lens: np.ndarray) -> list[PaddedGroup]:
-    """Each sequence of the int [num_seqs] arrays in one group: of single tokens, first or later chunks."""
+    """Assigns each sequence of the int [num_seqs] arrays to a group of single tokens, first chunks or later chunks."""
     num_tokens, context_lens = num_tokens.astype(np.int64), context_lens.astype(np.int64)
     first_rows = np.cumsum(num_tokens) - num_tokens
     is_single = num_tokens == 1
@@ -57,7 +57,7 @@ def build_padded_groups(num_tokens: np.ndarray, context_lens: np.ndarray) -> lis
 
 
 def _split(seqs: np.ndarray, num_tokens: np.ndarray, context_lens: np.ndarray) -> list[np.ndarray]:
-    """Cut `seqs` into parts that may be padded, largest first; most often there is nothing to cut."""
+    """Splits `seqs` into parts that may be padded together, largest first. Usually one part is enough."""
     if not len(seqs):
         return []
     num_pairs = num_tokens[seqs] * context_lens[seqs]

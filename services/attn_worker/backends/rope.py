@@ -1,4 +1,4 @@
-"""Rotary position embedding: cosines and sines per token, for every scaling kind of the model families.
+"""Rotary position embedding: cosines and sines per token, for every kind of scaling that the model families use.
 
 Used by the attention backends, once per step. The formulas agree with those of transformers (tested).
 """
@@ -13,17 +13,17 @@ from services.common.model_config import RopeConfig
 
 
 def length_dependent_beyond(rope: RopeConfig) -> int | None:
-    """Length above which a token's rotation depends on its sequence's length too; None: it never does."""
+    """The sequence length above which a token's rotation also depends on that length; None: it never does."""
     if rope.rope_type == "dynamic":
         return rope.max_position_embeddings
     return rope.original_max_position_embeddings if rope.rope_type == "longrope" else None
 
 
 class RotaryEmbedding:
-    """cos and sin by position and rope_len, the length that "dynamic" and "longrope" scaling depend on.
+    """Gives cos and sin by position and by rope_len, the length that "dynamic" and "longrope" scaling depend on.
 
-    Float32 tables on `device` for positions below `max_model_len`. A dynamic rope keeps a table of
-    frequencies by length instead: one of angles by length and position would be quadratic.
+    It keeps float32 tables on `device` for positions below `max_model_len`. For dynamic scaling it keeps a table of
+    frequencies by length instead, because a table of angles by length and position would grow quadratically.
     """
 
     def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class RotaryEmbedding:
 def inverse_frequencies(rope: RopeConfig, lengths: torch.Tensor) -> torch.Tensor:
     """Angle per position, float32 [len(lengths), rotary_dim / 2], in sequences of `lengths` tokens.
 
-    Rows differ for the rope types "dynamic" and "longrope" only. Sources: RoPE, arXiv:2104.09864; linear,
+    Rows differ only for the rope types "dynamic" and "longrope". Sources: RoPE, arXiv:2104.09864; linear,
     arXiv:2306.15595; dynamic (NTK-aware) and yarn, arXiv:2309.00071; longrope, arXiv:2402.13753; llama3: the
     Llama 3.1 release.
     """
@@ -73,16 +73,16 @@ def inverse_frequencies(rope: RopeConfig, lengths: torch.Tensor) -> torch.Tensor
     if rope.rope_type == "linear":
         frequencies = frequencies / rope.factor
     elif rope.rope_type == "yarn":
-        kept = _yarn_kept_share(rope)
+        kept = _yarn_kept_fraction(rope)
         frequencies = (1 - kept) / (rope.factor * periods) + kept * frequencies
     elif rope.rope_type == "llama3":
-        kept = _llama3_kept_share(rope, frequencies)
+        kept = _llama3_kept_fraction(rope, frequencies)
         frequencies = (1 - kept) * frequencies / rope.factor + kept * frequencies
     return frequencies.expand(len(lengths), -1)
 
 
 def attention_scale(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by, so that attention stays as sharp at the extended length."""
+    """The factor of cos and sin that keeps attention as sharp at the extended length."""
     if rope.attention_factor is not None and rope.rope_type in ("yarn", "longrope"):
         return rope.attention_factor
     if rope.factor <= 1:
@@ -97,7 +97,7 @@ def attention_scale(rope: RopeConfig) -> float:
     return 1.0
 
 
-def _yarn_kept_share(rope: RopeConfig) -> torch.Tensor:
+def _yarn_kept_fraction(rope: RopeConfig) -> torch.Tensor:
     """float32 [rotary_dim / 2]: 1 where a dimension turns often in the original length, 0 where seldom."""
 
     def dimension_of(num_rotations: float) -> float:
@@ -112,7 +112,7 @@ def _yarn_kept_share(rope: RopeConfig) -> torch.Tensor:
     return 1 - ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
 
-def _llama3_kept_share(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+def _llama3_kept_fraction(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     """float32 [rotary_dim / 2]: 1 for short wavelengths, 0 for long ones, a ramp over rotations between."""
     num_rotations = rope.original_max_position_embeddings / (2 * math.pi / frequencies)
     low, high = rope.low_freq_factor, rope.high_freq_factor

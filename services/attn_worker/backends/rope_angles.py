@@ -1,4 +1,4 @@
-"""Cosines and sines for the Triton kernels that rotate: a table on the device, and each token's row in it."""
+"""Cosines and sines for the Triton kernels that rotate: a table on the device, and the row of each token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from services.common.model_config import ModelConfig
 
 
 class RopeAngles:
-    """The table of cosines and sines that the kernels read, and each token's row in it.
+    """The table of cosines and sines that the kernels read, and the row of each token.
 
-    `table` is float32 [num_rows, head_dim], cosines first. Its rows are the positions; twice, where two kinds
-    of rotation exist (longrope); or the tokens of the step, computed anew each time (dynamic).
+    `table` is float32 [num_rows, head_dim], cosines first. It has one row per position; for longrope two blocks of such
+    rows, one per kind of rotation; for dynamic scaling one row per token, computed in each step.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RopeAngles:
         self.table = torch.cat(angles)
 
     def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
-        """Rows of the table, int32 [num_tokens]; what `compute` needs goes into `upload`."""
+        """The tokens' rows in the table, int32 [num_tokens]. Puts the inputs of `compute` into `upload`."""
         if self._is_dynamic:
             both, on_device = upload.reserve((2, len(step.positions)))
             both[...] = step.positions, step.rope_lens
@@ -48,7 +48,7 @@ class RopeAngles:
         return step.positions
 
     def compute(self) -> None:
-        """Fill the table for the step, if its rows are the step's tokens."""
+        """Fills the table if it has one row per token of the step (dynamic scaling)."""
         if self._inputs is not None:
             positions, rope_lens = self._inputs.long()
             torch.cat(self._rope(positions, rope_lens), dim=1, out=self.table[: len(positions)])

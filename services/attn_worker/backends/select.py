@@ -1,4 +1,4 @@
-"""Which attention backend the worker uses: resolved at start, from the config and what the machine has."""
+"""Chooses the attention backend at start, by the config and the machine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from services.common.resolve import ResolvedModel
 
 BackendName = Literal["torch", "triton", "flashinfer"]
 
-FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)  # its kernels for prompts use 16-bit tensor cores
+FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)  # its prefill kernels use 16-bit tensor cores
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 _FLASHINFER = "flashinfer-python"
-_FLASHINFER_VERSION = "0.5.3"  # whose workspaces `flashinfer_attention.py` knows
+_FLASHINFER_VERSION = "0.5.3"  # `flashinfer_attention.py` depends on its workspace sizes
 
 
 def select_backend(section: AttentionSection, model: ResolvedModel) -> BackendName:
     """Resolves `attention.backend`: `auto` is torch on a CPU and Triton on a GPU.
 
-    Raises ConfigError for one that cannot run this model here, naming what is missing.
+    Raises ConfigError, naming what is missing, if the backend cannot run this model here.
     """
     by_default: BackendName = "torch" if model.device.type == "cpu" else "triton"
     name = by_default if section.backend == "auto" else section.backend
@@ -60,7 +60,7 @@ def _check_flashinfer(model: ResolvedModel) -> None:
         raise ConfigError(f"{_FLASHINFER} {version} is installed, not {_FLASHINFER_VERSION}: {install}")
     try:
         importlib.import_module("flashinfer")
-    except (ImportError, OSError, RuntimeError) as error:  # for want of a package, a writable cache, a matching cache
+    except (ImportError, OSError, RuntimeError) as error:  # a missing package, or an unusable cache
         raise ConfigError(f"{_FLASHINFER} cannot be imported: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""The one copy per step from the host to the device: int32 arrays, packed in pinned memory.
+"""The single copy per step from host to device: int32 arrays, packed in pinned memory.
 
 Used by the CUDA attention backends on their engine thread.
 """
@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 32  # int32 elements; kernels are compiled for pointers that are multiples of 16 bytes
-NUM_STAGING_BUFFERS = 3  # steps whose copies may be under way
-_MAX_NUM_ARRAYS = 16  # of one step
+NUM_STAGING_BUFFERS = 3  # steps whose copies may be pending
+_MAX_NUM_ARRAYS = 16  # in one step
 
 
 class StepUpload:
-    """`begin`, `reserve` and fill arrays, `send` them; addresses depend on the shapes reserved alone."""
+    """Call `begin`, then `reserve` and fill arrays, then `send`. Addresses depend only on the reserved shapes."""
 
     def __init__(self, num_entries: int, device: torch.device) -> None:
-        """Room for `num_entries` int32 elements in up to 16 arrays. Raises RuntimeError without memory."""
+        """Makes room for `num_entries` int32 elements in up to 16 arrays. Raises RuntimeError if memory is short."""
         size = num_entries + _ALIGNMENT * _MAX_NUM_ARRAYS
         is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
@@ -33,21 +33,21 @@ class StepUpload:
 
     @property
     def staging_index(self) -> int:
-        """Which of the staging buffers the step has, for memory that is to be used in turn with them.
+        """The index of the step's staging buffer, for other memory that is used in turn with these buffers.
 
-        `begin` has waited for what was enqueued before the last `send` with this index.
+        `begin` has waited for everything that was enqueued before the last `send` with this index.
         """
         return self._index
 
     def begin(self) -> None:
-        """Start a step's arrays; waits if the copy of three steps ago is not done."""
+        """Starts the arrays of a step. Waits if the copy of three steps ago is not done."""
         self._index = (self._index + 1) % len(self._staging)
         self._length = 0
         if self._copied:
             self._copied[self._index].synchronize()
 
     def reserve(self, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
-        """An array to fill before `send`, and the device tensor that then holds it until the next `send`."""
+        """An array to fill before `send`, and the device tensor that holds its values after `send`, until the next."""
         start, num_entries = self._length, math.prod(shape)
         end = start + num_entries
         assert end <= len(self._device_buffer), "the step's arrays are larger than the buffer"
@@ -55,7 +55,7 @@ class StepUpload:
         return self._arrays[self._index][start:end].reshape(shape), self._device_buffer[start:end].view(shape)
 
     def send(self) -> None:
-        """Enqueue the copy on the current stream."""
+        """Enqueues the copy on the current stream."""
         staging = self._staging[self._index]
         self._device_buffer[: self._length].copy_(staging[: self._length], non_blocking=True)
         if self._copied:

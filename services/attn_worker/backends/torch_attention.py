@@ -1,7 +1,7 @@
 """Paged attention in plain torch operations: the default on a CPU and the reference for every kernel.
 
-All sequences of a step are attended to together: their blocks are gathered, padded and masked. Whatever
-depends on the step but not on the layer is made in `begin_step`.
+All sequences of a step are processed together: their blocks are gathered, padded and masked. `begin_step` prepares
+everything that depends on the step but not on the layer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Group:
     """A padded group on the device; keys and values are views of the gathered blocks."""
 
     rows: slice | torch.Tensor  # of qkv: one slice, or int64 [group_size * max_tokens]
-    valid: torch.Tensor | None  # int64, the unpadded ones of `rows`; None: all
-    out_rows: torch.Tensor | None  # int64, where those go in out; None: to the slice `rows`
+    valid: torch.Tensor | None  # int64, indexes of the unpadded `rows`; None: all
+    out_rows: torch.Tensor | None  # int64, their rows in out; None: the slice `rows`
     max_tokens: int
     blocks: torch.Tensor  # int64 [group_size * blocks per sequence]
     gathered: torch.Tensor  # [len(blocks), block_size * 2 * kv_size]
@@ -39,9 +39,9 @@ class _Group:
 class TorchAttention:
     """An AttentionBackend for any torch device, in float32, bfloat16 or float16.
 
-    The cache holds the k heads and the v heads of a token side by side, so that one copy appends both
-    and one gather reads both: per layer [num_blocks + 1, block_size, 2 * num_kv_heads, head_dim], of which
-    the last block is the null block.
+    The cache holds the k heads and v heads of a token side by side, so that one copy appends both and one gather reads
+    both. Its shape per layer is [num_blocks + 1, block_size, 2 * num_kv_heads, head_dim]; the last block is the null
+    block.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class TorchAttention:
         self._workspaces: dict[str, torch.Tensor] = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See AttentionBackend."""
+        """Copies each block in all layers with one operation."""
         for source, target in copies:
             self._cache[:, target].copy_(self._cache[:, source])
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Angles, slots, gather indices and masks of the step; see AttentionBackend."""
+        """Computes the angles, slots, gather indices and masks of the step."""
         config, num_rows = self._config, len(step.positions)
         cos, sin = self._rope(self._to_device(step.positions), self._to_device(step.rope_lens))
         cos, sin = cos[:, None].to(self._dtype), sin[:, None].to(self._dtype)
@@ -90,9 +90,9 @@ class TorchAttention:
         self._groups = [self._prepare(group, step.block_tables) for group in groups]
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """One layer of the step; see AttentionBackend."""
-        # A copy without NaN and infinity: in the cache they would spread through the masked padding
-        # to every sequence that later owns the block. The dense stroke's residual still carries them.
+        """Rotates, appends and attends with torch operations."""
+        # This copy has no NaN or infinity. In the cache they would spread through the masked padding to every sequence
+        # that later owns the block. The dense stroke's residual still carries them.
         torch.nan_to_num(qkv, 0.0, 0.0, 0.0, out=self._qkv)
         swapped = torch.cat(self._swapped_halves, dim=-1)
         self._rotated.mul_(self._cos).addcmul_(swapped, self._sin)
@@ -107,7 +107,7 @@ class TorchAttention:
         query = self._query[group.rows] if is_slice else self._query.index_select(0, group.rows)
         group_size, num_kv_heads, _, head_dim = group.keys.shape
         if group.max_tokens == 1:
-            # The q heads of a kv head take the place of query positions: no repeated keys and values.
+            # The q heads of a kv head are passed as query positions, so keys and values need not be repeated.
             query = query.view(group_size, num_kv_heads, -1, head_dim)
             attended = scaled_dot_product_attention(query, group.keys, group.values, attn_mask=mask)
         else:
@@ -155,9 +155,9 @@ class TorchAttention:
         )
 
     def _masks(self, group: PaddedGroup) -> dict[int | None, torch.Tensor | None]:
-        """For each distinct window what is added to the scores, [group_size, 1, max_tokens, max_context].
+        """The mask to add to the scores, [group_size, 1, max_tokens, max_context], by distinct window.
 
-        None where a single token sees everything, or where a first chunk hides the future alone.
+        None if a single token sees everything, or if a first chunk only needs the causal triangle.
         """
         is_unpadded = bool((group.query_positions == group.max_context - 1).all())
         masks: dict[int | None, torch.Tensor | None] = {}
@@ -176,11 +176,11 @@ class TorchAttention:
         return masks
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        """As an int64 index tensor."""
+        """The array as an int64 index tensor on the device."""
         return torch.from_numpy(array).to(self._device, torch.int64)
 
     def _workspace(self, name: str, num_rows: int, num_columns: int) -> torch.Tensor:
-        """Uninitialised [num_rows, num_columns], reused from step to step: fresh memory is slow to touch."""
+        """An uninitialised tensor [num_rows, num_columns], reused in every step: new memory is slow at first."""
         buffer = self._workspaces.get(name)
         if buffer is None or len(buffer) < num_rows:
             buffer = torch.empty(num_rows * 3 // 2, num_columns, dtype=self._dtype, device=self._device)
@@ -191,10 +191,10 @@ class TorchAttention:
 def _allocate_cache(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Zeros [num_layers, num_blocks, block_size * 2 * kv_size]: even what is masked must be finite."""
+    """Zeros [num_layers, num_blocks, block_size * 2 * kv_size]: even masked entries must be finite."""
     shape = (config.num_layers, num_blocks, block_size * 2 * config.kv_size)
     try:
         return torch.zeros(shape, dtype=dtype, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one, the CPU allocator raises it bare
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
         num_bytes = math.prod(shape) * dtype.itemsize
         raise CapacityError(f"{num_blocks} KV blocks need {num_bytes} bytes on {device}: {error}") from error

@@ -1,7 +1,7 @@
-"""Paged attention on CUDA by Triton kernels: one launch per layer for decode rows, two more for prompts.
+"""Paged attention on CUDA with Triton kernels: one launch per layer for decode rows, two more for prompts.
 
-Everything the kernels read about a step lies in one int32 buffer on the device, filled by one asynchronous
-copy in `begin_step`. Called by the engine thread alone; all work goes to the current stream.
+Everything that the kernels read about a step lies in one int32 buffer on the device, which one asynchronous copy in
+`begin_step` fills. Called by the engine thread alone; all work goes to the current stream.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from services.attn_worker.runner.step_metadata import StepMetadata, build_step_m
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
 
-_DECODE_PROGRAMS_PER_SM = 2  # contexts are cut until so many programs run; fewer leave bandwidth unused
-_RAGGED_TABLES_FROM = 1 << 16  # entries of the padded block tables
+_DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
+_RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables may be stored without padding
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """What the kernels for the rows of prompts read."""
+    """The inputs of the kernels for rows of prompts."""
 
     items: torch.Tensor  # int32 [num_items, NUM_FIELDS]
-    slots: torch.Tensor  # int32 [num_tokens], -1 for rows of decode
+    slots: torch.Tensor  # int32 [num_tokens], -1 for decode rows
     angle_rows: torch.Tensor  # int32 [num_tokens]
     tiles: PrefillTiles
 
@@ -63,7 +63,7 @@ class TritonAttention:
         max_num_seqs: int = 1024,
         max_num_tokens: int = 8192,
     ) -> None:
-        """`max_num_seqs` and `max_num_tokens` bound a step. Raises CapacityError if memory is too small."""
+        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small."""
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
         assert (num_blocks + 1) * block_size < 2**31, "slots are int32"
         self._config = config
@@ -78,7 +78,7 @@ class TritonAttention:
         num_entries = (
             len(self._windows) * max_num_items * NUM_FIELDS
             + max_num_seqs * -(-max_model_len // block_size)  # block tables
-            + max_num_tokens * (NUM_FIELDS + 4)  # items of prefill, arrays by token
+            + max_num_tokens * (NUM_FIELDS + 4)  # prefill items, and arrays with one element per token
             + TABLE_SLACK
         )
         cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
@@ -92,26 +92,26 @@ class TritonAttention:
             )
             self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
             num_bytes = math.prod(cache_shape) * dtype.itemsize
             raise CapacityError(
                 f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
             ) from error
-        if device.type == "cuda" and min(max_num_tokens, max_model_len) > 1:  # else Triton's interpreter, or no prompts
+        if device.type == "cuda" and min(max_num_tokens, max_model_len) > 1:  # not in Triton's interpreter
             self._compile_prompts(num_blocks, max_model_len)
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
-        """See CapturableAttention."""
+        """Whether every sequence has one token, so that one launch per layer runs the step."""
         return len(step.positions) == len(step.num_tokens)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See AttentionBackend."""
+        """Copies each block in all layers with one operation."""
         for source, target in copies:
             self._cache[:, target].copy_(self._cache[:, source])
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
-        """Plan the kernels' work and send it to the device; see CapturableAttention."""
+        """Splits the kernels' work into items and sends them to the device."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
         padded = num_seqs if padded_num_seqs is None else padded_num_seqs
         assert padded == num_seqs or (self.is_decode_only(step) and padded > num_seqs), "no room for the step"
@@ -122,7 +122,7 @@ class TritonAttention:
             )
         upload = self._upload
         upload.begin()
-        # What a graph reads comes first: its addresses follow from `padded` alone.
+        # The arrays that a graph reads come first, so that their addresses depend only on `padded`.
         num_pieces = self._num_pieces(padded)
         num_items = padded + num_pieces
         decode_items = {window: upload.reserve((num_items, NUM_FIELDS)) for window in self._windows}
@@ -140,7 +140,7 @@ class TritonAttention:
         self._angles.compute()
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """One layer of the step; see AttentionBackend. `qkv` and `out` may have more rows than the step."""
+        """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
         cache, window, angles = self._caches[layer], self._config.sliding_windows[layer], self._angles.table
         if self._decode_items is not None:
             items = self._decode_items[window]
@@ -156,7 +156,7 @@ class TritonAttention:
 
     @torch.inference_mode()
     def _compile_prompts(self, num_blocks: int, max_model_len: int) -> None:
-        """Runs the kernels for prompts on a sequence in the null block, so that no request waits for a compiler."""
+        """Runs the prefill kernels on a sequence in the null block, so that no request waits for the compiler."""
         config, caches = self._config, self._caches
         qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=caches[0].device)
         out = torch.empty(2, config.attn_size, dtype=self._dtype, device=caches[0].device)
@@ -170,15 +170,15 @@ class TritonAttention:
         torch.cuda.synchronize()  # steps run on another stream
 
     def _num_pieces(self, num_seqs: int) -> int:
-        """Into how many pieces to cut all contexts; a sequence's share of them, rounded up, are its own.
+        """The number of pieces that all contexts together are split into. Each sequence rounds its part up.
 
-        The fewer sequences, the more pieces each. With many, only those much longer than the others are cut.
+        With fewer sequences each gets more pieces. With many, only sequences much longer than the others are split.
         """
         most = self._max_num_pieces
         return most if num_seqs >= most else max(most - num_seqs, most // 2)
 
     def _write_block_tables(self, step: StepMetadata) -> tuple[torch.Tensor, np.ndarray]:
-        """All tables in one flat array on the device, and where each starts, int32 [num_seqs]."""
+        """All block tables in one flat array on the device, and the start of each, int32 [num_seqs]."""
         tables = step.block_tables
         num_seqs, width = tables.shape
         counts = -(-step.context_lens // self._block_size)
@@ -187,7 +187,7 @@ class TritonAttention:
             tables, starts = tables[is_used], (np.cumsum(counts) - counts).astype(np.int32)
         else:
             starts = np.arange(num_seqs, dtype=np.int32) * width
-        # One element at least: an empty tensor has no address, and graphs are captured with empty steps.
+        # At least one element: an empty tensor has no address, and graphs are captured with empty steps.
         host, device = self._upload.reserve((max(tables.size, 1),))
         host[: tables.size] = tables.reshape(-1)
         return device, starts
@@ -219,7 +219,7 @@ class TritonAttention:
 def _decode_rows(
     step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray, padded_num_seqs: int
 ) -> DecodeRows:
-    """The sequences with one token, then rows of padding."""
+    """The rows of sequences with one token, then padding rows."""
     num_tokens = step.num_tokens
     num_padding = padded_num_seqs - len(num_tokens)
     if TritonAttention.is_decode_only(step):

@@ -1,8 +1,8 @@
 """Decode attention as one Triton kernel: RoPE, append, split-KV attention and the merge of the splits.
 
-Memory bound: each cached key and value is read once, for all query heads of its kv head together. A long
-context is cut into pieces that run at the same time (flash-decoding), and whichever piece ends last merges
-them. The launch depends on sizes only, never on lengths, so that it can be captured in a CUDA graph.
+It is memory bound: each cached key and value is read once, for all query heads of its kv head together. A long context
+is split into pieces that run at the same time (flash-decoding), and the piece that ends last merges them. The launch
+depends only on sizes, never on lengths, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.attn_worker.backends.work_items import NUM_FIELDS
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """What a program works on at a time; `block_n` keys, `num_stages` tiles in flight."""
+    """Sizes of the kernel's loop: `block_n` keys per tile, `num_stages` tiles in flight."""
 
     block_n: int
     num_warps: int
@@ -45,10 +45,10 @@ class DecodeWorkspace:
 
 
 def choose_decode_tiles(dtype: torch.dtype, group: int) -> DecodeTiles:
-    """Small tiles, so that several programs share an SM; measured, see bench/results/attention.md."""
+    """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md."""
     if dtype == torch.float32:
         return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
-    num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # more rows of sums must fit in registers
+    num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
 
@@ -62,7 +62,7 @@ def decode_attention(
     workspace: DecodeWorkspace,
     tiles: DecodeTiles,
 ) -> None:
-    """Run all items: store the new keys and values, write the attention output of the items' rows."""
+    """Runs all items: stores the new keys and values and writes the attention output of the items' rows."""
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     group = out.shape[1] // (num_kv_heads * head_dim)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
@@ -124,7 +124,7 @@ def _decode_kernel(
     MERGE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program: one item for one kv head. Queries are its GROUP heads, padded for the matrix units."""
+    """One program runs one item for one kv head. Its queries are the GROUP heads, padded for the tensor cores."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * NUM_FIELDS
@@ -155,7 +155,7 @@ def _decode_kernel(
         return
 
     table = block_tables + table_start
-    # No tile at all, not an empty one, where the new token is the item's only key.
+    # If the new token is the item's only key, there is no tile at all (not an empty one).
     first_tile = tl.where(first_key < end_key, first_key // BLOCK_N * BLOCK_N, end_key)
     blocks = load_tile_blocks(table, first_tile, BLOCK_N, BLOCK_SIZE)
     qkv_row = qkv + row.to(tl.int64) * qkv_stride
@@ -164,7 +164,7 @@ def _decode_kernel(
     source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
     query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
     query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
-    # The new token is not read back from the cache: the item that appends it adds it after its own keys.
+    # The new token is not read from the cache: the item that appends it adds it after its cached keys.
     source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
     new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
     new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
@@ -223,7 +223,7 @@ def _decode_kernel(
     tl.store(partial_log_sums + partial_row, log_max + tl.log2(exp_sum), mask=offs_g < GROUP)
     partial = partial_outputs + partial_row.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(partial, acc, mask=mask_out)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads store before one of them increments the counter
     counter = counters + first_item * NUM_KV_HEADS + kv_head
     num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if num_done == num_items - 1:
@@ -248,7 +248,7 @@ def _decode_kernel(
 
 @triton.jit
 def _merge(
-    outputs,  # float32, of the first item and head; items lie item_stride heads apart
+    outputs,  # float32, at the first item and head; items lie item_stride heads apart
     log_sums,
     num_items,
     item_stride,
@@ -258,7 +258,7 @@ def _merge(
     HEAD_DIM_PADDED: tl.constexpr,
     MERGE_N: tl.constexpr,
 ):
-    """Partial outputs weighted by their sums of exponentials, float32 [GROUP_PADDED, HEAD_DIM_PADDED]."""
+    """Sums partial outputs, weighted by their sums of exponentials: float32 [GROUP_PADDED, HEAD_DIM_PADDED]."""
     offs_s = tl.arange(0, MERGE_N)
     offs_r = tl.arange(0, GROUP_PADDED)
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
@@ -269,7 +269,7 @@ def _merge(
         pieces = (start + offs_s) * item_stride
         mask = (start + offs_s < num_items)[:, None] & (offs_r < GROUP)[None, :]
         heads = pieces[:, None] + offs_r[None, :]
-        # Other SMs wrote them in this very launch: read past the first-level cache of this one.
+        # Other SMs wrote these values in this launch, so the loads must bypass this SM's first-level cache.
         log_sum = tl.load(log_sums + heads, mask=mask, other=float("-inf"), cache_modifier=".cg")
         mask_3d = mask[:, :, None] & mask_d[None, None, :]
         address = outputs + heads[:, :, None].to(tl.int64) * HEAD_DIM + offs_d[None, None, :]

@@ -1,7 +1,7 @@
 """Attention of prompt chunks as a Triton kernel: ragged, causal, over the paged cache.
 
-A program holds a block of queries of one head and walks over the keys it sees (FlashAttention,
-arXiv:2307.08691), the cached prefix and the step's own alike: all of them lie in the cache by then.
+A program holds a block of queries of one head and loops over the keys that they see (FlashAttention,
+arXiv:2307.08691). Keys of the cached prefix and of the step itself are treated alike: all are in the cache by then.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from services.attn_worker.backends.triton_cache_layout import (
 from services.attn_worker.backends.triton_rope_append import rotate
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
-SHORT_CONTEXT = 512  # up to here, half-empty tiles on the diagonal cost more than small ones
+SHORT_CONTEXT = 512  # up to this length half-empty tiles on the diagonal cost more than small tiles
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """`block_m` queries by `block_n` keys at a time."""
+    """Sizes of the kernel's loop: tiles of `block_m` queries by `block_n` keys."""
 
     block_m: int
     block_n: int
@@ -37,7 +37,7 @@ class PrefillTiles:
 
 
 def choose_prefill_tiles(head_dim: int, dtype: torch.dtype, max_context_len: int) -> PrefillTiles:
-    """Two programs per SM, so that one computes while the other waits; measured on an H200."""
+    """Chooses tiles for two programs per SM, so that one computes while the other waits; measured on an H200."""
     if dtype == torch.float32:
         return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2)
     block_n = 32 if head_dim > 128 or max_context_len <= SHORT_CONTEXT else 64
@@ -55,7 +55,7 @@ def prefill_attention(
     window: int | None,
     tiles: PrefillTiles,
 ) -> None:
-    """Attend for all items' rows; their keys and values are already in the cache."""
+    """Computes the attention of all items' rows; their keys and values must already be in the cache."""
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     num_heads = out.shape[1] // head_dim
     _prefill_kernel[(items.shape[0], num_heads)](
@@ -108,7 +108,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program: one item for one query head."""
+    """One program runs one item for one query head."""
     fields = items + tl.program_id(0) * NUM_FIELDS
     head = tl.program_id(1)
     first_row = tl.load(fields)
@@ -177,7 +177,7 @@ def _attend(
     kv_head,
     positions,
     start,
-    stop,  # keys [start, stop) of those before `end`
+    stop,  # the tiles cover keys [start, stop); keys from `end` on are masked
     end,
     IS_MASKED: tl.constexpr,
     SCALE: tl.constexpr,
@@ -190,7 +190,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Add the tiles of keys from `start` up to `stop` to the running softmax."""
+    """Adds the tiles of keys from `start` up to `stop` to the running softmax."""
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
     offs_n = tl.arange(0, BLOCK_N)

@@ -1,7 +1,7 @@
-"""RoPE, and the append of keys and values to the paged cache, as Triton kernels.
+"""RoPE, and appending keys and values to the paged cache, as Triton kernels.
 
-Our own attention kernels need less of it: those of prompts rotate queries by themselves, and that of decode
-rotates and appends too (`triton_decode.py`).
+FlashInfer needs all of them. Our own prefill kernel rotates queries itself, and our decode kernel also appends
+(`triton_decode.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TOKENS_PER_PROGRAM = 16
 
 @triton.jit
 def rotate(first_half, second_half, cos, sin):
-    """Both halves of rotated heads, float32. RoPE (arXiv:2104.09864) with pairs (d, d + head_dim / 2)."""
+    """Rotates heads, given and returned as halves in float32: RoPE (arXiv:2104.09864), pairs (d, d + head_dim / 2)."""
     return first_half * cos - second_half * sin, second_half * cos + first_half * sin
 
 
@@ -26,9 +26,9 @@ def append_prefill(
     cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     angle_rows: torch.Tensor,  # int32 [num_tokens]
-    slots: torch.Tensor,  # int32 [num_tokens], -1: the row is skipped
+    slots: torch.Tensor,  # int32 [num_tokens], -1: skip the row
 ) -> None:
-    """Rotate the keys of the given rows and store keys and values in their slots."""
+    """Rotates the keys of the given rows and stores keys and values in their slots."""
     num_tokens = slots.shape[0]
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     _append_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM), num_kv_heads)](
@@ -99,7 +99,7 @@ def rotate_queries(
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     angle_rows: torch.Tensor,  # int32 [num_tokens]
 ) -> None:
-    """Copy the queries, rotated, for attention kernels that do not rotate."""
+    """Writes the rotated queries to `query`, for attention kernels that do not rotate."""
     num_tokens, num_heads, head_dim = query.shape
     _rotate_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM), num_heads)](
         qkv,

@@ -1,7 +1,7 @@
-"""How the attention of one step is cut into equal pieces of GPU work. Plain numpy, once per step.
+"""Splits the attention of one step into equal pieces of GPU work. Plain numpy, once per step.
 
-An *item* is one row of int32 that one kernel program reads first. The kernels of `triton_decode.py` and
-`triton_prefill.py` document which column they use; the order of columns is fixed here.
+An *item* is a row of int32 that tells one kernel program its work. This module fixes the order of the columns, which
+the kernels of `triton_decode.py` and `triton_prefill.py` read.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_FIELDS = 8  # int32 columns of an item
-NO_ITEM = -1  # in the first column: nothing to do
+NO_ITEM = -1  # in the first column: the item has no work
 
 _MIN_CHUNK = 64  # keys; smaller pieces cost more in merging than they gain
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The sequences of a step that have one token in it; integer arrays [num_rows]."""
+    """The sequences that have one token in the step; integer arrays [num_rows]."""
 
-    rows: np.ndarray  # of qkv and out
+    rows: np.ndarray  # rows of qkv and out
     context_lens: np.ndarray  # including the new token; 0: a padding row, whose output becomes zero
     table_starts: np.ndarray  # index of the sequence's first block in the flat block tables
-    slots: np.ndarray  # where the new key and value go
-    angle_rows: np.ndarray  # row of the table of angles
+    slots: np.ndarray  # slots for the new key and value
+    angle_rows: np.ndarray  # rows in the table of angles
 
 
 def fill_decode_items(
     items: np.ndarray, decode: DecodeRows, window: int | None, num_pieces: int, tile: int
 ) -> None:
-    """Write the pieces of all rows into `items`, int32 [>= num_rows + num_pieces, NUM_FIELDS].
+    """Writes the pieces of all rows into `items`, int32 [>= num_rows + num_pieces, NUM_FIELDS].
 
-    Columns: row, table_start, first key, end of the cached keys, first item of the row, number of items of
-    the row (0: padding), slot of the new token or -1 where another item has it, angle row. Pieces are made of
-    whole tiles, about total / num_pieces keys each, but for the last one of a row. Long ones come first, so
-    that the GPU does not wait for them in the end. The rest of `items` is NO_ITEM.
+    Columns: row, table_start, first key, end of the cached keys, first item of the row, number of items of the row (0:
+    padding), slot of the new token (-1 if another item has it), angle row. A piece consists of whole tiles, except the
+    last piece of a row, and has about total / num_pieces keys. Long pieces come first, so that the GPU does not wait
+    for them at the end. The rest of `items` becomes NO_ITEM.
     """
     ends = decode.context_lens
     first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
@@ -71,13 +71,13 @@ def fill_decode_items(
 
 
 def prefill_items(
-    first_rows: np.ndarray,  # int [num_seqs], of qkv and out
+    first_rows: np.ndarray,  # int [num_seqs], rows of qkv and out
     num_tokens: np.ndarray,  # int [num_seqs]
     context_lens: np.ndarray,  # int [num_seqs], including this step's tokens
     table_starts: np.ndarray,  # int [num_seqs]
     block_m: int,
 ) -> np.ndarray:
-    """Blocks of up to `block_m` queries of one sequence, int32 [num_items, NUM_FIELDS], longest work first.
+    """Items of up to `block_m` queries of one sequence, int32 [num_items, NUM_FIELDS], longest work first.
 
     Columns: first row, number of rows, position of the first row, table_start; the others are unused.
     """

@@ -1,4 +1,4 @@
-"""SiLU(gate) * up over the merged gate/up projection. Reference: `F.silu(gate) * up` (SwiGLU, arXiv:2002.05202)."""
+"""SiLU(gate) * up of the merged gate/up projection. Reference: `F.silu(gate) * up` (SwiGLU, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def silu_mul(
     gate_up: torch.Tensor,  # [n, 2 * intermediate], rows contiguous: gate, then up
     out: torch.Tensor,  # [n, intermediate], rows contiguous; may be the gate half itself
 ) -> None:
-    """out = SiLU(gate) * up."""
+    """Writes SiLU(gate) * up to `out`."""
     num_rows, size = out.shape
     launcher(
         _silu_mul_kernel,
@@ -34,7 +34,7 @@ def silu_mul(
 
 @triton.jit
 def swiglu(gate, up, DTYPE: tl.constexpr):
-    """float32 in and out; inputs and SiLU are rounded to DTYPE, as separate operators round them."""
+    """SiLU(gate) * up in float32. Inputs and SiLU are rounded to DTYPE, as separate operators would round them."""
     gate = gate.to(DTYPE).to(tl.float32)
     silu = gate / (1.0 + tl.exp(-gate))
     return silu.to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)

@@ -1,7 +1,7 @@
-"""One token's linear layer, bound by the reading of its weights: y = W x, with norm, SwiGLU or addition fused.
+"""The linear layer of one token: y = W x, with norm, SwiGLU or addition fused. Its time is that of reading W.
 
-A program keeps x in registers and streams some rows of W through shared memory. The first of them are under
-way before x is known: with programmatic dependent launch they arrive while the kernel before still ends.
+A program keeps x in registers and streams some rows of W through shared memory. With programmatic dependent launch it
+loads the first rows while the previous kernel still computes x.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ MAX_IN_FEATURES = 32768
 
 @dataclass(frozen=True, slots=True)
 class GemvTiles:
-    """What a program works on at a time: `block_out` rows of W; `num_stages` - 1 such tiles are in flight."""
+    """Sizes of the kernel's loop: tiles of `block_out` rows of W, of which `num_stages` - 1 are in flight."""
 
     block_in: int  # in_features, padded to a power of two
     block_out: int
     num_stages: int
     num_warps: int
-    programs_per_sm: int  # that run at the same time; together they get an equal share of the rows
+    programs_per_sm: int  # programs that run at the same time on an SM
 
 
 def choose_gemv_tiles(in_features: int, is_gated: bool) -> GemvTiles:
-    """What made whole steps of 7B and 13B models fastest on an H200, see bench/results/dense.md.
+    """The tiles with the fastest steps of 7B and 13B models on an H200, see bench/results/dense.md.
 
     The programs of an SM together hold 128 to 192 KiB of W, padding included.
     """
     block_in = triton.next_power_of_2(in_features)
-    if is_gated:  # two tiles each: of the gate and of the up rows
+    if is_gated:  # each program has two tiles: gate rows and up rows
         if block_in <= 4096:
             elements, num_stages, num_warps, programs_per_sm = 16384, 3, 8, 1
         elif block_in <= 8192:
@@ -60,14 +60,14 @@ def gemv(
     x: torch.Tensor,  # [1, in_features], 16 bits
     weight: torch.Tensor,  # [out_features, in_features]; if is_gated [2 * out_features, in_features]
     bias: torch.Tensor | None,  # [weight's rows]
-    out: torch.Tensor,  # [1, out_features], x's dtype, or float32: rounded to x's dtype all the same
+    out: torch.Tensor,  # [1, out_features], x's dtype or float32; values are rounded to x's dtype in both cases
     *,
-    norm_weight: torch.Tensor | None = None,  # [in_features]: x is first normalised
+    norm_weight: torch.Tensor | None = None,  # [in_features]: normalise x first
     eps: float = 0.0,
     is_gated: bool = False,
-    residual: torch.Tensor | None = None,  # [1, out_features]: added to the result; may be `out`
+    residual: torch.Tensor | None = None,  # [1, out_features]: add it to the result; may be `out`
 ) -> None:
-    """out = W x + bias; if is_gated, SiLU of the first half times the second; then + residual."""
+    """Writes W x + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
     out_features, in_features = out.shape[1], x.shape[1]
     tiles = choose_gemv_tiles(in_features, is_gated)
     rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
@@ -131,8 +131,8 @@ def _gemv_kernel(
         w = tl.load(tile, mask=mask, other=0.0)
         if IS_GATED:
             w_up = tl.load(tile + up_offset, mask=mask, other=0.0)
-        # Within the loop, so that the loads of W above, which the compiler moves ahead by NUM_STAGES - 1
-        # iterations, come before the wait.
+        # The wait is in the loop, so that the loads of W above come before it: the compiler moves them ahead by
+        # NUM_STAGES - 1 iterations.
         if first_row == start:
             if PDL:
                 gdc_wait()

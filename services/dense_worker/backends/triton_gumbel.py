@@ -1,7 +1,7 @@
-"""The draw of a token by the Gumbel-max trick, on a GPU: random bits, noise and argmax of a row in one pass.
+"""Draws tokens by the Gumbel-max trick on a GPU: random bits, noise and argmax of a row in one pass.
 
-Reference: `sampling/gumbel.py`, with the same random bits and, but for the rounding of the noise to float32, the
-same scores. Which token a row gets does not depend on the other rows.
+Reference: `sampling/gumbel.py`, which has the same random bits and, except that noise is rounded to float32 here, the
+same scores. The token of a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton.language as tl
 from services.dense_worker.sampling.philox import TOKENS_PER_BLOCK
 from services.dense_worker.sampling.upload import upload
 
-_BLOCKS_PER_PROGRAM = 256  # of the generator
-_STEP = tl.constexpr(2.0**-32)  # of the uniform numbers
+_BLOCKS_PER_PROGRAM = 256  # blocks of the random generator
+_STEP = tl.constexpr(2.0**-32)  # distance between two uniform numbers
 
 
 def compile_kernels(vocab_size: int, device: torch.device) -> None:
-    """So that the first draw from a vocabulary of this size does not wait for the compiler."""
+    """Compiles the kernels for a vocabulary of this size, so that the first draw does not wait for the compiler."""
     ones = np.ones(1, dtype=np.uint64)
     draw(torch.zeros(1, vocab_size, device=device), ones.astype(np.float32), ones, ones)
 
@@ -27,9 +27,9 @@ def compile_kernels(vocab_size: int, device: torch.device) -> None:
 def draw(
     logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
 ) -> torch.Tensor:
-    """Token ids int64 [r] on the device of the logits: of equal scores the lowest. Does not wait for the device.
+    """Token ids, int64 [r], on the device of the logits. The lowest of equal scores wins. Does not wait for the device.
 
-    logits: torch.float32 [r, vocab_size], contiguous; rows of NaN give some token
+    logits: torch.float32 [r, vocab_size], contiguous; rows of NaN give an arbitrary token
     temperatures: np.float32 [r], above 0
     seeds, positions: np.uint64 [r]
     """
@@ -60,12 +60,12 @@ def token_block(seed, position, block):
 
 @triton.jit
 def gumbel_noise(bits):
-    """-log(-log(u)), float32, for u in the middle of the part `bits` (uint32) of the 2**32 equal parts of (0, 1)."""
-    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _STEP  # 1 - u; of the two the smaller one is precise
+    """-log(-log(u)), float32. (0, 1) has 2**32 equal parts; u is the middle of part `bits` (uint32)."""
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _STEP  # 1 - u; the smaller one of u and 1 - u is precise
     is_low = bits < 0x80000000
     u = tl.where(is_low, (bits.to(tl.float32) + 0.5) * _STEP, 1.0 - rest)
     log_u = tl.log(u)
-    # What 1 - rest lost by rounding, the quotient makes good (Kahan's formula of log1p).
+    # The quotient corrects the rounding of 1 - rest (Kahan's formula for log1p).
     exponential = tl.where(u == 1.0, rest, rest * (log_u / (u - 1.0)))
     return -tl.log(tl.where(is_low, -log_u, exponential))
 
@@ -92,7 +92,7 @@ def _score_kernel(scores, candidates, logits, keys, vocab_size, num_parts, NUM_B
         token = blocks * 8 + i
         logit = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=-float("inf"))
         score = logit.to(tl.float64) * inverse_temperature + gumbel_noise(bits).to(tl.float64)
-        is_better = score > best  # never for NaN
+        is_better = score > best  # False for NaN
         best = tl.where(is_better, score, best)
         best_token = tl.where(is_better, token, best_token)
     top = tl.max(best)

@@ -1,8 +1,8 @@
-"""How the dense stroke's Triton kernels are launched: overlapped with the kernel before, or only compiled.
+"""Launches the dense stroke's Triton kernels, overlapped with the previous kernel, or only compiles them.
 
-Kernels of a step depend on one another, and an idle gap at each of 129 borders costs a decode step of a 7B
-model about a tenth of its time. With programmatic dependent launch (Hopper and later) a kernel starts while
-the one before it ends: it may read weights at once, and anything that a kernel writes after `gdc_wait` only.
+Each kernel of a step depends on the one before. An idle gap between them, 129 times, costs a decode step of a 7B model
+about a tenth of its time. With programmatic dependent launch (Hopper and later) a kernel starts while the previous one
+ends: it may read weights at once, but the results of other kernels only after `gdc_wait`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _PDL_CAPABILITY = (9, 0)
 
 
 class KernelLauncher:
-    """Launches on the current stream of `device`. Every kernel it launches takes the constexpr PDL.
+    """Launches on the current stream of `device`. Every kernel takes the constexpr PDL.
 
-    A kernel with PDL calls `gdc_launch_dependents` at its start and `gdc_wait` in every program, before it
-    touches what an earlier kernel writes or reads; then completion is transitive, as without.
+    A kernel with PDL calls `gdc_launch_dependents` at its start, and `gdc_wait` in every program before it accesses
+    memory that an earlier kernel writes or reads. Then a kernel's end implies the end of all earlier ones, as without
+    PDL.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.num_sms = 8  # of the interpreter: some, so that work is divided
-        self.shared_memory_bytes = 0  # that a program may use
+        self.num_sms = 8  # for Triton's interpreter: several, so that work is divided
+        self.shared_memory_bytes = 0  # that one program may use
         self._options: dict[str, Any] = {"PDL": False}
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -39,7 +40,7 @@ class KernelLauncher:
         self._is_compiling = False
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Launch `kernel`, or see that it is compiled (inside `compiling`)."""
+        """Launches `kernel`, or only compiles it inside `compiling`."""
         if self._is_compiling:
             kernel.warmup(*args, grid=grid, **constants, **self._options)
         else:
@@ -47,7 +48,7 @@ class KernelLauncher:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Launches within only compile, several at a time; all are compiled at the end."""
+        """A context in which launches only compile, several at a time. At its end all are compiled."""
         self._is_compiling = True
         try:
             with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):

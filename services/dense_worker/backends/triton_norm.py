@@ -1,6 +1,6 @@
-"""RMSNorm kernels: with the residual's addition, and of each q and k head on its own.
+"""RMSNorm kernels: one that also adds to the residual, and one for each q and k head.
 
-Reference: `segments._rms_norm`. Computed in float32 and rounded where Hugging Face rounds.
+Reference: `segments._rms_norm`. They compute in float32 and round where Hugging Face rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def add_rms_norm(
     eps: float,
     out: torch.Tensor,  # [n, hidden]; may be `delta`
 ) -> None:
-    """residual += delta, out = RMSNorm(residual) * weight (arXiv:1910.07467)."""
+    """Computes residual += delta, then out = RMSNorm(residual) * weight (arXiv:1910.07467)."""
     num_rows, hidden_size = residual.shape
     block_size = triton.next_power_of_2(hidden_size)
     launcher(
@@ -49,7 +49,7 @@ def head_rms_norm(
     num_kv_heads: int,
     eps: float,
 ) -> None:
-    """RMSNorm over each head of q and k."""
+    """Normalises each head of q and k by RMSNorm, in place."""
     head_dim = q_weight.shape[0]
     num_normed = num_heads + num_kv_heads
     launcher(
@@ -71,7 +71,7 @@ def head_rms_norm(
 
 @triton.jit
 def normalize(x, weight, size, eps, AXIS: tl.constexpr):
-    """x float32, padded with zeros to more than `size` elements of AXIS -> normalised, in weight's dtype."""
+    """RMSNorm of x (float32) over AXIS, in weight's dtype. x is padded with zeros beyond `size` elements."""
     mean_square = tl.sum(x * x, AXIS, keep_dims=True) / size
     return (x * tl.rsqrt(mean_square + eps)).to(weight.dtype) * weight
 

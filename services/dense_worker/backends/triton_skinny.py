@@ -1,8 +1,8 @@
-"""The linear layer of a few tokens (2 to 64), bound by the reading of its weights, on the tensor cores.
+"""The linear layer of 2 to 64 tokens on the tensor cores. Its time is that of reading the weights.
 
-The weights are the tall operand of the matrix product, so that few tokens waste nothing. Layers with too few
-rows of weights to occupy the GPU are also split along in_features; the program that ends last of a tile's
-splits sums them, in a fixed order.
+The weights are the tall operand of the matrix product, so that few tokens waste no work. Layers with too few rows of
+weights to occupy the GPU are also split along in_features. Of the programs of a tile, the one that ends last adds their
+partial sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.dense_worker.backends.triton_activation import swiglu
 from services.dense_worker.backends.triton_launch import KernelLauncher
 
-MIN_ROWS = 16  # narrowest tile; fewer tokens leave columns of it empty
+MIN_ROWS = 16  # narrowest tile; fewer tokens leave some of its columns empty
 MAX_ROWS = 64
 _BLOCK_OUT = 64
 _MAX_SPLITS = 8
@@ -25,7 +25,7 @@ _MAX_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTiles:
-    """What a program works on at a time; `num_stages` - 1 tiles of weights and tokens are in flight."""
+    """Sizes of the kernel's loop; `num_stages` - 1 tiles of weights and tokens are in flight."""
 
     block_rows: int
     block_in: int
@@ -42,12 +42,12 @@ class SplitWorkspace:
 
 
 def choose_skinny_tiles(num_rows: int, out_features: int, is_gated: bool, num_sms: int) -> SkinnyTiles:
-    """What made whole steps of 7B and 13B models fastest on an H200, see bench/results/dense.md."""
+    """The tiles with the fastest steps of 7B and 13B models on an H200, see bench/results/dense.md."""
     block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
     num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
     if is_gated:
         if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:
-            return SkinnyTiles(block_rows, block_in=64, num_stages=4, num_splits=1)  # all run at once
+            return SkinnyTiles(block_rows, block_in=64, num_stages=4, num_splits=1)  # all tiles run at once
         return SkinnyTiles(block_rows, block_in=128, num_stages=4, num_splits=1)
     num_splits = 1
     while num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_sms:
@@ -60,13 +60,13 @@ def skinny_linear(
     x: torch.Tensor,  # [n, in_features], n <= MAX_ROWS, 16 bits, rows contiguous
     weight: torch.Tensor,  # [out_features, in_features]; if is_gated [2 * out_features, in_features]
     bias: torch.Tensor | None,  # [weight's rows]
-    out: torch.Tensor,  # [n, out_features], x's dtype, or float32: rounded to x's dtype all the same
+    out: torch.Tensor,  # [n, out_features], x's dtype or float32; values are rounded to x's dtype in both cases
     workspace: SplitWorkspace,
     *,
     is_gated: bool = False,
-    residual: torch.Tensor | None = None,  # [n, out_features], strided as `out`: added; may be `out`
+    residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
 ) -> None:
-    """out = x W^T + bias; if is_gated, SiLU of the first half times the second; then + residual."""
+    """Writes x W^T + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
     num_rows, out_features = out.shape
     in_features = x.shape[1]
     tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms)
@@ -119,7 +119,7 @@ def _skinny_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_OUT features of all tokens, over one of NUM_SPLITS parts of in_features."""
+    """One program computes BLOCK_OUT features of all tokens over one of NUM_SPLITS parts of in_features."""
     dtype: tl.constexpr = weight.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
@@ -129,7 +129,7 @@ def _skinny_kernel(
     is_feature = features < out_features
     rows = tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
-    # Features beyond the last read the first, which is never stored: weights need no mask.
+    # Features beyond the last read the first one's weights and are never stored, so weights need no mask.
     w_rows = weight + tl.where(is_feature, features, 0).to(tl.int64)[:, None] * in_features
     up_offset = out_features.to(tl.int64) * in_features
     x_rows = x + rows[:, None] * x_stride
@@ -154,7 +154,7 @@ def _skinny_kernel(
         at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
         at += partial_sums + tile * (NUM_SPLITS * part)
         tl.store(at + split * part, sums)
-        tl.debug_barrier()  # all threads have stored before one counts
+        tl.debug_barrier()  # all threads store before one of them counts
         is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
         if is_last:
             sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)

@@ -1,8 +1,7 @@
-"""The only file that imports TensorRT: its Python API from 8.6 to 11, and TensorRT-RTX, as one interface.
+"""One interface to the Python APIs of TensorRT 8.6 to 11 and TensorRT-RTX. No other file imports TensorRT.
 
-What differs: 8.6 picks precisions itself, within flags, and knows no bfloat16; 10 and later run what the
-network says ("strongly typed"); 11 and RTX have dropped the older names. Guards ask for the attribute, not
-for the version.
+Differences: 8.6 picks precisions itself, within flags, and has no bfloat16; 10 and later run the precisions of the
+network ("strongly typed"); 11 and RTX have dropped older names. The code checks for attributes, not for versions.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from services.dense_worker.tensorrt.gpu import Gpu
 
 log = structlog.get_logger()
 
-MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")  # the first that is installed is used
+MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")  # the first installed one is used
 INSTALL = (
     "TensorRT is not installed: `pip install tensorrt` (8.6 or later, data centre GPUs such as the H200), or "
     "`pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings` (TensorRT-RTX, RTX GPUs)"
 )
-# Starts the name of every ONNX node that computes in float32 though the model's dtype is narrower. TensorRT
-# 8.6, which chooses precisions itself, must leave these alone.
+# Prefix of the names of ONNX nodes that compute in float32 although the model's dtype is narrower. TensorRT 8.6
+# chooses precisions itself and must not change these nodes.
 FLOAT32_MARK = "float32/"
-Sizes = tuple[int, int, int]  # the least, the one to tune for, the greatest
+Sizes = tuple[int, int, int]  # the smallest, the one to tune for, the largest
 
 
 def load_tensorrt(import_module: Callable[[str], Any] = importlib.import_module) -> TensorRT:
-    """The TensorRT that is installed. Raises ConfigError: what to install, or why it cannot be imported."""
+    """The installed TensorRT. Raises ConfigError that says what to install, or why the import fails."""
     for name in MODULES:
         try:
             return TensorRT(import_module(name))
@@ -46,7 +45,7 @@ def load_tensorrt(import_module: Callable[[str], Any] = importlib.import_module)
 
 
 def is_installed() -> bool:
-    """Whether there is a module to import; it need not work."""
+    """Whether a TensorRT module is installed; importing it may still fail."""
     return any(importlib.util.find_spec(name) for name in MODULES)
 
 
@@ -98,10 +97,10 @@ class TensorRT:
         dtype: torch.dtype,
         timing_cache: bytes,
     ) -> tuple[bytes, bytes]:
-        """A plan for the ONNX model `network`, and the timing cache grown by what was timed.
+        """A plan for the ONNX model `network`, and the timing cache with the new timings.
 
-        profiles: for each, the sizes of dimension 0 of every input that is dynamic. `title` is for messages.
-        Raises ConfigError where the network cannot be parsed or no plan be built.
+        profiles: for each profile the sizes of dimension 0 of every dynamic input. `title` is for messages.
+        Raises ConfigError if the network cannot be parsed or no plan can be built.
         """
         self.check_dtype(dtype)
         trt = self._trt
@@ -112,17 +111,17 @@ class TensorRT:
             errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
             raise ConfigError(f"{self.name} cannot read the ONNX of {title}: {errors}")
         config = builder.create_builder_config()
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # what `--inspect` prints
-        config.max_aux_streams = 0  # one stream: contexts share their memory in its order
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `--inspect`
+        config.max_aux_streams = 0  # a single stream, because contexts share their memory in its order
         config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32
-        if self.is_rtx:  # memory of its own would keep it out of CUDA graphs
+        if self.is_rtx:  # a context that allocates memory itself cannot be captured
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         if not self._is_strongly_typed:
             self._set_precisions(config, definition, dtype)
         for sizes in profiles:
             config.add_optimization_profile(_profile(builder, definition, sizes))
         cache = None
-        if not self.is_rtx:  # which times nothing at build
+        if not self.is_rtx:  # RTX times nothing during a build
             cache = config.create_timing_cache(timing_cache) or config.create_timing_cache(b"")
             config.set_timing_cache(cache, False)
         plan = builder.build_serialized_network(definition, config)
@@ -131,7 +130,7 @@ class TensorRT:
         return bytes(plan), timing_cache if cache is None else bytes(config.get_timing_cache().serialize())
 
     def load(self, title: str, plan: bytes) -> Engine:
-        """An engine on the current GPU. Raises ConfigError for a plan of another version or kind of GPU."""
+        """An engine on the current GPU. Raises ConfigError if the plan is for another version or kind of GPU."""
         runtime = self._start(self._trt.Runtime)
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
@@ -144,11 +143,11 @@ class TensorRT:
 
     def _network_flags(self) -> int:
         flags = self._trt.NetworkDefinitionCreationFlag
-        # The only kind of network from 10 on is what 8.6 calls explicit batch and has to be asked for.
+        # From 10 on all networks have what 8.6 calls an explicit batch and requires as a flag.
         return 1 << int(flags.STRONGLY_TYPED if self._is_strongly_typed else flags.EXPLICIT_BATCH)
 
     def _set_precisions(self, config: Any, definition: Any, dtype: torch.dtype) -> None:
-        """Lets 8.6 compute in float16 what the network says is float16, and nothing else."""
+        """Makes 8.6 compute in float16 exactly where the network says so."""
         trt = self._trt
         if dtype != torch.float16:
             return
@@ -161,7 +160,7 @@ class TensorRT:
                     layer.set_output_type(i, trt.float32)
 
     def _start(self, kind: Callable[[Any], Any]) -> Any:
-        """A Builder or Runtime, which need a working GPU unless this is RTX's Builder."""
+        """A Builder or Runtime. All of them need a working GPU, except RTX's Builder."""
         try:
             return kind(self._log)
         except (TypeError, RuntimeError) as error:
@@ -179,7 +178,7 @@ def _profile(builder: Any, definition: Any, sizes: Mapping[str, Sizes]) -> Any:
 
 
 def _make_log(trt: Any) -> Any:
-    """A TensorRT logger that keeps errors for the message of an exception and hands on the rest."""
+    """A TensorRT logger that keeps errors for the message of an exception and logs warnings."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:

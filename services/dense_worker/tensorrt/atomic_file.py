@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever interrupts their writing."""
+"""Writes files that are complete or absent, whatever interrupts the writing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TEMPORARY_SUFFIX = ".partial"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` at `path`, replacing what is there, once all of it is on the disk.
+    """Writes `data` to a temporary file and then replaces `path` by it.
 
-    Raises CapacityError where the disk is full, ConfigError where `path` cannot be written. Nothing
-    remains of a failed attempt but, after a kill, a file that ends in TEMPORARY_SUFFIX.
+    Raises CapacityError if the disk is full, ConfigError if `path` cannot be written. Only a killed process leaves
+    something behind: a file that ends in TEMPORARY_SUFFIX.
     """
     temporary = None
     try:
@@ -39,7 +39,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes `path` and its parents where missing. Raises ConfigError where that cannot be."""
+    """Creates `path` and its parents if they are missing. Raises ConfigError if it cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""`python -m services.dense_worker.tensorrt.build`: TensorRT plans of a model's segments, or a look into them.
+"""`python -m services.dense_worker.tensorrt.build`: builds the TensorRT plans of a model's segments, or shows plans.
 
-What is built already is found again. No weights are read: a plan takes them as inputs, so one `middle` plan
-serves all layers and 33 layers take no longer than 3. On a GPU it also measures where torch is faster.
+Plans that exist are not built again. No weights are read: a plan takes them as inputs, so one `middle` plan serves all
+layers, and 33 layers take no longer than 3. On a GPU it also measures for which sizes torch is faster.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EnginePlanRecord]:
-    """The model's plans, built where missing. Raises ModelError, ConfigError or CapacityError."""
+    """The model's plans; missing ones are built. Raises ModelError, ConfigError or CapacityError."""
     require("onnx")
     from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 
@@ -72,7 +72,7 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
 
 
 def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None:
-    """Prints what is known of each plan. Raises ConfigError where there is none."""
+    """Prints the record of each plan. Raises ConfigError if there is none."""
     if not records:
         raise ConfigError(f"{cache.directory} holds no plans")
     for record in records:
@@ -80,7 +80,7 @@ def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None
 
 
 def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, torch.dtype, dict[str, bytes]]:
-    """The ONNX models, made now or exported earlier; the config is known only in the first case."""
+    """The ONNX models, exported now or earlier. The model's config is None if they were exported earlier."""
     if arguments.onnx is not None:
         manifest = read_manifest(arguments.onnx)
         if arguments.dtype not in ("auto", manifest.dtype):
@@ -92,7 +92,7 @@ def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, t
 
     config = load_model_config(arguments.model, arguments.num_layers)
     if arguments.load_format != "dummy":
-        weights_hash(arguments.model, config)  # a directory that the worker could not load is refused now
+        weights_hash(arguments.model, config)  # refuses a directory that the worker could not load
     dtype = getattr(torch, config.checkpoint_dtype if arguments.dtype == "auto" else arguments.dtype)
     return config, dtype, export_networks(config, dtype)
 
@@ -105,7 +105,7 @@ def _measure(
     dtype: torch.dtype,
     cache: EnginePlanCache,
 ) -> None:
-    """Times the plans and torch with random weights of two layers: speed does not depend on either."""
+    """Times the plans and torch on two layers of random weights; neither affects the speed."""
     limits = Limits(profiles[-1].high, profiles[-1].high)
     if known_measurements(plans, limits) is not None:
         return
@@ -144,7 +144,7 @@ def _print_record(record: EnginePlanRecord) -> None:
 
 
 def _describe_layer(layer: Any) -> str:
-    """Type, tactic and name; of a fused kernel the name lists what it fuses."""
+    """Type, tactic and name of a layer; the name of a fused kernel lists the fused layers."""
     if not isinstance(layer, dict):
         return str(layer)
     parts = (layer.get("LayerType"), layer.get("TacticName"), layer.get("Name"))
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="services.dense_worker.tensorrt.build", description=__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face model directory")
-    source.add_argument("--onnx", type=Path, metavar="OUT", help="instead: what the export wrote")
+    source.add_argument("--onnx", type=Path, metavar="OUT", help="directory that the export wrote, instead of --model")
     parser.add_argument(
         "--output-dir",
         type=Path,
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RANGES",
         help="numbers of tokens, each range FROM-TO or FROM-TO@BEST; default: %(default)s",
     )
-    parser.add_argument("--num-layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument("--num-layers", type=int, metavar="N", help="use only the first N layers")
     parser.add_argument(
         "--inspect", action="store_true", help="print profiles, inputs, layers and fused kernels"
     )

@@ -1,4 +1,4 @@
-"""A TensorRT plan loaded on a GPU: its inputs, its execution contexts, and what its layers are."""
+"""A TensorRT plan loaded on a GPU: its tensors, execution contexts and layers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Of an input or output of an engine."""
+    """Type and shape of an input or output of an engine."""
 
-    dtype: torch.dtype | None  # None: one that no segment uses
+    dtype: torch.dtype | None  # None: a type that no segment uses
     shape: tuple[int, ...]  # -1 is a dynamic dimension
 
 
 class Engine:
-    """A plan on a GPU, from which execution contexts are made."""
+    """A plan loaded on a GPU; it creates execution contexts."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Engine:
         runtime: Any,
         engine: Any,
     ) -> None:
-        """`trt` is the module, `dtypes` are by its data types; for `TensorRT.load` only."""
-        self.take_errors = take_errors  # what TensorRT complained of since the last call
+        """`trt` is the TensorRT module, `dtypes` maps its data types. Only `TensorRT.load` calls this."""
+        self.take_errors = take_errors  # returns TensorRT's error messages since the last call
         self._trt = trt
         self._dtypes = dtypes
         self._runtime = runtime  # must outlive the engine
@@ -40,7 +40,7 @@ class Engine:
         self.num_profiles: int = engine.num_optimization_profiles
 
     def tensors(self) -> dict[str, TensorType]:
-        """Inputs and outputs by name."""
+        """Types of all inputs and outputs, by name."""
         engine = self._engine
         return {
             name: TensorType(
@@ -50,16 +50,17 @@ class Engine:
         }
 
     def context_bytes(self, num_profiles: int) -> int:
-        """Device memory that a context of any of the first `num_profiles` profiles needs while it runs."""
+        """Device memory, in bytes, that a running context of any of the first `num_profiles` profiles needs."""
         for name in ("get_device_memory_size_for_profile_v2", "get_device_memory_size_for_profile"):
             if hasattr(self._engine, name):
                 return max(map(getattr(self._engine, name), range(num_profiles)))
-        return self._engine.device_memory_size  # of 8.6: for all profiles
+        return self._engine.device_memory_size  # 8.6 has one number for all profiles
 
     def create_context(self, profile: int, memory: torch.Tensor, stream: int) -> Any:
-        """An execution context for good in one profile, its device memory the caller's uint8 tensor `memory`.
+        """An execution context fixed to one profile, whose device memory is the caller's uint8 tensor `memory`.
 
-        To be used once `stream` has got there. The methods of contexts are the same in every version.
+        It can be used after the work that this call enqueues on `stream`. The methods of contexts are the same in every
+        version.
         """
         engine, trt = self._engine, self._trt
         if hasattr(engine, "create_runtime_config"):
@@ -85,7 +86,7 @@ class Engine:
         return context
 
     def layers(self) -> list[Any]:
-        """The engine's layers as TensorRT tells them: each a dict of name, tactic and so on, or a name."""
+        """TensorRT's description of the engine's layers: for each a dict of name, tactic and so on, or a name."""
         inspector = self._engine.create_engine_inspector()
         text = inspector.get_engine_information(self._trt.LayerInformationFormat.JSON)
         try:

@@ -1,4 +1,4 @@
-"""Finds the plans of a model's segments in a cache and builds what is missing; for `build` and the worker."""
+"""Finds the plans of a model's segments in a cache and builds missing ones, for `build` and the worker."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Report = Callable[[str], None]
 
 
 class EnginePlanBuilder:
-    """One TensorRT on one GPU, with one set of profiles.
+    """Builds plans with one TensorRT on one GPU, for one set of profiles.
 
-    TensorRT-RTX needs no GPU to build, and its plans are for every GPU that it supports. Raises ConfigError
-    where TensorRT cannot build here.
+    TensorRT-RTX needs no GPU to build, and its plans run on every GPU that it supports. Raises ConfigError if TensorRT
+    cannot build here.
     """
 
     def __init__(self, api: TensorRT, gpu: Gpu | None, profiles: Sequence[Profile], cache: EnginePlanCache) -> None:
@@ -45,10 +45,10 @@ class EnginePlanBuilder:
     def find_or_build(
         self, networks: Mapping[str, bytes], dtype: torch.dtype, build_command: str | None, report: Report
     ) -> dict[str, CachedEnginePlan]:
-        """The plan of every segment's ONNX model, by name; `report` gets some lines for each.
+        """The plan of every segment's ONNX model, by name. `report` receives lines about the progress.
 
-        Where `build_command` is given, nothing is built: a plan that is missing is a ConfigError that names
-        the command. Raises ConfigError, too, where a plan cannot be built, and CapacityError for a full disk.
+        With `build_command` nothing is built: a missing plan raises a ConfigError that names the command. Also raises
+        ConfigError if a plan cannot be built, and CapacityError if the disk is full.
         """
         self._api.check_dtype(dtype)
         plans: dict[str, CachedEnginePlan] = {}
@@ -111,7 +111,7 @@ class EnginePlanBuilder:
 
 
 def _input_sizes(segment: str, profile: Profile, profiles: Sequence[Profile]) -> dict[str, Sizes]:
-    """Dimension 0 of the dynamic inputs. `last` is sized by its rows, chosen from any number of tokens."""
+    """Sizes of dimension 0 of the dynamic inputs. For `last` the profile limits the rows, not the tokens."""
     sizes = (profile.low, profile.best, profile.high)
     if segment == "first":
         return {"token_ids": sizes}

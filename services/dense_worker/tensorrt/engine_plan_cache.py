@@ -1,8 +1,8 @@
-"""A directory of TensorRT plans, each beside a JSON record of what it was built from and for.
+"""A directory of TensorRT plans, each with a JSON record of its network and its target.
 
-A plan is named after its key, so those of several GPUs, versions and models lie side by side and a wrong one
-is never picked. The record is written last: without it there is no plan. Several processes may use one
-directory; who builds holds its lock.
+Plans are named after their keys, so plans for several GPUs, versions and models can share a directory, and a wrong one
+is never used. The record is written last: a plan without a record does not count. Several processes may use one
+directory; a process that builds holds the directory's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from services.common.errors import ConfigError
 from services.dense_worker.tensorrt.atomic_file import TEMPORARY_SUFFIX, make_directory, write_atomically
 
-RECIPE = 1  # grows when the builder's settings in api.py change
+RECIPE = 1  # increase it when the builder's settings in api.py change
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class EnginePlanKey:
     dtype: str
     tensorrt: str  # name and version
     gpu: str
-    num_sms: int  # that the process could use: fewer than the GPU has under an MPS limit
+    num_sms: int  # SMs that the process could use; under an MPS limit fewer than the GPU has
     profiles: str
     network: str  # sha256 of the ONNX model
     recipe: int = RECIPE
@@ -42,7 +42,7 @@ class EnginePlanKey:
         return f"{self.segment}-{digest[:16]}"
 
     def differences(self, built: EnginePlanKey) -> list[str]:
-        """What this key asks for that the plan `built` is not."""
+        """The differences between this key and the key of the plan `built`, in words."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(built, f.name)]
         return [
             f"{name} {_short(getattr(self, name))} instead of {_short(getattr(built, name))}"
@@ -52,7 +52,7 @@ class EnginePlanKey:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlanRecord:
-    """What is known of a plan."""
+    """The record of a plan."""
 
     key: EnginePlanKey
     plan_sha256: str
@@ -60,15 +60,15 @@ class EnginePlanRecord:
     build_s: float
     inputs: list[dict[str, Any]]  # name, dtype, shape
     outputs: list[dict[str, Any]]
-    operators: dict[str, int]  # of the ONNX model, how often each
-    layers: list[Any] | None = None  # TensorRT's own description; None: built where no GPU could load it
-    measured_us: dict[str, dict[str, float]] | None = None  # by size, then by "tensorrt" and "torch"
-    measured_with: str | None = None  # the torch that was measured
+    operators: dict[str, int]  # operators of the ONNX model with their numbers
+    layers: list[Any] | None = None  # TensorRT's description; None: built without a GPU that could load it
+    measured_us: dict[str, dict[str, float]] | None = None  # microseconds, by size, then by "tensorrt" and "torch"
+    measured_with: str | None = None  # the version of torch that was measured
 
 
 @dataclass(frozen=True, slots=True)
 class CachedEnginePlan:
-    """A plan and what is known of it."""
+    """A plan and its record."""
 
     record: EnginePlanRecord
     plan: bytes
@@ -81,7 +81,7 @@ class EnginePlanCache:
         self.directory = directory
 
     def find(self, key: EnginePlanKey) -> CachedEnginePlan | None:
-        """The plan for `key`, if there is one and it is as it was built."""
+        """The plan for `key`; None if there is none or its file has changed."""
         record = self._read_record(self._record_path(key))
         if record is None or record.key != key:
             return None
@@ -92,16 +92,16 @@ class EnginePlanCache:
         return CachedEnginePlan(record, plan) if hashlib.sha256(plan).hexdigest() == record.plan_sha256 else None
 
     def store(self, cached: CachedEnginePlan) -> None:
-        """Adds or replaces a plan. Raises CapacityError or ConfigError where it cannot be written."""
+        """Adds or replaces a plan. Raises CapacityError or ConfigError if it cannot be written."""
         write_atomically(self._plan_path(cached.record.key), cached.plan)
         self.update(cached.record)
 
     def update(self, record: EnginePlanRecord) -> None:
-        """Replaces the record of a plan that is there."""
+        """Replaces the record of an existing plan."""
         write_atomically(self._record_path(record.key), json.dumps(asdict(record), indent=1).encode())
 
     def why_missing(self, key: EnginePlanKey) -> str:
-        """In words, why `find` gives nothing: it is damaged, or how the plan nearest to it differs."""
+        """Why `find` returns None, in words: the plan is damaged, or how the most similar plan differs."""
         others = [record.key for record in self.records() if record.key.segment == key.segment]
         if key in others:
             return f"{self._plan_path(key).name} is missing, damaged or was changed"
@@ -110,13 +110,13 @@ class EnginePlanCache:
         return "; ".join(min((key.differences(other) for other in others), key=len))
 
     def records(self) -> list[EnginePlanRecord]:
-        """Of all plans in the directory, by name."""
+        """The records of all plans in the directory, sorted by name."""
         records = map(self._read_record, sorted(self.directory.glob("*-*.json")))
         return [record for record in records if record is not None]
 
     @contextmanager
     def lock(self, report: Callable[[str], None]) -> Iterator[None]:
-        """The right to build, waited for; it ends with the process at the latest. Clears what a kill left."""
+        """A context that holds the directory's build lock; waits for it. Removes files that killed processes left."""
         make_directory(self.directory)
         try:
             file = (self.directory / "build.lock").open("ab")
@@ -135,12 +135,12 @@ class EnginePlanCache:
             yield
 
     def timing_cache(self, key: EnginePlanKey) -> bytes:
-        """What earlier builds with this TensorRT on this GPU have timed; empty at first."""
+        """The timings of earlier builds with this TensorRT on this GPU; empty at first."""
         path = self._timing_path(key)
         return path.read_bytes() if path.is_file() else b""
 
     def store_timing_cache(self, key: EnginePlanKey, data: bytes) -> None:
-        """Replaces it."""
+        """Replaces the timings for this TensorRT on this GPU."""
         write_atomically(self._timing_path(key), data)
 
     def _timing_path(self, key: EnginePlanKey) -> Path:
@@ -155,7 +155,7 @@ class EnginePlanCache:
 
     @staticmethod
     def _read_record(path: Path) -> EnginePlanRecord | None:
-        """None for a file that is not there or is no record."""
+        """The record in a file; None if the file is missing or not a record."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             return replace(EnginePlanRecord(**values), key=EnginePlanKey(**values["key"]))
@@ -164,5 +164,5 @@ class EnginePlanCache:
 
 
 def _short(value: Any) -> str:
-    """A digest's beginning; anything else whole."""
+    """The beginning of a digest; any other value in full."""
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)

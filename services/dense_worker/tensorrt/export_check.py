@@ -1,4 +1,4 @@
-"""`export --test`: the exported segments generate beside Hugging Face, on the same weights."""
+"""`export --test`: compares a generation by the exported segments with one by Hugging Face, on the same weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from services.dense_worker.backends import DenseBackend
 class Comparison:
     """Two greedy continuations of one prompt."""
 
-    expected_ids: list[int]  # Hugging Face's
+    expected_ids: list[int]  # from Hugging Face
     found_ids: list[int]
-    expected_text: str  # the prompt included
+    expected_text: str  # prompt included
     found_text: str
 
     @property
     def first_difference(self) -> int | None:
-        """Index of the first token that differs; None where the continuations are equal."""
+        """Index of the first different token; None if the continuations are equal."""
         if self.expected_ids == self.found_ids:
             return None
         pairs = zip(self.expected_ids, self.found_ids, strict=False)
@@ -36,7 +36,7 @@ class Comparison:
 def compare_with_hugging_face(
     path: Path, config: ModelConfig, dtype: torch.dtype, backend: DenseBackend, text: str, max_tokens: int
 ) -> Comparison:
-    """Continues `text` by up to `max_tokens` tokens, twice. Raises ModelError where there is no tokenizer."""
+    """Continues `text` by up to `max_tokens` tokens in both ways. Raises ModelError if there is no tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -53,7 +53,7 @@ def compare_with_hugging_face(
 
 
 def load_hugging_face(path: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model by transformers, cut to `config.num_layers`."""
+    """The model in transformers, with only the first `config.num_layers` layers."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, local_files_only=True, trust_remote_code=False
     ).eval()
@@ -72,7 +72,7 @@ def greedy(
     max_tokens: int,
     device: torch.device | None = None,
 ) -> list[int]:
-    """The likeliest continuation, token by token, up to and including an EOS token. On the CPU by default."""
+    """The greedy continuation, up to and including an EOS token. On the CPU by default."""
     output: list[int] = []
     token_ids = torch.tensor(prompt, device=device)
     while len(output) < max_tokens and not (output and output[-1] in config.eos_token_ids):
@@ -88,7 +88,7 @@ def greedy(
 
 
 class OneSequenceAttention:
-    """The other stroke for one sequence, where `model` lies: its rotary embedding, torch's attention."""
+    """The attention stroke for one sequence on the device of `model`, with its rotary embedding."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         self._rotary = model.model.rotary_emb
@@ -97,7 +97,7 @@ class OneSequenceAttention:
         self._values: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """The sequence's next tokens: qkv [n, qkv_size] -> attn_out [n, attn_size]."""
+        """The attention of the sequence's next tokens: qkv [n, qkv_size] -> attn_out [n, attn_size]."""
         config = self._config
         heads = qkv.unflatten(1, (-1, config.head_dim)).transpose(0, 1)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
@@ -122,7 +122,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _generate(model: PreTrainedModel, config: ModelConfig, prompt: list[int], max_tokens: int) -> list[int]:
-    """Greedy, whatever the model's own generation_config.json asks for."""
+    """Generates greedily, whatever the model's generation_config.json says."""
     eos = list(config.eos_token_ids) or None
     settings = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos, pad_token_id=0)
     token_ids = torch.tensor([prompt])

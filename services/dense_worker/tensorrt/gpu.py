@@ -1,4 +1,4 @@
-"""The CUDA device of this process, as far as plans depend on it."""
+"""The CUDA device of this process, with the properties that engine plans depend on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Gpu:
 
     name: str
     capability: tuple[int, int]  # compute capability, major and minor
-    num_sms: int  # that this process may use: under an MPS limit fewer than the device has
+    num_sms: int  # SMs that this process may use; under an MPS limit fewer than the device has
 
 
 def current_gpu(device: torch.device) -> Gpu | None:
-    """`device`, if it is a CUDA device and there."""
+    """The properties of `device`; None if it is not an available CUDA device."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -26,12 +26,12 @@ def current_gpu(device: torch.device) -> Gpu | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes `device` the current CUDA device of this thread, which is where TensorRT puts things."""
+    """A context in which `device` is this thread's current CUDA device, which TensorRT uses."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def synchronize() -> None:
-    """Waits for everything on the device; never called within a step."""
+    """Waits for all work on the device; never called within a step."""
     torch.cuda.synchronize()
 
 

@@ -1,4 +1,4 @@
-"""`manifest.json` of an export: which files belong to it, of which model, and what they must hash to."""
+"""`manifest.json` of an export: its files, their hashes, and the model that they are from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An export directory's contents. Paths are relative to it."""
+    """The contents of an export directory. Paths are relative to it."""
 
-    fingerprint: str  # of the model's config, layers counted
-    model: dict[str, Any]  # the config, to be read by people
+    fingerprint: str  # of the model's config, including the number of layers
+    model: dict[str, Any]  # the config, for people to read
     dtype: str
     segments: dict[str, dict[str, Any]] = field(default_factory=dict)  # file, opset, sha256, inputs, outputs
     embed_tokens: dict[str, Any] | None = None  # file, tensor, shape
@@ -29,7 +29,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes it, and keeps what earlier exports of the same model and dtype made and this one did not."""
+    """Writes the manifest. Keeps the parts of an earlier export of the same model and dtype that this one lacks."""
     try:
         earlier = read_manifest(directory)
     except ModelError:
@@ -45,7 +45,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises ModelError where there is none, or one that this version cannot read."""
+    """The manifest in `directory`. Raises ModelError if there is none or this version cannot read it."""
     path = directory / FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_networks(directory: Path, manifest: Manifest) -> dict[str, bytes]:
-    """The ONNX models of an export. Raises ModelError for one that is missing, or was changed since."""
+    """The ONNX models of an export. Raises ModelError if one is missing or was changed after the export."""
     if not manifest.segments:
         raise ModelError(f"{directory} holds no segments: export with `--export batchful`")
     networks: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""From a graph that torch.export recorded to ONNX nodes: the few operators that the segments use, no more."""
+"""Converts a graph of torch.export to ONNX nodes. Supports only the operators that the segments use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _aten = torch.ops.aten
 
 
 class Lowering:
-    """ONNX nodes and constants of a recorded graph whose tensors are of dtype `dtype`, or wider.
+    """The ONNX nodes and constants of a graph whose tensors have dtype `dtype` or a wider one.
 
-    `inputs` and `outputs` name the graph's placeholders and results, in order; a value in between keeps the
-    name that torch gave it, and a node is called after its operator and its value.
+    `inputs` and `outputs` name the graph's placeholders and results, in order. Other values keep torch's names, and a
+    node is named after its operator and its value.
     """
 
     def __init__(
@@ -47,28 +47,28 @@ class Lowering:
                 _LOWERINGS[node.target](self, node)
 
     def name(self, node: Node) -> str:
-        """What the value of `node` is called."""
+        """The ONNX name of the value of `node`."""
         return self._names.setdefault(node, node.name)
 
     def rename(self, node: Node, name: str) -> None:
-        """The value of `node` is one that is there already."""
+        """Gives the value of `node` the name of an existing value."""
         assert node not in self._names, f"result {self._names[node]} is only another name of {name}"
         self._names[node] = name
 
     def emit(self, op: str, inputs: Sequence[str], node: Node, output: str = "", **attributes: Any) -> str:
-        """Adds an operator that gives the value of `node`, or `output`, a step on the way there."""
+        """Adds an operator that computes the value of `node`, or the intermediate value `output`. Returns its name."""
         output = output or self.name(node)
         is_wider = op != "Cast" and node.meta["val"].dtype == torch.float32 != self._dtype
         self._add(op, inputs, [output], FLOAT32_MARK if is_wider else "", **attributes)
         return output
 
     def emit_split(self, x: str, sizes: Sequence[int], dim: int, node: Node) -> None:
-        """Adds a split; its parts are called `node.name` and their number."""
+        """Adds a split. Its parts are named `node.name` with their index."""
         parts = [f"{node.name}_{i}" for i in range(len(sizes))]
         self._add("Split", [x, self.constant(sizes, node)], parts, axis=dim)
 
     def constant(self, value: float | Sequence[int], node: Node) -> str:
-        """An operand of `node`: a number of its value's dtype, or a list of int64."""
+        """Adds a constant operand of `node`: a number of the dtype of its value, or a list of int64."""
         name = f"constant_{node.name}"
         if isinstance(value, Sequence):
             tensor = helper.make_tensor(name, TensorProto.INT64, [len(value)], value)
@@ -84,7 +84,7 @@ class Lowering:
 
 
 def _drop_needless_casts(graph: torch.fx.Graph) -> None:
-    """Casts to the dtype that a value has already, which float32 models are full of."""
+    """Removes casts to a dtype that the value already has; float32 models have many."""
     for node in list(graph.nodes):
         if node.target is _aten.to.dtype and node.args[0].meta["val"].dtype == node.args[1]:
             node.replace_all_uses_with(node.args[0])
@@ -163,7 +163,7 @@ def _cat(to: Lowering, node: Node) -> None:
 
 
 def _nothing(to: Lowering, node: Node) -> None:
-    """A check of torch's own, which computes nothing."""
+    """Emits no node for one of torch's checks, which compute nothing."""
 
 
 _LOWERINGS: dict[Callable[..., Any], Callable[[Lowering, Node], None]] = {

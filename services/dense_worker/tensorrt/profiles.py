@@ -1,7 +1,7 @@
-"""Optimization profiles: the ranges of sizes that a TensorRT plan is tuned for, each at its own optimum.
+"""Optimization profiles: the ranges of sizes that a TensorRT plan supports, each tuned for one size.
 
-Written as `1-16,17-128@64`: from, to, and after @ the size to tune for. The size counts tokens, or for the
-segment `last` the rows that need logits.
+They are written as `1-16,17-128@64`: first size, last size and, after @, the size to tune for. A size is a number of
+tokens, or for the segment `last` the number of rows that need logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)(?:@(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Sizes from `low` to `high`, both included, at its fastest for `best`."""
+    """Sizes from `low` to `high`, both included, tuned for `best`."""
 
     low: int
     best: int
@@ -29,10 +29,10 @@ class Profile:
 
 
 def parse_profiles(text: str) -> tuple[Profile, ...]:
-    """Profiles without a gap, from size 1 upwards.
+    """The profiles of a text. They must cover all sizes from 1 on without a gap.
 
-    The default optimum is the power of two nearest the range's geometric middle: 4 of 1-16, 2048 of
-    513-8192. Raises ConfigError naming the range that is not well-formed, or the sizes left out.
+    By default a profile is tuned for the power of two nearest the geometric middle of its range: 4 for 1-16, 2048 for
+    513-8192. Raises ConfigError that names the malformed range or the missing sizes.
     """
     profiles: list[Profile] = []
     for part in text.split(","):
@@ -57,20 +57,20 @@ def parse_profiles(text: str) -> tuple[Profile, ...]:
 
 
 def format_profiles(profiles: Sequence[Profile]) -> str:
-    """What `parse_profiles` reads back."""
+    """The text that `parse_profiles` reads back to the same profiles."""
     return ",".join(map(str, profiles))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest sizes that a step asks for."""
+    """The largest sizes of a step."""
 
-    num_tokens: int  # of `first` and `middle`
-    num_rows: int  # of `last`
+    num_tokens: int  # tokens of `first` and `middle`
+    num_rows: int  # rows of `last`
 
 
 def check_cover(profiles: Sequence[Profile], limits: Limits) -> None:
-    """Raises ConfigError for profiles that end below a limit."""
+    """Raises ConfigError if the profiles end below a limit."""
     end = profiles[-1].high
     for name, limit in (("max_num_batched_tokens", limits.num_tokens), ("max_num_seqs", limits.num_rows)):
         if limit > end:
@@ -81,7 +81,7 @@ def check_cover(profiles: Sequence[Profile], limits: Limits) -> None:
 
 
 def profile_index(profiles: Sequence[Profile], size: int) -> int:
-    """The profile that holds `size`. Raises ConfigError when none does."""
+    """The index of the profile that contains `size`. Raises ConfigError if there is none."""
     for index, profile in enumerate(profiles):
         if profile.low <= size <= profile.high:
             return index
