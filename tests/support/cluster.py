@@ -28,6 +28,7 @@ from services.pb import (
     gateway_pb2_grpc,
     sampling_pb2,
 )
+from tests.support.warm_process import WARM_SERVER, WarmProcess, warm_server
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
@@ -99,7 +100,11 @@ class Cluster(Stubs):
     """A launcher's services and processes."""
 
     def __init__(
-        self, process: subprocess.Popen[str], directory: Path, log_file: Path, settings: Mapping[str, str]
+        self,
+        process: subprocess.Popen[str] | WarmProcess,
+        directory: Path,
+        log_file: Path,
+        settings: Mapping[str, str],
     ) -> None:
         super().__init__(directory)
         self.process = process
@@ -130,10 +135,13 @@ def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> 
 
 
 @contextlib.contextmanager
-def running_cluster(directory: Path, *overrides: str, wrapper: Sequence[str] = ()) -> Iterator[Cluster]:
+def running_cluster(
+    directory: Path, *overrides: str, wrapper: Sequence[str] = (), is_warm: bool = True
+) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
-    `wrapper` is a command that becomes the one that follows it.
+    `wrapper` is a command that becomes the one that follows it. With it, or if not `is_warm`, every process starts
+    from nothing and has memory of its own.
     """
     regions_before = stale_regions()
     command = [*wrapper, sys.executable, "-m", "services.launch"]
@@ -144,7 +152,10 @@ def running_cluster(directory: Path, *overrides: str, wrapper: Sequence[str] = (
         command += ["--set", f"{key}={value}"]
     log_file = directory / "log"
     with log_file.open("w") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+        if is_warm and not wrapper:
+            process = WarmProcess(warm_server(), command, stderr=log.fileno())
+        else:
+            process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
     cluster = Cluster(process, directory, log_file, settings)
     try:
         wait_for_log(process, log_file, "Serving ")
@@ -171,7 +182,7 @@ def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CTL_TIMEOUT_S)
 
 
-def wait_for_log(process: subprocess.Popen[str], log_file: Path, text: str) -> None:
+def wait_for_log(process: subprocess.Popen[str] | WarmProcess, log_file: Path, text: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while text not in log_file.read_text():
         assert process.poll() is None, f"ended with {process.returncode}:\n{log_file.read_text()}"
@@ -197,7 +208,13 @@ def stale_regions() -> set[Path]:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Its services, if it is a launcher."""
+    children = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            if WARM_SERVER not in Path(f"/proc/{child}/cmdline").read_text():
+                children.append(int(child))
+    return children
 
 
 def is_alive(pid: int) -> bool:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.support.cluster import REPOSITORY, STOP_TIMEOUT_S, Stubs
+from tests.support.cluster import STOP_TIMEOUT_S, Stubs
+from tests.support.warm_process import WarmProcess, warm_server
 
 MODULES = {role: f"services.{role}" for role in ("attn_worker", "dense_worker", "gateway")}
 SOCKETS = {
@@ -34,7 +35,7 @@ class PlainServices(Stubs):
         self._directory = directory
         self._modules = MODULES | modules
         self._overrides = (*(f"{key}=unix:{directory}/{name}.sock" for key, name in SOCKETS.items()), *overrides)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, WarmProcess] = {}
         self._is_stopping = threading.Event()
         self._keeper = threading.Thread(target=self._keep)
 
@@ -71,7 +72,7 @@ class PlainServices(Stubs):
         for override in self._overrides:
             command += ["--set", override]
         with (self._directory / f"{role}.log").open("ab") as log:
-            self._processes[role] = subprocess.Popen(command, cwd=REPOSITORY, stderr=log)
+            self._processes[role] = WarmProcess(warm_server(), command, stderr=log.fileno())
         self.num_starts[role] += 1
 
     def _keep(self) -> None:

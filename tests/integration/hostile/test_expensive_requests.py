@@ -26,7 +26,8 @@ MAX_GROWTH_BYTES = 160 * 2**20  # of large answers, some of it stays with the al
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Short steps: the gateway must keep nobody waiting, and a step with many prompt tokens takes long itself.
-    with running_cluster(tmp_path_factory.mktemp("expensive"), "scheduler.max_num_batched_tokens=128") as cluster:
+    directory = tmp_path_factory.mktemp("expensive")
+    with running_cluster(directory, "scheduler.max_num_batched_tokens=128", is_warm=False) as cluster:
         yield cluster
         cluster.wait_idle()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import dense_pb2, dense_pb2_grpc, gateway_pb2_grpc
-from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, STOP_TIMEOUT_S, free_port, request, stale_regions
+from tests.support.cluster import REQUEST_TIMEOUT_S, STOP_TIMEOUT_S, free_port, request, stale_regions
+from tests.support.warm_process import WarmProcess, warm_server
 
 WAIT_S = 90.0
 NUM_STREAMS = 6
@@ -32,14 +32,14 @@ class Processes:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, WarmProcess] = {}
 
     def start(self, name: str, module: str, *overrides: str) -> None:
         command = [sys.executable, "-m", f"services.{module}"]
         for override in overrides:
             command += ["--set", override]
         with self.log_file(name).open("ab") as log:
-            self._running[name] = subprocess.Popen(command, cwd=REPOSITORY, stderr=log)
+            self._running[name] = WarmProcess(warm_server(), command, stderr=log.fileno())
 
     def signal(self, name: str, number: int) -> None:
         self._running[name].send_signal(number)

@@ -1,0 +1,136 @@
+"""`WarmProcess`: `python -m MODULE ARGUMENTS...` as a child of this process, forked from one that has imported it all.
+
+Importing torch and transformers takes most of a service's start. What the tests see is as after a start by
+`subprocess`: a child of its own, its command line, environment, standard streams, signals and exit status. Only its
+memory is shared with `tests.support.warm_server`: tests that measure memory start their services by `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+WARM_SERVER = "tests.support.warm_server"
+MAX_COMMAND_BYTES = 1 << 14  # of one process's command line
+MAX_MESSAGE_BYTES = 1 << 17
+MAX_POLL_S = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class WarmServer:
+    """A client of one process that forks, at the other end of `connection`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def start(
+        self, arguments: Sequence[str], *, stderr: int, env: Mapping[str, str] | None, start_new_session: bool
+    ) -> int:
+        """Process id of a new child of this process, which runs `python ARGUMENTS...`."""
+        message = {
+            "arguments": list(arguments),
+            "env": dict(os.environ if env is None else env),
+            "start_new_session": start_new_session,
+        }
+        with self._lock, open(os.devnull) as nothing:
+            _adopt_orphans(True)  # the server lets go of the new process, which then is ours
+            try:
+                socket.send_fds(self._connection, [json.dumps(message).encode()], [nothing.fileno(), 1, stderr])
+                reply = self._connection.recv(MAX_MESSAGE_BYTES)
+            finally:
+                _adopt_orphans(False)
+        if not reply:
+            raise RuntimeError("the process that forks services has ended")
+        return int(reply)
+
+
+class WarmProcess:
+    """What `subprocess.Popen` is for a command `[sys.executable, "-m", MODULE, ...]`; standard input is empty."""
+
+    def __init__(
+        self,
+        server: WarmServer,
+        command: Sequence[str],
+        *,
+        stderr: int = 2,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        python, *arguments = command
+        assert python == sys.executable and arguments[0] == "-m"
+        self.args = command
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self.pid = server.start(arguments, stderr=stderr, env=env, start_new_session=start_new_session)
+
+    def poll(self) -> int | None:
+        """The exit status, or the negative number of the signal that ended it; None while it runs."""
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `poll`, once it has ended. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        if timeout is None:
+            with contextlib.suppress(ChildProcessError):  # another thread was told first
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        deadline = time.monotonic() + (timeout or 0.0)
+        while (status := self.poll()) is None:
+            if timeout is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(MAX_POLL_S)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def warm_server() -> WarmServer:
+    """The one of this test process, started at first use; it ends with us."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        padding = " " * MAX_COMMAND_BYTES  # the command lines of its children are written over its own
+        command = [sys.executable, "-m", WARM_SERVER, str(theirs.fileno()), padding]
+        process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
+
+    def stop() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(stop)
+    return WarmServer(ours)
+
+
+def _adopt_orphans(does: bool) -> None:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

@@ -1,0 +1,116 @@
+"""The process that has imported all services, and forks one of them whenever `WarmServer` asks for it.
+
+It has one thread and has used neither gRPC nor torch, which a fork would leave in pieces. A launcher forked from it
+gets another such process of its own, for its services must be its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from services.common.process import importing
+
+with importing():
+    import services.attn_worker.service
+    import services.dense_worker.backends.torch_backend
+    import services.dense_worker.service
+    import services.gateway.service
+    import services.launch.supervise  # noqa: F401
+    from services.launch import child
+
+from tests.support.warm_process import MAX_MESSAGE_BYTES, WARM_SERVER, WarmProcess, WarmServer
+
+MAX_FILES = 1024
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        become_next(connection)
+        if sys.argv[0] != "services.launch":
+            break
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            start_services_from(WarmServer(ours))
+            break
+        ours.close()
+        connection = theirs
+        name_process(["-m", WARM_SERVER])
+    # Here, where nothing of ours is above it, the interpreter ends as it would after `python -m`.
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def become_next(connection: socket.socket) -> None:
+    """Forks what is asked for at `connection`; returns in the new processes alone, their `sys.argv` set."""
+    assert threading.active_count() == 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests and for the services
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        reader, writer = os.pipe()
+        if not (middle := os.fork()):
+            middle = os.getpid()
+            if pid := os.fork():
+                os.write(writer, str(pid).encode())
+                os._exit(0)  # then who asked adopts the new process
+            break
+        os.waitpid(middle, 0)
+        connection.send(os.read(reader, 100))
+        for file in (*files, reader, writer):
+            os.close(file)
+    while os.getppid() == middle:
+        time.sleep(0.0005)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    connection.detach()
+    os.closerange(len(files), MAX_FILES)
+    take_on(**json.loads(message))
+
+
+def take_on(arguments: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> None:
+    """Makes this process what `python ARGUMENTS...` would be."""
+    if start_new_session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    name_process(arguments)
+    sys.argv = list(arguments[1:])  # after "-m"
+
+
+def name_process(arguments: Sequence[str]) -> None:
+    """Lets the kernel show `python ARGUMENTS...` as this process's command line."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    command_line = b"".join(argument.encode() + b"\0" for argument in (sys.executable, *arguments))
+    assert len(command_line) < end - start, f"no room for {command_line!r}"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, command_line, len(command_line))
+
+
+def start_services_from(server: WarmServer) -> None:
+    """Lets the launcher that this process will be start its services there."""
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+
+    def start(command: Sequence[str], stdin: int, **options: Any) -> WarmProcess:
+        assert stdin == subprocess.DEVNULL
+        return WarmProcess(server, command, **options)
+
+    child.subprocess = SimpleNamespace(Popen=start, **names)  # type: ignore[assignment]
+
+
+main()

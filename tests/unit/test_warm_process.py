@@ -1,0 +1,88 @@
+"""A process forked by the warm server is in every visible way one that `subprocess` has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.warm_process import REPOSITORY, WarmProcess, warm_server
+
+MODULE = "tests.support.workers.startup_report"
+WAIT_S = 30.0
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", MODULE, *arguments]
+
+
+def start(is_warm: bool, log_file: Path, *arguments: str, **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
+    with log_file.open("wb") as log:
+        if is_warm:
+            return WarmProcess(warm_server(), command(*arguments), stderr=log.fileno(), **options)
+        return subprocess.Popen(command(*arguments), cwd=REPOSITORY, stdin=subprocess.DEVNULL, stderr=log, **options)
+
+
+def report(log_file: Path) -> dict[str, Any]:
+    """What the process says of its start, once it has."""
+    deadline = time.monotonic() + WAIT_S
+    while "\n" not in log_file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return json.loads(log_file.read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("start_new_session", [False, True])
+@pytest.mark.parametrize("env", [dict(os.environ), {"PATH": "/usr/bin", "COLOUR": "green"}], ids=["ours", "other"])
+def test_it_starts_in_the_same_way(tmp_path: Path, env: Mapping[str, str], start_new_session: bool) -> None:
+    started = []
+    for is_warm in (False, True):
+        process = start(
+            is_warm, tmp_path / "log", "returns", "a b", "--c=d\n", env=env, start_new_session=start_new_session
+        )
+        assert process.wait(WAIT_S) == 0
+        started.append(report(tmp_path / "log"))
+    assert started[0]["parent"] == os.getpid() and started[0]["leads_session"] == start_new_session
+    assert started[1] == started[0]
+
+
+@pytest.mark.parametrize("end", ["returns", "exits", "exits with words", "raises"])
+def test_it_ends_in_the_same_way(tmp_path: Path, end: str) -> None:
+    outcomes = []
+    for is_warm in (False, True):
+        status = start(is_warm, tmp_path / "log", end).wait(WAIT_S)
+        outcomes.append((status, (tmp_path / "log").read_text().splitlines()[1:][-1:]))
+    assert outcomes[1] == outcomes[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_end_it_in_the_same_way(tmp_path: Path, number: int) -> None:
+    statuses = []
+    for is_warm in (False, True):
+        process = start(is_warm, tmp_path / "log", "waits")
+        report(tmp_path / "log")
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
+        process.send_signal(number)
+        statuses.append(process.wait(WAIT_S))
+        process.send_signal(number)  # nothing: it has ended
+    assert statuses == [-number, -number]
+
+
+def test_its_end_is_seen_by_all_who_wait(tmp_path: Path) -> None:
+    process = start(True, tmp_path / "log", "waits")
+    with ThreadPoolExecutor(3) as threads:
+        ends = [threads.submit(process.wait, timeout) for timeout in (None, None, WAIT_S)]
+        process.kill()
+        assert [end.result(WAIT_S) for end in ends] == [-signal.SIGKILL] * 3
+    assert not Path(f"/proc/{process.pid}").exists()
