@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ WARM_SERVER = "tests.support.warm_server"
 MAX_COMMAND_BYTES = 1 << 14  # of one process's command line
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_POLL_S = 0.02
+RUN_TIMEOUT_S = 100.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -39,7 +41,13 @@ class WarmServer:
         self._lock = threading.Lock()
 
     def start(
-        self, arguments: Sequence[str], *, stderr: int, env: Mapping[str, str] | None, start_new_session: bool
+        self,
+        arguments: Sequence[str],
+        *,
+        stdout: int,
+        stderr: int,
+        env: Mapping[str, str] | None,
+        start_new_session: bool,
     ) -> int:
         """Process id of a new child of this process, which runs `python ARGUMENTS...`."""
         message = {
@@ -50,7 +58,7 @@ class WarmServer:
         with self._lock, open(os.devnull) as nothing:
             _adopt_orphans(True)  # the server lets go of the new process, which then is ours
             try:
-                socket.send_fds(self._connection, [json.dumps(message).encode()], [nothing.fileno(), 1, stderr])
+                socket.send_fds(self._connection, [json.dumps(message).encode()], [nothing.fileno(), stdout, stderr])
                 reply = self._connection.recv(MAX_MESSAGE_BYTES)
             finally:
                 _adopt_orphans(False)
@@ -67,6 +75,7 @@ class WarmProcess:
         server: WarmServer,
         command: Sequence[str],
         *,
+        stdout: int = 1,
         stderr: int = 2,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
@@ -76,7 +85,9 @@ class WarmProcess:
         self.args = command
         self.returncode: int | None = None
         self._lock = threading.Lock()
-        self.pid = server.start(arguments, stderr=stderr, env=env, start_new_session=start_new_session)
+        self.pid = server.start(
+            arguments, stdout=stdout, stderr=stderr, env=env, start_new_session=start_new_session
+        )
 
     def poll(self) -> int | None:
         """The exit status, or the negative number of the signal that ended it; None while it runs."""
@@ -111,6 +122,22 @@ class WarmProcess:
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+def run_warm(*arguments: str, timeout_s: float = RUN_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """What `python -m ARGUMENTS...` answers, as `subprocess.run` would tell it."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        command = [sys.executable, "-m", *arguments]
+        process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr.fileno())
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
 
 
 @functools.cache

@@ -27,13 +27,15 @@ from tests.support.cluster import (
     running_cluster,
     wait_for_log,
 )
+from tests.support.warm_process import run_warm
 
 TIMEOUT_S = 100
 
 
-def run(*arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """As a newcomer does: every process starts from nothing."""
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 
@@ -142,7 +144,7 @@ def test_an_impossible_configuration_is_refused_by_name(arguments: tuple[str, ..
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-    result = run("services.launch", "--prompt", "a", *arguments)
+    result = run_warm("services.launch", "--prompt", "a", *arguments)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     for word in words:
@@ -158,7 +160,7 @@ def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
     (mismatched / "config.json").write_text(json.dumps(config | {"intermediate_size": 700}))
     empty = shutil.copytree(EMBEDDED_MODEL, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     for path, word in ((truncated, "model.safetensors"), (mismatched, "700"), (empty, "safetensors")):
-        result = run("services.launch", "--prompt", "a", "--model", str(path))
+        result = run_warm("services.launch", "--prompt", "a", "--model", str(path))
         assert result.returncode == 1
         assert str(path) in result.stderr and word in result.stderr and "Traceback" not in result.stderr
 
@@ -167,21 +169,21 @@ def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
     shutil.copy(EMBEDDED_MODEL / "config.json", tmp_path)
     (tmp_path / "sockets").mkdir()
     settings = (f"model.path={tmp_path}", "model.load_format=dummy", "model.num_layers=2")
-    with running_cluster(tmp_path / "sockets", *settings, is_warm=False) as cluster:
+    with running_cluster(tmp_path / "sockets", *settings) as cluster:
         assert len(cluster.generate([5, 6, 7], 9, ignore_eos=True).token_ids) == 9
 
 
 def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path) -> None:
     space = os.statvfs(SHM_DIR)
-    too_many = space.f_bavail * space.f_frsize // (512 * 4) + 1  # rows of the embedded model's qkv
-    result = run("services.launch", "--prompt", "a", "--set", f"scheduler.max_num_batched_tokens={too_many}")
+    too_many = space.f_blocks * space.f_frsize // (512 * 4) + 1  # rows of the embedded model's qkv
+    result = run_warm("services.launch", "--prompt", "a", "--set", f"scheduler.max_num_batched_tokens={too_many}")
     assert result.returncode == 1
     assert "shared memory" in result.stderr and "free" in result.stderr
 
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
     options = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
-    with running_cluster(tmp_path, is_warm=False) as cluster:
+    with running_cluster(tmp_path) as cluster:
         expected = cluster.generate("Count from 1", 400, **options).token_ids
         for role in ("dense_worker", "attn_worker"):
             stream = cluster.gateway.GenerateStream(request("Count from 1", 400, **options))
@@ -208,15 +210,15 @@ def test_a_second_cluster_on_a_taken_port_ends_at_once(tmp_path: Path) -> None:
     with socket.socket() as finder:
         finder.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{finder.getsockname()[1]}"
-    with running_cluster(tmp_path, f"gateway.address={address}", is_warm=False):
-        second = run("services.launch", "--sample-prompt", "San Francisco is a", "--set", f"gateway.address={address}")
+    with running_cluster(tmp_path, f"gateway.address={address}"):
+        second = run_warm("services.launch", "--sample-prompt", "a", "--set", f"gateway.address={address}")
     assert second.returncode == 1 and second.stdout == ""
     assert "port in use" in second.stderr and "restarting" not in second.stderr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_serves_too(dtype: str) -> None:
-    result = run(
+    result = run_warm(
         "services.launch", "--prompt", "San Francisco is a", "--max-tokens", "7", "--set", f"model.dtype={dtype}"
     )
     assert result.stdout == " city in Northern California that is known\n"
