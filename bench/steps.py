@@ -43,7 +43,7 @@ def measure(batch: int, num_steps: int) -> dict[str, float]:
     scheduler = Scheduler(limits)
     scheduler.begin(Session(Attachment(1, 1, {}, BLOCK_SIZE, cache.num_blocks, cache.num_free_blocks, {})))
     runner = ModelRunner(None, Sampler(batch, VOCAB_SIZE, "cpu"), 1, batch)  # type: ignore[arg-type]
-    runner.attach({})
+    runner.attach(())
     for seq_id in range(1, batch + 1):
         scheduler.add(Sequence(seq_id, f"r{seq_id}", list(range(PROMPT_LEN)), SamplingParams(), MAX_TOKENS))
     for sequence in scheduler.next_to_open():

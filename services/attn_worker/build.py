@@ -34,7 +34,7 @@ class StepLimits:
 def build_engine(
     section: AttentionSection, model: ResolvedModel, limits: StepLimits, metrics: AttentionMetrics
 ) -> AttentionEngine:
-    """Allocates the KV cache. Raises `CapacityError` when it cannot hold a single sequence."""
+    """Allocates the KV cache, and starts the engine. Raises `CapacityError` when it cannot hold a single sequence."""
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     num_blocks = count_blocks(section, model)
@@ -49,7 +49,9 @@ def build_engine(
         enable_prefix_cache=section.enable_prefix_cache,
         length_dependent_beyond=length_dependent_beyond(config.rope),
     )
-    return AttentionEngine(cache, _build_runner(section, model, limits, num_blocks, max_model_len), metrics)
+    engine = AttentionEngine(cache, _build_runner(section, model, limits, num_blocks, max_model_len), metrics)
+    engine.start()
+    return engine
 
 
 def count_blocks(section: AttentionSection, model: ResolvedModel) -> int:

@@ -9,21 +9,21 @@ A step that loses its dense worker is rolled back as if it had never been planne
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
+from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.kv_cache import KVCache, OpenResult, PlannedStep
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
+from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
 from services.rpc.watchdog import Progress
 from services.step import NewSequence, StepPlan
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -37,7 +37,10 @@ class Accepted:
 
 
 class AttentionEngine:
-    """All work goes through `submit`, in order; counters may be read from any thread."""
+    """Call `start`; then all work goes through `submit`, in order; at last `stop`.
+
+    Counters may be read from any thread.
+    """
 
     def __init__(self, cache: KVCache, runner: LayerRunner, metrics: AttentionMetrics) -> None:
         self.cache = cache
@@ -46,59 +49,51 @@ class AttentionEngine:
         self.num_cached_tokens = 0
         self._runner = runner
         self._metrics = metrics
-        self._running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
-        self._channel: Channel | None = None
-        self._attachment_id = 0
-        self._current: StepPlan | None = None  # whose layers are being run, or launched
-        self._request_ids: dict[int, str] = {}  # of open sequences, for messages
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._attachment: Attachment | None = None
+        self._thread = EngineThread()
 
-    def submit(self, function: Callable[P, R], *arguments: P.args, **keywords: P.kwargs) -> Future[R]:
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
         """Runs one of the methods below on the engine thread, after everything submitted before."""
-        return self._executor.submit(function, *arguments, **keywords)
+        return self._thread.submit(function, *arguments)
 
     def progress(self, num_layers: int) -> Progress | None:
         """For the watchdog, from any thread; None without a step."""
-        plan, channel = self._current, self._channel
-        if plan is None or channel is None:
-            return None
-        return Progress(
-            counter=(self._attachment_id, self.num_steps, plan.step_id, channel.num_waits or 0),
-            step_id=plan.step_id,
-            layer=None if channel.num_waits is None else channel.num_waits % num_layers,
-            request_ids=tuple(self._request_ids.get(seq_id, f"{seq_id:x}") for seq_id, *_ in plan.entries),
-            waits_for="dense_worker" if channel.is_waiting else "",
-        )
+        attachment = self._attachment
+        return attachment and attachment.progress(self.num_steps, num_layers)
 
-    def stop(self) -> None:
-        """Ends the thread after the call it is in; whoever waits in a channel must have been aborted."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        if self._channel is not None:
-            self._channel.close()
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the call it is in, and closes the attachment, which must have been aborted.
+
+        Blocks up to `timeout_s` seconds; what a thread uses that has not ended by then stays open.
+        """
+        if self._thread.stop(timeout_s) and self._attachment is not None:
+            self._attachment.close()
 
     def detach(self) -> None:
-        """Ends an attachment whose channel has been aborted: closes that, and rolls back steps that have not ended."""
-        self._abort_steps()
-        channel, self._channel, self._attachment_id = self._channel, None, 0
-        if channel is not None:
-            channel.close()
+        """Drops an attachment that has been aborted: closes it, and rolls back steps that have not ended."""
+        attachment, self._attachment = self._attachment, None
+        self.cache.abort_steps()
+        if attachment is not None:
+            attachment.close()
 
-    def attach(self, channel: Channel, attachment_id: int, weights_hash: str) -> None:
-        """Takes a new attachment's channel, owned by the engine from now on, in place of the last one's.
+    def attach(self, attachment: Attachment, weights_hash: str) -> None:
+        """Takes a new attachment, owned by the engine from now on, in place of the last one.
 
         Keys and values of other weights than `weights_hash` are dropped.
         """
         self.detach()
+        self._attachment = attachment
         self.cache.use_weights(bytes.fromhex(weights_hash))
-        self._channel, self._attachment_id = channel, attachment_id
-        held = self.cache.held_blocks
-        self._request_ids = {seq_id: name for seq_id, name in self._request_ids.items() if seq_id in held}
-        self._runner.attach(channel)
+        self._runner.attach(attachment.channels.values())
 
-    def open_sequence(self, attachment_id: int, new: NewSequence) -> OpenResult:
+    def open_sequence(self, attachment: Attachment, new: NewSequence) -> OpenResult:
         """See `KVCache.open_sequence`. Raises `StaleEpoch` for an attachment that was replaced."""
-        self._check_attachment(attachment_id)
-        self._commit_done()
+        self._check_attachment(attachment)
+        self._commit_done(attachment)
         result = self.cache.open_sequence(
             new.seq_id,
             new.token_ids,
@@ -107,62 +102,58 @@ class AttentionEngine:
             ignores_prefix_cache=new.num_prompt_logprobs is not None,
         )
         self.num_cached_tokens += result.num_cached_tokens
-        self._request_ids[new.seq_id] = new.request_id
+        attachment.request_ids[new.seq_id] = new.request_id
         return result
 
     def run_step(
-        self, attachment_id: int, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]
+        self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]
     ) -> None:
-        """Launches one step, whose plan came at `received_s` by `time.perf_counter`.
+        """Launches one step over its lane's channel; its plan came at `received_s` by `time.perf_counter`.
 
         Raises what `Channel.wait` raises, with all unfinished steps rolled back.
         """
-        self._check_attachment(attachment_id)
+        self._check_attachment(attachment)
         start_s = time.perf_counter()
         self._metrics.on_plan(start_s - received_s)
-        self._commit_done()
+        self._commit_done(attachment)
+        channel, request_ids = attachment.channels[plan.lane], attachment.request_ids
         step = self.cache.plan_step(plan)
-        if step.errors and self._channel is not None:
-            self._channel.add_errors(len(step.errors))
+        if step.errors:
+            channel.add_errors(len(step.errors))
         on_accepted(Accepted(plan, step, self.cache.num_free_blocks))
         for seq_id in plan.close_seq_ids:
-            self._request_ids.pop(seq_id, None)
+            request_ids.pop(seq_id, None)
         for fork in plan.forks:
-            self._request_ids[fork.child_seq_id] = self._request_ids.get(fork.parent_seq_id, "")
-        self._current = plan if plan.entries else None
+            request_ids[fork.child_seq_id] = request_ids.get(fork.parent_seq_id, "")
+        attachment.launching = plan if plan.entries else None
         try:
             if step.block_copies:
                 self._runner.copy_blocks(step.block_copies)
-            running = self._launch(step, start_s) if plan.entries else FinishedStep()
-            self._running.append((running, len(step.metadata.positions)))
-            self._commit_done()
+            running = self._launch(step, channel, start_s) if plan.entries else FinishedStep()
+            attachment.running.append((running, len(step.metadata.positions)))
+            self._commit_done(attachment)
         except BaseException:
-            self._abort_steps()
+            attachment.running.clear()
+            self.cache.abort_steps()
             raise
         finally:
-            self._current = None
+            attachment.launching = None
 
-    def _launch(self, step: PlannedStep, start_s: float) -> RunningStep:
-        channel = self._channel
-        assert channel is not None, "steps need an attachment"
+    def _launch(self, step: PlannedStep, channel: Channel, start_s: float) -> RunningStep:
         waited_s = channel.waited_s
-        running = self._runner.launch(step.metadata)
+        running = self._runner.launch(step.metadata, channel)
         if waited_s is not None and channel.waited_s is not None:  # the step has run, on a CPU
             self._metrics.on_step(time.perf_counter() - start_s, channel.waited_s - waited_s)
         return running
 
-    def _commit_done(self) -> None:
+    def _commit_done(self, attachment: Attachment) -> None:
         """Keeps the tokens of every step that has ended, in order."""
-        while self._running and self._running[0][0].is_done():
-            _, num_tokens = self._running.popleft()
+        while attachment.running and attachment.running[0][0].is_done():
+            _, num_tokens = attachment.running.popleft()
             self.cache.commit_step()
             self.num_steps += 1
             self.num_computed_tokens += num_tokens
 
-    def _abort_steps(self) -> None:
-        self._running.clear()
-        self.cache.abort_steps()
-
-    def _check_attachment(self, attachment_id: int) -> None:
-        if attachment_id != self._attachment_id:
-            raise StaleEpoch(f"attachment {attachment_id} was replaced by attachment {self._attachment_id}")
+    def _check_attachment(self, attachment: Attachment) -> None:
+        if attachment is not self._attachment:
+            raise StaleEpoch(f"attachment {attachment.attachment_id} has been replaced")

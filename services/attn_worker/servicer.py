@@ -13,6 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.answers import describe_accepted, describe_opened
+from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.kv_cache import OpenResult
 from services.attn_worker.engine import Accepted, AttentionEngine
@@ -43,6 +44,7 @@ log = structlog.get_logger()
 _POLL_S = 0.005
 _ROOM_TIMEOUT_S = 10.0  # for a dense worker to let go of the data region before
 _ROOM_RETRY_S = 0.1
+_STOP_TIMEOUT_S = 10.0  # for the engine thread to end the call it is in
 
 _Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
 
@@ -73,8 +75,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._metrics = AttentionMetrics(registry, lambda: self._engine)
         self._epoch = epoch
         self._wait_timeout_s = wait_timeout_s
-        self._attachment_id = 0
-        self._channel: Channel | None = None
+        self._num_attachments = 0  # the last one's id
+        self._attachment: Attachment | None = None
         self._attaching = asyncio.Lock()  # two at once would need room for two data regions
         self.watchdog = Watchdog("attn_worker", self._progress, on_stall, stall_timeout_s)
         self._readers: set[asyncio.Task[None]] = set()
@@ -99,27 +101,31 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     async def _attach(self, request: attn_pb2.AttachRequest, peer: str) -> attn_pb2.AttachReply:
         if self._results is not None:  # told before the abort, which would look like a crash
-            self._results.put_nowait(StaleEpoch(f"attachment {self._attachment_id} is replaced by another one"))
+            self._results.put_nowait(StaleEpoch(f"attachment {self._num_attachments} is replaced by another one"))
         self.abort()
-        self._attachment_id += 1
-        attachment_id = self._attachment_id
+        self._attachment = None
+        self._num_attachments += 1
         if self._engine is not None:  # its region makes room for the new one
             await asyncio.shield(asyncio.wrap_future(self._engine.submit(self._engine.detach)))
-        channel = self._channel = await self._create_channel(request, attachment_id)
+        channels = {0: await self._create_channel(request, self._num_attachments, lane=0)}
+        attachment = Attachment(self._num_attachments, channels, request.max_num_batched_tokens)
+        self._attachment = attachment
         try:
             engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
         except BaseException:  # cancelled, too: the dense worker may die while it waits
-            channel.close()
+            self._attachment = None
+            attachment.close()
             raise
-        attaching = engine.submit(engine.attach, channel, attachment_id, request.weights_hash)
-        await asyncio.shield(asyncio.wrap_future(attaching))  # the engine has the channel now, come what may
-        log.info("attached", attachment_id=attachment_id, peer=peer, channel=channel.kind)
+        attaching = engine.submit(engine.attach, attachment, request.weights_hash)
+        await asyncio.shield(asyncio.wrap_future(attaching))  # the engine has the channels now, come what may
+        lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
+        log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)
         cache = engine.cache
         held_blocks = cache.held_blocks
         return attn_pb2.AttachReply(
             epoch=self._epoch,
-            attachment_id=attachment_id,
-            lanes=[attn_pb2.LaneHandle(lane=0, kind=channel.kind, handle=channel.handle)],
+            attachment_id=attachment.attachment_id,
+            lanes=lanes,
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
@@ -127,7 +133,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             open_num_blocks=held_blocks.values(),
         )
 
-    async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int) -> Channel:
+    async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
         """Waits for room, but not long: what has none at the start may never have."""
         config, model = self._model.config, self._model
         spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, model.dtype)
@@ -141,7 +147,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     spec,
                     self._epoch,
                     attachment_id,
-                    lane=0,
+                    lane,
                     wait_timeout_s=self._wait_timeout_s,
                 )
             except CapacityError as error:
@@ -159,12 +165,12 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         epoch, attachment_id = int(metadata.get("epoch", 0)), int(metadata.get("attachment-id", 0))
         if epoch != self._epoch:
             raise PeerError(f"plans are of epoch {epoch:016x}, this is epoch {self._epoch:016x}")
-        if attachment_id != self._attachment_id:
-            raise StaleEpoch(f"attachment {attachment_id} was replaced by attachment {self._attachment_id}")
-        channel, engine = self._channel, self._require_engine()
-        assert channel is not None
+        if attachment_id != self._num_attachments:
+            raise StaleEpoch(f"attachment {attachment_id} was replaced by attachment {self._num_attachments}")
+        attachment, engine = self._attachment, self._require_engine()
+        assert attachment is not None
         results = self._results = _Results()
-        reader = asyncio.create_task(self._read(requests, engine, attachment_id, len(channel.qkv), results))
+        reader = asyncio.create_task(self._read(requests, engine, attachment, results))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         try:
@@ -178,7 +184,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         finally:
             # The reader ends with the call. Not cancelled: gRPC would write a message that it is just receiving
             # into memory that is no longer there.
-            channel.abort()
+            attachment.abort()
             self._metrics.on_handoff_abort()
             if self._results is results:
                 self._results = None
@@ -220,13 +226,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     def abort(self) -> None:
         """Releases the engine thread if it waits for the dense worker."""
-        if self._channel is not None:
-            self._channel.abort()
+        if self._attachment is not None:
+            self._attachment.abort()
 
     def stop(self) -> None:
-        """Ends the engine thread; blocks until it has."""
+        """Ends the engine thread; blocks until it has, for 10 s at most."""
         if self._engine is not None:
-            self._engine.stop()
+            self._engine.stop(_STOP_TIMEOUT_S)
 
     async def _built_engine(self, limits: StepLimits) -> AttentionEngine:
         """Built once, whoever waits for it: a second KV cache would not fit beside the first."""
@@ -250,8 +256,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self,
         requests: AsyncIterator[step_pb2.StepPlan],
         engine: AttentionEngine,
-        attachment_id: int,
-        max_num_tokens: int,
+        attachment: Attachment,
         results: _Results,
     ) -> None:
         """Hands every plan to the engine; results worth telling, or what ends the stream, go to `results`."""
@@ -272,11 +277,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             async for message in until_over(requests):
                 plan = decode_plan(message)
                 for new_sequence in plan.new_sequences:
-                    self._open(engine, attachment_id, new_sequence, put)
+                    self._open(engine, attachment, new_sequence, put)
                 if not plan.step_id:
                     continue
-                self._check_size(plan, max_num_tokens)
-                step = engine.submit(engine.run_step, attachment_id, plan, time.perf_counter(), accept)
+                self._check_plan(plan, attachment)
+                step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
                 step.add_done_callback(report)
         except Exception as error:  # nobody awaits the reader
             put(error)
@@ -286,7 +291,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
     def _open(
         self,
         engine: AttentionEngine,
-        attachment_id: int,
+        attachment: Attachment,
         new: NewSequence,
         put: Callable[[attn_pb2.PlanAnswer | Exception], None],
     ) -> None:
@@ -310,7 +315,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             else:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
-        engine.submit(engine.open_sequence, attachment_id, new).add_done_callback(report)
+        engine.submit(engine.open_sequence, attachment, new).add_done_callback(report)
 
     def _tell(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):
@@ -324,10 +329,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._failure.set_exception(error)
         return is_failure
 
-    def _check_size(self, plan: StepPlan, max_num_tokens: int) -> None:
+    def _check_plan(self, plan: StepPlan, attachment: Attachment) -> None:
         assert self._limits is not None, "plans need an attachment"
+        if plan.lane not in attachment.channels:
+            raise InvalidRequest(
+                f"plan {plan.step_id} is of lane {plan.lane}, the attachment has {len(attachment.channels)} lanes"
+            )
         num_seqs, max_num_seqs = len(plan.entries), self._limits.max_num_seqs
-        for count, limit, what in ((plan.num_tokens, max_num_tokens, "tokens"), (num_seqs, max_num_seqs, "sequences")):
+        limits = ((plan.num_tokens, attachment.max_num_tokens, "tokens"), (num_seqs, max_num_seqs, "sequences"))
+        for count, limit, what in limits:
             if count > limit:
                 raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
 

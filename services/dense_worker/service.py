@@ -106,7 +106,6 @@ class DenseWorker:
     def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
         config, model = self._config, self._model
         loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[None] = loop.create_future()
         self._client = AttentionClient(
             config.attention.address, attach_options(config, model), config.peers, self._servicer.may_attach
         )
@@ -114,15 +113,11 @@ class DenseWorker:
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
 
-        def fail(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self._failure.set_exception, error)
-
         engine = self._engine = Engine(
             scheduler_limits(config, model.resolved),
             model.runner,
             self._client,
             deliver,
-            fail,
             result_timeout_s=config.channel.wait_timeout_s,
             observers=observers,
             drafts=self.draft_source(),
@@ -150,7 +145,7 @@ class DenseWorker:
         log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
 
     async def _wait_failure(self) -> None:
-        await self._failure
+        await asyncio.shield(asyncio.wrap_future(self._engine.failure))
 
     async def _serve_late_metrics(self) -> None:
         """Of a worker in standby, once it is its turn: until then the address is the present worker's."""

@@ -6,7 +6,7 @@ thread, on a stream of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -30,14 +30,16 @@ class CudaLayerRunner:
         self._num_layers = num_layers
         self._buckets = batch_buckets(max_num_seqs)
         self._stream = torch.cuda.Stream()
-        self._channel: Channel | None = None
-        self._graphs: StepGraphs[int] | None = None
+        self._graphs: dict[Channel, StepGraphs[int]] = {}
 
-    def attach(self, channel: Channel) -> None:
+    def attach(self, channels: Iterable[Channel]) -> None:
         """See `LayerRunner`. Captures one graph per bucket, unless they shall be captured when they are needed."""
         torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
-        self._channel = channel
-        self._graphs = None  # their memory is free before the new ones need it
+        self._graphs.clear()  # their memory is free before the new ones need it
+        for channel in channels:
+            self._graphs[channel] = self._make_graphs(channel)
+
+    def _make_graphs(self, channel: Channel) -> StepGraphs[int]:
         backend, layers = self._backend, range(self._num_layers)
 
         def warm_up(bucket: int) -> None:
@@ -45,11 +47,10 @@ class CudaLayerRunner:
             # Not into the channel: the dense worker may still be reading the step before.
             backend.forward(0, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
 
-        self._graphs = StepGraphs(
-            self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket)
-        )
+        graphs = StepGraphs(self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket))
         if not self._captures_lazily:
-            self._graphs.capture_all(reversed(self._buckets))
+            graphs.capture_all(reversed(self._buckets))
+        return graphs
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -58,14 +59,12 @@ class CudaLayerRunner:
             self._backend.copy_blocks(copies)
 
     @torch.inference_mode()
-    def launch(self, step: StepMetadata) -> RunningStep:
+    def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
         """See `LayerRunner`. Waits for the device only to capture a graph."""
-        channel, graphs = self._channel, self._graphs
-        assert channel is not None and graphs is not None, "steps need an attachment"
         with torch.cuda.stream(self._stream):
             if self._backend.is_decode_only(step):
                 bucket = bucket_for(self._buckets, len(step.num_tokens))
-                graph = graphs.find(bucket)
+                graph = self._graphs[channel].find(bucket)
                 self._backend.begin_step(step, bucket)
                 graph.replay()
             else:

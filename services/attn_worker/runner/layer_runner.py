@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,14 +29,14 @@ class FinishedStep:
 class LayerRunner(Protocol):
     """Runs steps in the order in which they are launched."""
 
-    def attach(self, channel: Channel) -> None:
-        """Meets the dense worker in `channel` from now on; nothing is running."""
+    def attach(self, channels: Iterable[Channel]) -> None:
+        """Steps will run over these channels, and no others, from now on; nothing is running."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks of the KV cache, (from, to) each, after all steps launched before and before the next."""
 
-    def launch(self, step: StepMetadata) -> RunningStep:
-        """Runs a step, or enqueues it. May raise what `Channel.wait` raises."""
+    def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
+        """Runs a step over its lane's channel, or enqueues it. May raise what `Channel.wait` raises."""
 
 
 class EagerLayerRunner:
@@ -45,11 +45,9 @@ class EagerLayerRunner:
     def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         self._backend = backend
         self._num_layers = num_layers
-        self._channel: Channel | None = None
 
-    def attach(self, channel: Channel) -> None:
-        """See `LayerRunner`."""
-        self._channel = channel
+    def attach(self, channels: Iterable[Channel]) -> None:
+        """See `LayerRunner`. There is nothing to prepare."""
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -57,10 +55,8 @@ class EagerLayerRunner:
         self._backend.copy_blocks(copies)
 
     @torch.inference_mode()
-    def launch(self, step: StepMetadata) -> RunningStep:
+    def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
         """See `LayerRunner`."""
-        channel = self._channel
-        assert channel is not None, "steps need an attachment"
         num_tokens = len(step.positions)
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.dense_worker.engine.in_flight import InFlight
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,21 @@ class EngineObserver(Protocol):
         """The attention worker was lost; steps in flight are void."""
 
 
-def describe_step(
-    plan: StepPlan, scheduler: Scheduler, launch_s: float, duration_s: float, wait_s: float | None
-) -> StepStats:
-    """The figures of a step that has just run; times as in `StepStats`."""
-    ledger = scheduler.session.ledger
+def read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
+    """As of now, from any thread."""
+    return EngineCounts(
+        scheduler.num_waiting,
+        scheduler.num_opening,
+        scheduler.num_running,
+        scheduler.num_steps,
+        scheduler.num_preemptions,
+        is_attached,
+    )
+
+
+def describe_step(step: InFlight, scheduler: Scheduler) -> StepStats:
+    """The figures of a step that has just run."""
+    plan, ledger = step.published.plan, scheduler.session.ledger
     return StepStats(
         step_id=plan.step_id,
         num_seqs=len(plan.entries),
@@ -68,7 +78,7 @@ def describe_step(
         num_blocks=ledger.num_blocks,
         num_free_blocks=ledger.num_free_blocks,
         num_reserved_blocks=ledger.num_reserved_blocks,
-        launch_s=launch_s,
-        duration_s=duration_s,
-        wait_s=wait_s,
+        launch_s=step.launch_s,
+        duration_s=step.end_s - step.begin_s,
+        wait_s=step.wait_s,
     )

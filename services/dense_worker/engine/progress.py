@@ -5,18 +5,15 @@ from __future__ import annotations
 from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.session import Session
 from services.rpc.watchdog import Progress
-from services.step import StepPlan
 
 
-def progress_of(
-    session: Session, plan: StepPlan | None, counts: EngineCounts, num_completed: int, num_layers: int
-) -> Progress | None:
-    """How far a step (`plan`, being launched or collected) has come, or None where there is nothing to do."""
-    channels = session.attachment.channels
-    num_waits = [channel.num_waits or 0 for channel in channels.values()]
-    counter = (session.attachment.attachment_id, counts.num_steps, num_completed, *num_waits)
-    if plan is not None:
-        channel = channels[plan.lane]
+def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Progress | None:
+    """How far the oldest step in flight has come, or None where there is nothing to do."""
+    num_waits = [channel.num_waits or 0 for channel in session.attachment.channels.values()]
+    counter = (session.attachment.attachment_id, counts.num_steps, session.num_completed, *num_waits)
+    oldest = next(iter(session.in_flight), None)
+    if oldest is not None:
+        plan, channel = oldest.published.plan, oldest.channel
         return Progress(
             counter,
             step_id=plan.step_id,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from services.common.errors import PeerError
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.sequence import Sequence
 from services.step import NewSequence, StepPlan
+
+if TYPE_CHECKING:
+    from services.dense_worker.engine.in_flight import InFlight  # needs torch, which the scheduler does without
 
 # How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
 CLAIM_S = 30.0
@@ -55,7 +59,11 @@ class Session:
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
-        self.under_way: tuple[StepPlan, ...] = ()  # published and not completed, or not when the session ended
+        self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; those left when the session ends are void
+        self.num_completed = 0  # steps
+        self.last_end_s = 0.0  # of the step completed last, on the monotonic clock
+        self.is_leaving = False  # to end when nothing is in flight; nothing new begins
+        self.has_ended = False
         self.num_errors = Counter[int]()  # in the answers that have come, by lane
         self.request_ids: dict[int, str] = {}  # by seq_id, of those running; for messages, from any thread
 
@@ -68,3 +76,24 @@ class Session:
         self.num_closing_plans = 0  # published ones with closes, whose answer is still out
         self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
+
+    def ends_claims(self, now_s: float) -> bool:
+        """Whether the time to claim sequences has passed; true once."""
+        if self.claim_deadline_s is None or now_s <= self.claim_deadline_s:
+            return False
+        self.claim_deadline_s = None
+        return True
+
+    def check_openings(self, now_s: float, timeout_s: float) -> None:
+        """Raises `PeerError` if the oldest opening has had no answer for longer than `timeout_s`."""
+        oldest = next(iter(self.openings.values()), None)
+        if oldest is not None and now_s - oldest.asked_s > timeout_s:
+            raise PeerError(f"sequence {oldest.sequence.seq_id:x} has not been opened after {timeout_s:g} s")
+
+    def complete(self, step: InFlight, now_s: float) -> None:
+        """The oldest step in flight has ended."""
+        assert self.in_flight[0] is step, "steps are completed in the order of their plans"
+        step.begin_s, step.end_s = max(self.last_end_s, step.launch_start_s), now_s
+        self.in_flight = self.in_flight[1:]
+        self.num_completed += 1
+        self.last_end_s = now_s

@@ -23,10 +23,16 @@ class StepReport:
     admitted: SequenceOf[Sequence] = ()  # steps may have them from now on
 
 
-def note_times(started: Iterable[Sequence], outputs: Iterable[SequenceOutput], begin_s: float, end_s: float) -> None:
-    """Keeps with each sequence when its first step began and when its first token was here."""
+def note_started(sequences: Iterable[Sequence], begin_s: float) -> list[Sequence]:
+    """Those whose first step this is, which began at `begin_s`. One with tokens was submitted again with them."""
+    started = [each for each in sequences if each.started_s is None and not each.output_token_ids]
     for sequence in started:
         sequence.started_s = begin_s
+    return started
+
+
+def note_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None:
+    """Keeps with each sequence when its first token was here."""
     for output in outputs:
         if output.sequence.first_token_s is None:
             output.sequence.first_token_s = end_s

@@ -7,7 +7,7 @@ device as the input of its next step; the host reads it from pinned memory when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -42,8 +42,7 @@ class CudaModelRunner(ModelRunner):
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._captures_lazily = captures_lazily
-        # By lane, and then by numbers of tokens and sampled rows.
-        self._graphs: dict[int, StepGraphs[tuple[int, int]]] = {}
+        self._graphs: dict[Channel, StepGraphs[tuple[int, int]]] = {}  # by numbers of tokens and sampled rows
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
         self._stages = [
@@ -54,13 +53,13 @@ class CudaModelRunner(ModelRunner):
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
 
-    def attach(self, channels: Mapping[int, Channel]) -> None:
+    def attach(self, channels: Iterable[Channel]) -> None:
         """Captures the graphs, unless they shall be captured when they are needed."""
         torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
         super().attach(channels)
         self._graphs.clear()  # their memory is free before the new ones need it
-        for lane, channel in channels.items():
-            self._graphs[lane] = self._make_graphs(channel)
+        for channel in channels:
+            self._graphs[channel] = self._make_graphs(channel)
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[tuple[int, int]]:
         def run(size: tuple[int, int]) -> None:
@@ -91,7 +90,7 @@ class CudaModelRunner(ModelRunner):
         # Prompts' log-probabilities ask for `last` again, which needs the residual that a graph keeps to itself.
         is_captured = num_tokens <= self._buckets[-1] and not step.spans
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
-        graph = self._find_graph(step.bound.plan.lane, num_rows, num_sampled) if is_captured else None
+        graph = self._find_graph(channel, num_rows, num_sampled) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any token will do, and any row
@@ -108,8 +107,8 @@ class CudaModelRunner(ModelRunner):
             logits = self._run_rows(channel, num_rows, num_sampled)
         return self.finish(step, logits[:num_sampled], channel, self._outputs[stage][:num_sampled])
 
-    def _find_graph(self, lane: int, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
-        return self._graphs[lane].find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
+    def _find_graph(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
+        return self._graphs[channel].find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
 
     def _run_rows(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.Tensor:
         """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size]."""

@@ -7,7 +7,7 @@ the input of its next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,8 +69,8 @@ class ModelRunner:
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
         self._used_slots: set[int] = set()
 
-    def attach(self, channels: Mapping[int, Channel]) -> None:
-        """Steps will run over these channels, by lane, from now on; every sequence is forgotten."""
+    def attach(self, channels: Iterable[Channel]) -> None:
+        """Steps will run over these channels, and no others, from now on; every sequence is forgotten."""
         for slot in list(self._used_slots):
             self._release_slot(slot)
         self._sequences.clear()

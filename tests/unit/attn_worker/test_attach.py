@@ -219,6 +219,6 @@ def test_a_cache_too_small_for_the_models_longest_sequence_says_so(num_blocks: i
     section = AttentionSection(num_blocks=num_blocks, block_size=16)
     with capture_logs() as events:
         engine = build_engine(section, MODEL, StepLimits(4, 16), AttentionMetrics(CollectorRegistry(), lambda: None))
-    engine.stop()
+    engine.stop(TIMEOUT_S)
     warnings = [event for event in events if event["log_level"] == "warning"]
     assert [event["num_tokens"] for event in warnings] == ([num_blocks * 16] if is_bound else [])

@@ -208,9 +208,9 @@ def started_engine(
         runner,
         attention,
         reports.put,
-        lambda error: reports.put(StepReport(-1)),
         result_timeout_s=timeout_s,
     )
+    engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine
     engine.start()
     engine.on_attached(make_attachment(attention, 1, num_blocks))

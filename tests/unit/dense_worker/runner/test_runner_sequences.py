@@ -45,7 +45,7 @@ class NextNumber:
 def make_runner(max_num_seqs: int = 2) -> tuple[ModelRunner, NextNumber]:
     backend = NextNumber()
     runner = ModelRunner(backend, Sampler(max_num_seqs, VOCAB_SIZE, "cpu"), NUM_LAYERS, max_num_seqs)
-    runner.attach({0: CHANNEL})
+    runner.attach([CHANNEL])
     return runner, backend
 
 

@@ -1,0 +1,50 @@
+"""`Attachment`: everything that lives as long as one dense worker is attached. The next one gets its own; nothing is
+reset.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from services.attn_worker.runner.layer_runner import RunningStep
+from services.channel import Channel
+from services.rpc.watchdog import Progress
+from services.step import StepPlan
+
+
+class Attachment:
+    """Made on the event loop; owned by the engine thread from `AttentionEngine.attach` on, which closes it."""
+
+    def __init__(self, attachment_id: int, channels: Mapping[int, Channel], max_num_tokens: int) -> None:
+        self.attachment_id = attachment_id
+        self.channels = channels  # by lane
+        self.max_num_tokens = max_num_tokens  # of a step, in each lane
+        self.running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
+        self.launching: StepPlan | None = None  # whose layers are being run, or launched
+        self.request_ids: dict[int, str] = {}  # of sequences opened in this attachment, for messages
+
+    def progress(self, num_steps: int, num_layers: int) -> Progress | None:
+        """How far the step has come that is being run, or None without one. May be called from any thread."""
+        plan = self.launching
+        if plan is None:
+            return None
+        channel = self.channels[plan.lane]
+        num_waits = [each.num_waits or 0 for each in self.channels.values()]
+        return Progress(
+            counter=(self.attachment_id, num_steps, plan.step_id, *num_waits),
+            step_id=plan.step_id,
+            layer=None if channel.num_waits is None else channel.num_waits % num_layers,
+            request_ids=tuple(self.request_ids.get(seq_id, f"{seq_id:x}") for seq_id, *_ in plan.entries),
+            waits_for="dense_worker" if channel.is_waiting else "",
+        )
+
+    def abort(self) -> None:
+        """Releases whoever waits in one of the channels, for good. May be called from any thread."""
+        for channel in self.channels.values():
+            channel.abort()
+
+    def close(self) -> None:
+        """Unmaps and removes all data regions; nothing may use them any more."""
+        for channel in self.channels.values():
+            channel.close()

@@ -1,0 +1,119 @@
+"""The engine thread makes calls in order, does its work between them, and ends in bounded time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from services.common.engine_thread import EngineThread
+
+TIMEOUT_S = 30.0
+
+
+def test_calls_are_made_in_order_on_one_thread_and_their_outcomes_told() -> None:
+    thread = EngineThread()
+    made: list[tuple[int, int]] = []
+    for number in range(100):
+        thread.post(lambda number=number: made.append((number, threading.get_ident())))
+    result, error = thread.submit(divmod, 7, 2), thread.submit(divmod, 7, 0)
+    thread.start()
+    assert result.result(TIMEOUT_S) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        error.result(TIMEOUT_S)
+    assert thread.submit(len, made).result(TIMEOUT_S) == 100, "an error that was told ends nothing"
+    assert [number for number, _ in made] == list(range(100))
+    assert {ident for _, ident in made} != {threading.get_ident()} and len({ident for _, ident in made}) == 1
+    assert thread.stop(TIMEOUT_S) and not thread.failure.done()
+
+
+def test_work_is_done_after_the_calls_and_again_until_it_can_wait() -> None:
+    deeds: queue.Queue[str] = queue.Queue()
+    num_left = 3
+
+    def work() -> float | None:
+        nonlocal num_left
+        deeds.put("work")
+        num_left -= 1
+        return 0.0 if num_left else None
+
+    thread = EngineThread(work)
+    thread.post(deeds.put, "first call")
+    thread.post(deeds.put, "second call")
+    thread.start()
+    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(5)] == ["first call", "second call", "work", "work", "work"]
+    num_left = 1
+    thread.post(deeds.put, "third call")
+    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(2)] == ["third call", "work"]
+    assert thread.stop(TIMEOUT_S)
+
+
+def test_work_that_waits_for_a_time_is_done_again_without_a_call() -> None:
+    deeds: queue.Queue[None] = queue.Queue()
+
+    def work() -> float:
+        deeds.put(None)
+        return 0.001
+
+    thread = EngineThread(work)
+    thread.start()
+    for _ in range(3):
+        deeds.get(timeout=TIMEOUT_S)
+    assert thread.stop(TIMEOUT_S)
+
+
+def test_work_makes_calls_while_it_waits() -> None:
+    made: queue.Queue[bool] = queue.Queue()
+    is_working = threading.Event()
+
+    def work() -> None:
+        if not is_working.is_set():
+            is_working.set()
+            made.put(thread.make_call(TIMEOUT_S))
+            made.put(thread.make_call(0.0))
+
+    thread = EngineThread(work)
+    thread.start()
+    assert is_working.wait(TIMEOUT_S)
+    assert thread.submit(threading.get_ident).result(TIMEOUT_S) != threading.get_ident()
+    assert [made.get(timeout=TIMEOUT_S) for _ in range(2)] == [True, False]
+    assert thread.stop(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("fails_in", ["call", "work"])
+def test_an_error_that_nobody_awaits_ends_the_thread_and_is_told_once(fails_in: str) -> None:
+    error = RuntimeError("a bug")
+
+    def fail() -> None:
+        raise error
+
+    thread = EngineThread(fail if fails_in == "work" else lambda: None)
+    if fails_in == "call":
+        thread.post(fail)
+    thread.start()
+    assert thread.failure.exception(TIMEOUT_S) is error
+    assert thread.stop(TIMEOUT_S)
+    with pytest.raises(CancelledError):
+        thread.submit(len, "late").result(TIMEOUT_S)
+
+
+def test_a_stop_waits_no_longer_than_its_bound_and_cancels_what_has_not_begun() -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def block() -> str:
+        has_begun.set()
+        assert may_end.wait(TIMEOUT_S)
+        return "ended"
+
+    thread = EngineThread()
+    thread.start()
+    blocking, waiting = thread.submit(block), thread.submit(len, "abc")
+    assert has_begun.wait(TIMEOUT_S)
+    assert not thread.stop(timeout_s=0.01)
+    may_end.set()
+    assert blocking.result(TIMEOUT_S) == "ended"
+    with pytest.raises(CancelledError):
+        waiting.result(TIMEOUT_S)
+    assert thread.stop(TIMEOUT_S)
