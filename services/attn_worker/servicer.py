@@ -34,7 +34,7 @@ from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.rpc.server import until_over
-from services.rpc.tracing import Tracer
+from services.rpc.spans import Tracer
 from services.rpc.watchdog import OnStall, Progress, Watchdog
 from services.step import NewSequence, SequenceOpened, StepPlan
 from services.step.codec import decode_plan, encode_accepted, encode_opened

@@ -28,7 +28,8 @@ from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
 from services.rpc.server import GrpcServer, run_together
-from services.rpc.tracing import Tracer, tracing
+from services.rpc.spans import Tracer
+from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
 
 log = structlog.get_logger()

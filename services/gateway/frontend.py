@@ -30,7 +30,7 @@ from services.gateway.request import (
 )
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
-from services.rpc.tracing import Tracer
+from services.rpc.spans import Tracer
 
 
 class Frontend:

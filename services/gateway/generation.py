@@ -23,7 +23,7 @@ from services.gateway.request import GenerationRequest
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.stop_strings import StopStrings
 from services.gateway.text.tokenizer import Tokenizer
-from services.rpc.tracing import NoSpan, Span
+from services.rpc.spans import NoSpan, Span
 
 log = structlog.get_logger()
 

@@ -30,8 +30,9 @@ from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2_grpc, stall_pb2
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
+from services.rpc.spans import Tracer
 from services.rpc.tls import is_exposed, tls_files
-from services.rpc.tracing import Tracer, tracing
+from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.common.version import VERSION
-from services.rpc.tracing import Attribute
+from services.rpc.spans import Attribute
 
 MAX_NUM_PENDING = 2048  # spans
 EXPORT_INTERVAL_MS = 1000
@@ -26,7 +26,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracer:
-    """A `services.rpc.tracing.Tracer` that exports spans to a collector."""
+    """A `services.rpc.spans.Tracer` that exports spans to a collector."""
 
     is_enabled = True
 
@@ -70,7 +70,7 @@ class OtelTracer:
 
 
 class OtelSpan:
-    """A `services.rpc.tracing.Span` around a span of the library."""
+    """A `services.rpc.spans.Span` around a span of the library."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from services.dense_worker.engine.sequence import Sequence
-from services.rpc.tracing import Span, Tracer
+from services.rpc.spans import Span, Tracer
 
 
 class SequenceTracer:

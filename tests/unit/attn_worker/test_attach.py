@@ -20,7 +20,7 @@ from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2
-from services.rpc.tracing import NoTracer
+from services.rpc.spans import NoTracer
 
 EPOCH = 0x5EA1_ED5E_0000_0001
 TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ from services.common.config import AttentionSection, ModelSection
 from services.common.errors import InvalidRequest
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2, step_pb2
-from services.rpc.tracing import NoTracer
+from services.rpc.spans import NoTracer
 
 EPOCH = 0x5EA1_ED5E_0000_0002
 TIMEOUT_S = 60.0

@@ -18,7 +18,7 @@ from services.common.config import AttentionSection, ModelSection
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2, step_pb2
 from services.rpc.server import GrpcServer
-from services.rpc.tracing import NoTracer
+from services.rpc.spans import NoTracer
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 TEST_LIMIT_S = 60.0

@@ -16,7 +16,7 @@ from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2
 from services.rpc.metrics import new_registry
-from services.rpc.tracing import NoTracer
+from services.rpc.spans import NoTracer
 from tests.support.clients.dense_stream import submit
 
 TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ import pytest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.rpc.tracing import NoTracer
+from services.rpc.spans import NoTracer
 
 
 class RecordingSpan:

@@ -1,0 +1,99 @@
+"""Every file in its room: imports go one way, and no file or folder is too long."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import REPOSITORY
+
+MAX_LINES = 400
+MAX_MODULES = 20
+GENERATED = REPOSITORY / "services" / "pb"
+# The packages of services/, and what each may import of the others. The three workers meet in messages alone.
+LAYERS = {
+    "pb": set(),
+    "common": {"pb"},
+    "step": {"common", "pb"},
+    "channel": {"common"},
+    "rpc": {"common", "pb"},
+    "gateway": {"common", "rpc", "pb"},
+    "dense_worker": {"common", "step", "channel", "rpc", "pb"},
+    "attn_worker": {"common", "step", "channel", "rpc", "pb"},
+    "launch": {"common", "channel", "rpc", "gateway", "pb"},  # of the gateway its chat client, of the channel its files
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Those of the repository that people write."""
+    files = (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+    return [path for path in files if GENERATED not in path.parents]
+
+
+def module_name(path: Path) -> str:
+    """As it is imported; a package is the name of its `__init__.py`."""
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in python_files("services")}
+
+
+def imports_of(name: str) -> set[str]:
+    """The modules of services/ that one imports anywhere: in functions and for type checkers alone, too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, f"{name} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {full if full in MODULES else node.module for full in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {each for each in found if each.startswith("services.")} - {name}
+
+
+GRAPH = {name: imports_of(name) for name in MODULES}
+
+
+def test_the_graph_knows_what_is_imported_late_and_for_types_alone() -> None:
+    assert "services.rpc.otel" in GRAPH["services.rpc.tracing"], "imported in a function"
+    assert "services.gateway.link.journal_entry" in GRAPH["services.gateway.link.stream_sequences"]
+    assert "services.step.plan" in GRAPH["services.step.codec"]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("package", sorted(LAYERS))
+def test_a_package_imports_only_those_below_it(package: str) -> None:
+    allowed = LAYERS[package] | {package}
+    wrong = [
+        f"{name} imports {imported}"
+        for name, imports in GRAPH.items()
+        if name.split(".")[1:2] == [package]
+        for imported in imports
+        if imported.split(".")[1] not in allowed
+    ]
+    assert not wrong
+
+
+def test_every_package_has_its_layer() -> None:
+    assert {name.split(".")[1] for name in GRAPH if "." in name} | {"pb"} == set(LAYERS)
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in python_files("services", "tests", "bench")}
+    assert not {str(path): length for path, length in lengths.items() if length > MAX_LINES}
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    folders: dict[Path, int] = {}
+    for path in python_files("services", "tests", "bench"):
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    assert not {str(folder): number for folder, number in folders.items() if number > MAX_MODULES}
