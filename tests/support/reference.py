@@ -46,6 +46,13 @@ def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str
     return output[0, len(prompt) :].tolist()
 
 
+@torch.inference_mode()
+def reference_logprobs(path: Path, token_ids: list[int]) -> list[float]:
+    """What Hugging Face computes for all tokens but the first, each after those before it."""
+    logits = reference_model(path)(torch.tensor([token_ids])).logits[0]
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
     """Of `count` different lengths, from 1 token to `longest`."""
     rng = random.Random(seed)

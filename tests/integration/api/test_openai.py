@@ -14,13 +14,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.clients.http_clients import async_client, client, events, socket_path
 from tests.support.cluster import Cluster, request, running_cluster
-from tests.support.reference import random_prompts, reference_model
+from tests.support.reference import random_prompts, reference_logprobs
 
 MODEL = EMBEDDED_MODEL.name
 PROMPT = "San Francisco is a"
@@ -212,7 +211,7 @@ def test_logprobs_of_both_kinds_agree_with_grpc(cluster: Cluster, api: openai.Op
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_prompt_is_scored_as_by_hugging_face(cluster: Cluster, api: openai.OpenAI, is_stream: bool) -> None:
     prompts = [random_prompts(1, 90, seed)[0] for seed in range(3)]  # longer than the other prompts are
-    expected = [reference_logprobs(prompt) for prompt in prompts]
+    expected = [reference_logprobs(EMBEDDED_MODEL, prompt) for prompt in prompts]
     options: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2}
     if is_stream:
         chunks = list(api.completions.create(**options, stream=True, stream_options={"include_usage": True}))
@@ -243,13 +242,6 @@ def test_a_prompt_is_scored_as_by_hugging_face(cluster: Cluster, api: openai.Ope
         timings = answer.finish.timings
         assert (timings.first_token_ms, timings.per_token_ms) == (0, 0)
         assert timings.total_ms > 0
-
-
-@torch.inference_mode()
-def reference_logprobs(token_ids: list[int]) -> list[float]:
-    """Of all tokens but the first."""
-    logits = reference_model(EMBEDDED_MODEL)(torch.tensor([token_ids])).logits[0]
-    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
 
 def test_stop_strings_and_stop_tokens(cluster: Cluster, api: openai.OpenAI) -> None:

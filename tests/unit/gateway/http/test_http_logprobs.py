@@ -1,0 +1,163 @@
+"""Log-probabilities over HTTP: of answers and of prompts, in each of OpenAI's formats."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from services.pb import gateway_pb2
+from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
+from tests.support.clients.http_clients import events
+from tests.support.clients.http_gateway import USER, say, with_client
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense, fake_logprob
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_an_answer_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        await dense.kill()
+        body = {"prompt": [70, 80, 90], **options}
+        answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "to-abort"}))
+        while not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running:
+            pass  # it is on its way
+        [choice] = (await answer).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        if "echo" in options:
+            assert choice["logprobs"]["token_logprobs"] == [None, None, None]
+        else:
+            assert choice["prompt_logprobs"] is None
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_legacy_logprobs_are_aligned_with_the_text(is_stream: bool, tmp_path: Path) -> None:
+    prompt, text = "Tell me", " Łódź, 東京 🙂 cities"
+    prompt_ids, token_ids = REFERENCE(prompt)["input_ids"], ids(text)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for echo in (False, True):
+            body = {"prompt": prompt, "max_tokens": len(token_ids), "logprobs": 2, "echo": echo, "stream": is_stream}
+            response = await client.post("/v1/completions", json=body)
+            objects = events(response.text) if is_stream else [response.json()]
+            whole = "".join(each["choices"][0]["text"] for each in objects)
+            assert whole == (prompt + text if echo else text)
+            merged: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            for each in objects:
+                for name, values in (each["choices"][0]["logprobs"] or {}).items():
+                    merged[name] += values
+            all_ids = [*prompt_ids, *token_ids] if echo else token_ids
+            expected = [fake_logprob(token_id) for token_id in all_ids]
+            assert merged["token_logprobs"] == ([None, *expected[1:]] if echo else expected)
+            assert [len(values) for values in merged.values()] == [len(all_ids)] * 4
+            for token, offset in zip(merged["tokens"], merged["text_offset"], strict=True):
+                if not token.startswith("bytes:") and token not in REFERENCE.all_special_tokens:
+                    assert whole[offset : offset + len(token)] == token
+            for token, logprob, top in list(zip(*list(merged.values())[:3], strict=True))[1:]:
+                assert top[token] == logprob
+                assert 2 <= len(top) <= 3
+
+    with_client(tmp_path, FakeDense(lambda submit: token_ids), test)
+
+
+def test_chat_logprobs_have_bytes_and_the_likeliest_tokens(tmp_path: Path) -> None:
+    text = " Łódź 🙂"
+    token_ids = ids(text)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"messages": USER, "max_tokens": len(token_ids), "logprobs": True, "top_logprobs": 3}
+        [choice] = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        entries = choice["logprobs"]["content"]
+        assert bytes(value for entry in entries for value in entry["bytes"]).decode() == text
+        assert [entry["logprob"] for entry in entries] == [fake_logprob(token_id) for token_id in token_ids]
+        for entry in entries:
+            assert len(entry["top_logprobs"]) == 3
+            assert {"token", "logprob", "bytes"} == entry["top_logprobs"][0].keys()
+            values = [top["logprob"] for top in entry["top_logprobs"]]
+            assert values == sorted(values, reverse=True)
+        del body["top_logprobs"]
+        [choice] = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+
+    with_client(tmp_path, FakeDense(lambda submit: token_ids), test)
+
+
+def test_prompt_logprobs_are_by_token_id(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": [70, 80, 90], "max_tokens": 1, "prompt_logprobs": 2}
+        [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        for token_id, entry in zip((80, 90), others, strict=True):
+            assert entry.keys() == {str(token_id), str(token_id - 1)}
+            assert entry[str(token_id)]["logprob"] == fake_logprob(token_id)
+            assert entry[str(token_id)]["decoded_token"]
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("output", [EOS, 99])  # what the model would have said
+def test_a_prompt_alone_can_be_scored(is_stream: bool, output: int, tmp_path: Path) -> None:
+    prompts = [ids("Tell me more"), ids("Why not?"), [EOS, EOS]]  # the last has no text
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2, "stream": is_stream}
+        body["stream_options"] = {"include_usage": True} if is_stream else None
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        objects = events(response.text) if is_stream else [response.json()]
+        choices = {choice["index"]: choice for each in objects for choice in each["choices"]}
+        assert sum(len(each["choices"]) for each in objects) == len(prompts)
+        for index, prompt in enumerate(prompts):
+            choice = choices[index]
+            assert choice["text"] == REFERENCE.decode(prompt, skip_special_tokens=True)
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+            expected = [None, *map(fake_logprob, prompt[1:])]
+            assert choice["logprobs"]["token_logprobs"] == expected
+            assert len(choice["logprobs"]["tokens"]) == len(prompt)
+        usage = objects[-1]["usage"]
+        assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, sum(map(len, prompts)))
+        assert [submit.max_tokens for submit in dense.submits] == [1] * 3
+        metrics = (await client.get("/metrics")).text
+        assert "twostroke_gateway_generated_tokens_total 0.0" in metrics
+        assert "twostroke_gateway_time_to_first_token_seconds_count 0.0" in metrics
+
+    dense = FakeDense(lambda submit: [output])
+    with_client(tmp_path, dense, test)
+
+
+def test_the_prompt_of_a_chat_can_be_scored(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"messages": USER, "max_tokens": 0, "prompt_logprobs": 0}
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        assert answer["choices"][0]["message"]["content"] == ""
+        assert answer["usage"]["completion_tokens"] == 0
+        [submit] = dense.submits
+        logprobs = [
+            each[str(i)]["logprob"]
+            for i, each in zip(submit.prompt_token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        ]
+        assert logprobs == [fake_logprob(i) for i in submit.prompt_token_ids[1:]]
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+
+
+def test_best_of_returns_the_likeliest(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": "a", "max_tokens": 2, "n": 2, "best_of": 3, "return_token_ids": True, "seed": 10}
+        choices = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert [(choice["index"], choice["token_ids"]) for choice in choices] == [(0, [40, 40]), (1, [50, 50])]
+        assert all(choice["logprobs"] is None for choice in choices)
+
+    dense = FakeDense(lambda submit: {10: [60, 60], 11: [40, 40], 12: [50, 50]}[submit.sampling.seed])
+    with_client(tmp_path, dense, test)

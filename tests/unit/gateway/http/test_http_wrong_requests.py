@@ -1,0 +1,228 @@
+"""Requests that are wrong in themselves: each is refused by the field that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.clients.http_gateway import CHAT, CHATS, COMPLETIONS, PROMPT, USER, check_error, with_client
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.workers.fake_dense import FakeDense
+
+WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
+    (COMPLETIONS, {}, "prompt", ("required",)),
+    (COMPLETIONS, [], None, ("[]",)),
+    (COMPLETIONS, {"prompt": ""}, "prompt", ("empty",)),
+    (COMPLETIONS, {"prompt": []}, "prompt", ("0 prompts", "64")),
+    (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt", ("65 prompts", "64")),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", ()),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", ()),
+    (COMPLETIONS, {"prompt": [1, "b"]}, "prompt[1]", ("'b'",)),
+    (COMPLETIONS, {"prompt": ["b", 1]}, "prompt[1]", ("1",)),
+    (COMPLETIONS, {"prompt": [True]}, "prompt[0]", ("True",)),
+    (COMPLETIONS, {"prompt": [[1], 2]}, "prompt[1]", ("2",)),
+    (COMPLETIONS, {"prompt": [10**9]}, "prompt", ("prompt[0] is 1000000000, out of vocabulary", "32000")),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt", ("prompt[0] is -1, out of vocabulary",)),
+    (COMPLETIONS, {"prompt": [[32_000], [5]]}, "prompt", ("prompt[0][0] is 32000, out of vocabulary",)),
+    (COMPLETIONS, {"prompt": [[32_000]]}, "prompt", ("prompt[0] is 32000, out of vocabulary",)),
+    (COMPLETIONS, {"prompt": [2**63]}, "prompt[0]", (str(2**63),)),
+    (COMPLETIONS, {"prompt": [5] * 2048}, "prompt", ("2048",)),
+    (COMPLETIONS, {"prompt": "word " * 300_000}, "prompt", ("1500000", "2048")),
+    (COMPLETIONS, PROMPT | {"max_tokens": True}, "max_tokens", ("True",)),
+    (COMPLETIONS, PROMPT | {"max_tokens": 0}, "max_tokens", ("0", "echo")),
+    (COMPLETIONS, PROMPT | {"max_tokens": 0, "echo": True, "n": 2}, "n", ("2", "must be 1")),
+    (COMPLETIONS, PROMPT | {"max_tokens": 10**30}, "max_tokens", ()),
+    (COMPLETIONS, PROMPT | {"max_tokens": 3000, "min_tokens": 3000}, "min_tokens", ("3000", "2048")),
+    (COMPLETIONS, PROMPT | {"max_tokens": "5"}, "max_tokens", ("'5'",)),
+    (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", ("-1",)),
+    (COMPLETIONS, PROMPT | {"temperature": True}, "temperature", ("True",)),
+    (COMPLETIONS, PROMPT | {"temperature": 10**400}, "temperature", ()),
+    (COMPLETIONS, PROMPT | {"top_p": 0}, "top_p", ("0",)),
+    (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", ("-2",)),
+    (COMPLETIONS, PROMPT | {"n": 0}, "n", ("0", "16")),
+    (COMPLETIONS, PROMPT | {"n": 17}, "n", ("17", "16")),
+    (COMPLETIONS, PROMPT | {"n": 2, "best_of": 1}, "best_of", ("1", "2")),
+    (COMPLETIONS, PROMPT | {"best_of": 2, "stream": True}, "best_of", ("streamed",)),
+    (COMPLETIONS, PROMPT | {"logprobs": 21}, "logprobs", ("21", "20")),
+    (COMPLETIONS, PROMPT | {"logprobs": -1}, "logprobs", ("32000", "the vocabulary", "20", "gateway.max_logprobs")),
+    (COMPLETIONS, PROMPT | {"logprobs": -2}, "logprobs", ("-2",)),
+    (COMPLETIONS, PROMPT | {"prompt_logprobs": 21}, "prompt_logprobs", ("21", "20")),
+    (COMPLETIONS, PROMPT | {"logprobs": True}, "logprobs", ("True",)),
+    (COMPLETIONS, PROMPT | {"stop": ["a"] * 17}, "stop", ("17", "16")),
+    (COMPLETIONS, PROMPT | {"stop": [""]}, "stop", ()),
+    (COMPLETIONS, PROMPT | {"stop": 5}, "stop", ("5",)),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"x": 1}}, "logit_bias", ("'x'",)),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"99999": 1}}, "logit_bias", ("99999",)),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"1": 1e300}}, "logit_bias", ()),
+    (COMPLETIONS, PROMPT | {"allowed_token_ids": []}, "allowed_token_ids", ("at least 1",)),
+    (COMPLETIONS, PROMPT | {"allowed_token_ids": [5] * 1025}, "allowed_token_ids", ("1025", "1024")),
+    (COMPLETIONS, PROMPT | {"allowed_token_ids": [5, 32_000]}, "allowed_token_ids", ("32000",)),
+    (COMPLETIONS, PROMPT | {"allowed_token_ids": [-1]}, "allowed_token_ids[0]", ("-1",)),
+    (COMPLETIONS, PROMPT | {"allowed_token_ids": [99], "stop_token_ids": [99], "min_tokens": 1},
+     "allowed_token_ids", ("exclude all 1", "min_tokens")),
+    (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ("-1 or at least 1",)),
+    (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ("-2",)),
+    (COMPLETIONS, {"prompt": [5] * 3000, "truncate_prompt_tokens": 2500}, "prompt", ("2048",)),
+    (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -1, "max_tokens": 2048},
+     "truncate_prompt_tokens", ("2048",)),
+    (COMPLETIONS, PROMPT | {"priority": 101}, "priority", ("101", "100")),
+    (COMPLETIONS, PROMPT | {"user": "a\nb"}, "user", ()),
+    (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", ("stream",)),
+    (COMPLETIONS, PROMPT | {"suffix": "x"}, "suffix", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"guided_json": {}}, "guided_json", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"response_format": {"type": "json_object"}}, "response_format", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"max_completion_tokens": 5}, "max_completion_tokens", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"top_logprobs": 2}, "top_logprobs", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"messages": USER}, "messages", ("not supported",)),
+    (COMPLETIONS, PROMPT | {"tools": [{}]}, "tools", ("not supported",)),
+    (CHATS, CHAT | {"prompt": "x"}, "prompt", ("not supported",)),
+    (CHATS, CHAT | {"suffix": "x"}, "suffix", ("not supported",)),
+    (CHATS, {}, "messages", ("required",)),
+    (CHATS, {"messages": []}, "messages", ("at least 1",)),
+    (CHATS, {"messages": "Hi"}, "messages", ("'Hi'",)),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages[0].content", ("required",)),
+    (CHATS, {"messages": [{"role": "user", "content": ""}]}, "messages", ("content",)),
+    (CHATS, {"messages": [{"role": "user", "content": None}]}, "messages[0].content", ("required",)),
+    (CHATS, {"messages": [*USER, {"role": "system"}]}, "messages[1].content", ("required", "system")),
+    (CHATS, {"messages": [*USER, {"role": "assistant", "content": 5}]}, "messages[1].content", ("5",)),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", ()),
+    (CHATS, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ("'tool'",)),
+    (CHATS, {"messages": [*USER, {"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[1].tool_calls", ()),
+    (CHATS, {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
+    (CHATS, CHAT | {"top_logprobs": 2}, "top_logprobs", ("logprobs is true",)),
+    (CHATS, CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ("21", "20")),
+    (CHATS, CHAT | {"logprobs": True, "top_logprobs": -1}, "top_logprobs", ("32000", "20")),
+    (CHATS, CHAT | {"logprobs": 1}, "logprobs", ()),
+    (CHATS, CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", ("1", "2")),
+    (CHATS, CHAT | {"tools": [{"type": "function"}]}, "tools", ("not supported",)),
+    (CHATS, CHAT | {"tool_choice": "auto"}, "tool_choice", ("not supported",)),
+    (CHATS, CHAT | {"functions": [{}]}, "functions", ("not supported",)),
+    (CHATS, CHAT | {"audio": {}}, "audio", ("not supported",)),
+    (CHATS, CHAT | {"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
+    ("/tokenize", {}, "prompt", ("exactly one",)),
+    ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
+    ("/tokenize", {"prompt": ""}, "prompt", ("''",)),
+    ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
+    ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
+    ("/detokenize", {"tokens": [32_000]}, "tokens", ("tokens[0] is 32000, out of vocabulary",)),
+    ("/detokenize", {"tokens": [True]}, "tokens[0]", ("True",)),
+]  # fmt: skip
+
+
+def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "beside"}) as stream:
+            for path, wrong, param, words in WRONG_BODIES:
+                try:
+                    check_error(await client.post(path, json=wrong), 400, param, *words)
+                except AssertionError as error:
+                    raise AssertionError(f"{path} {json.dumps(wrong)[:200]}") from error
+            assert [submit.request_id for submit in dense.submits] == ["beside"]
+            assert len(dense.running) == 1
+            assert stream.status_code == 200
+        await until(lambda: not dense.running)
+
+    dense = FakeDense(lambda submit: [5] * 2000, step_s=0.02)
+    with_client(tmp_path, dense, test)
+
+
+def test_of_several_prompts_the_wrong_one_is_named(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(COMPLETIONS, json={"prompt": [[5], [6, 32_000]]})
+        check_error(response, 400, "prompt", "prompt[1][1] is 32000, out of vocabulary")
+        await until(lambda: not dense.running)
+
+    dense = FakeDense(lambda submit: [5] * 2000, step_s=0.02)
+    with_client(tmp_path, dense, test)
+
+
+BROKEN_BODIES = {
+    "nothing": b"",
+    "cut": b'{"prompt": "a"',
+    "more after the end": b'{"prompt": "a"}}',
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "a lone low surrogate": b'{"prompt": "a\\udc00b"}',
+    "a surrogate in a name": b'{"prompt": "a", "\\ud800": 1}',
+    "not UTF-8": b'{"prompt": "\xff"}',
+    "UTF-8 of a surrogate": b'{"prompt": "\xed\xa0\x80"}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "an endless number": b'{"prompt": "a", "temperature": ' + b"9" * 5000 + b"}",
+    "infinity": b'{"prompt": "a", "temperature": 1e999}',
+    "depth": b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}",
+    "depth in an unknown field": b'{"prompt": "a", "x": ' + b'{"a":' * 30_000 + b"1" + b"}" * 30_000 + b"}",
+    "another encoding": '{"prompt": "a"}'.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
+def test_broken_json_is_a_400(path: str, tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for name, data in BROKEN_BODIES.items():
+            if name == "infinity" and "token" in path:
+                continue  # well-formed JSON, of an unknown field there
+            response = await client.post(path, content=data, headers={"content-type": "application/json"})
+            assert response.status_code == 400, name
+            assert response.json()["error"]["message"]
+        for content_type in ("text/plain", "application/x-www-form-urlencoded"):
+            response = await client.post(path, content=b'{"prompt": "a"}', headers={"content-type": content_type})
+            check_error(response, 415, None, content_type)
+        request = client.build_request("POST", path, content=b'{"prompt": "a"}')
+        assert "content-type" not in request.headers
+        check_error(await client.send(request), 415, None, "no content-type")
+
+    with_client(tmp_path, FakeDense(lambda submit: [5]), test)
+
+
+LONG_CHAT = {"messages": [{"role": "user", "content": "word " * 2100}]}
+TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "word " * 2100}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 3000}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 2040, "max_tokens": 9}, "max_tokens"),
+    (COMPLETIONS, {"prompt": [5] * 2040, "max_tokens": 9, "stream": True}, "max_tokens"),
+    (CHATS, LONG_CHAT, "messages"),
+    (CHATS, CHAT | {"max_completion_tokens": 2047}, "max_tokens"),
+    ("/tokenize", {"prompt": "word " * 300_000}, "prompt"),
+]
+
+
+def test_a_context_overflow_is_one_that_clients_recognise(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, body, param in TOO_LONG:
+            response = await client.post(path, json=body)
+            check_error(response, 400, param, "This model's maximum context length is 2048 tokens")
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert not dense.submits
+
+    dense = FakeDense(lambda submit: [5])
+    with_client(tmp_path, dense, test, strict_max_tokens=True)
+
+
+LONG_TEXT = "é" * 500_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": LONG_TEXT},
+        {"user": LONG_TEXT},
+        {"cache_salt": LONG_TEXT},
+        {"logit_bias": {LONG_TEXT: 1}},
+        {"logit_bias": {LONG_TEXT: "x"}},
+        {"stream_options": {LONG_TEXT: LONG_TEXT}},
+        {"temperature": LONG_TEXT},
+        {"temperature": [[[[["x" * 60] * 6] * 6] * 6] * 6] * 6},
+    ],
+)
+def test_little_of_what_a_client_sent_comes_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
+        response = await client.post(COMPLETIONS, json={**PROMPT, **fields})
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 2000
+        assert len(json.dumps(dict(response.headers))) < 1000
+
+    with_client(tmp_path, FakeDense(lambda _: []), test)
