@@ -8,16 +8,16 @@ import sys
 from services.common.cli import parse_service_args
 from services.common.logs import configure_logs
 from services.common.process import importing
-from services.rpc.server import run_service
+from services.rpc.server import run_service, serve
 
 
 def main() -> None:
     config = parse_service_args("services.gateway", sys.argv[1:])
     configure_logs(config.log, "gateway")
     with importing():
-        from services.gateway.service import serve
+        from services.gateway.service import Gateway
     drain = asyncio.Event()
-    run_service(serve(config, drain), drain)
+    run_service(serve(Gateway(config, drain)), drain)
 
 
 if __name__ == "__main__":

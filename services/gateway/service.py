@@ -1,11 +1,11 @@
-"""A gateway put together from its parts: started, serving, stopped in reverse."""
+"""`Gateway`: a gateway put together from its parts."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from services.common.config import Config, api_keys_of_environment
 from services.common.errors import PeerError
@@ -26,12 +26,12 @@ from services.gateway.model_names import ModelNames
 from services.gateway.open_files import fit_connections
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
-from services.gateway.text.tokenizer import load_tokenizer
+from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.pb import gateway_pb2_grpc, stall_pb2
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
 from services.rpc.spans import Tracer
-from services.rpc.tls import is_exposed, tls_files
+from services.rpc.tls import TlsFiles, is_exposed, tls_files
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
 
@@ -41,123 +41,137 @@ MAX_INT = 2**31 - 1
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
 
-async def serve(config: Config, drain: asyncio.Event | None = None) -> None:
-    """Serves until cancelled, or until `drain` is set and requests under way have ended or had their time.
+class Gateway:
+    """A `Service`. Once `drain` is set, it refuses new requests, finishes those that run, and `run` returns."""
 
-    Raises `ConfigError`, `ModelError`, or `PeerError` if no dense worker comes.
-    """
-    registry = new_registry("gateway")
-    with (
-        serving_metrics(config.gateway.metrics_address, registry),
-        tracing(config.tracing, "gateway") as tracer,
-    ):
-        await serve_watched(config, registry, tracer, drain or asyncio.Event())
+    def __init__(self, config: Config, drain: asyncio.Event) -> None:
+        self._config = config
+        self._drain = drain
+        self._opened = contextlib.AsyncExitStack()
+        self._registry = new_registry("gateway")
 
-
-async def serve_watched(config: Config, registry: CollectorRegistry, tracer: Tracer, drain: asyncio.Event) -> None:
-    """See `serve`."""
-    path = config.model.path
-    eos_token_ids = load_model_config(path).eos_token_ids
-    tokenizer = load_tokenizer(path, is_optional=config.model.load_format == "dummy")
-    section = fit_connections(config.gateway)
-    metrics = GatewayMetrics(registry)
-    access = Access(section.api_keys_file, api_keys_of_environment(), metrics.on_rejected)
-    tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-    server = GrpcServer(
-        section.address,
-        [SERVICE_NAME],
-        section.max_message_bytes,
-        tls,
-        section.local_address,
-        options=[
-            # Of TLS and of HTTP/2; gRPC's own limit is two minutes.
-            ("grpc.server_handshake_timeout_ms", _milliseconds(section.header_timeout_s)),
-            ("grpc.max_connection_idle_ms", _milliseconds(section.grpc_idle_timeout_s)),
-            ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
-            ("grpc.max_concurrent_streams", section.max_grpc_streams),
-        ],
-        shares_port=section.shares_ports,
-        interceptors=[Reception(access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
-    )
-    for exposed in filter(is_exposed, (section.address, section.http_address)):
-        if not access.needs_key:
-            log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
-    journal = Journal()
-    admission = Admission(journal, section.max_num_waiting, section.max_num_waiting_tokens)
-
-    async def set_serving(is_connected: bool) -> None:
-        await server.set_serving(is_connected and not admission.is_draining)
-
-    dense = DensePool(config.dense.address, config.peers, journal, set_serving, section.num_dense_streams)
-    names = ModelNames(
-        tuple(dict.fromkeys(section.served_model_names)) or (config.model.name or path.resolve().name,),
-        section.accept_any_model_name,
-        str(path),
-    )
-    frontend = Frontend(
-        names,
-        eos_token_ids,
-        section.max_n,
-        section.max_logprobs,
-        section.strict_max_tokens,
-        tokenizer,
-        journal,
-        dense,
-        metrics,
-        access,
-        admission,
-        section.queue_timeout_s,
-        tracer,
-        section.max_answers,
-        section.max_request_logprobs,
-    )
-    siblings = Siblings(section.sibling_addresses, section.max_message_bytes)
-    servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
-    gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
-    worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
-    app = build_app(frontend, section, registry, worker_load)
-    http_server = HttpServer(app, section, tls)
-    address = await server.start()
-    http_address = ""
-
-    async def on_stall(stall: stall_pb2.Stall | None) -> None:
-        dense.stall = stall
-        await server.set_stall(stall)
-
-    stall_timeout_s = config.watchdog.stall_timeout_s
-    dense_progress = DenseProgress(config.dense.address, config.peers, journal, dense, stall_timeout_s)
-    watchdog = Watchdog("gateway", dense_progress.progress, on_stall, stall_timeout_s)
-
-    async def announce() -> None:
-        log.info("waiting for the dense worker", address=address, dense_address=config.dense.address)
-        await dense.wait_connected()
-        log.info("serving", address=address, http_address=http_address, model=str(path))
-
-    async def drained() -> None:
-        await drain.wait()
-        log.info("draining", num_open=admission.num_open, drain_timeout_s=section.drain_timeout_s)
-        admission.refuse_all()
-        await server.set_serving(False)
-        num_left = await admission.wait_closed(section.drain_timeout_s)
-        log.info("drained", num_left=num_left)
-
-    try:
-        http_address = await http_server.start()
-        await run_until(
-            drained(),
-            dense.run(),
-            access.run(),
-            dense_progress.run(),
-            watchdog.run(),
-            measure_loop_delay(metrics),
-            announce(),
+    async def start(self) -> None:
+        """Listens at both addresses; no request can run yet. Raises `ConfigError` or `ModelError`."""
+        config = self._config
+        self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
+        tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
+        eos_token_ids = load_model_config(config.model.path).eos_token_ids
+        tokenizer = load_tokenizer(config.model.path, is_optional=config.model.load_format == "dummy")
+        self._opened.callback(tokenizer.close)
+        section = self._section = fit_connections(config.gateway)
+        self._metrics = GatewayMetrics(self._registry)
+        self._access = Access(section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected)
+        self._journal = Journal()
+        self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens)
+        self._dense = DensePool(
+            config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
-    finally:  # the stream has ended by now, and the dense worker drops all sequences of this gateway
-        journal.shut(PeerError("the gateway is shutting down"))
-        await http_server.stop(STOP_GRACE_S)
-        await worker_load.close()
-        await server.stop(STOP_GRACE_S)
-        tokenizer.close()
+        frontend = self._make_frontend(tokenizer, eos_token_ids, tracer)
+        await self._listen(frontend)
+
+    async def run(self) -> None:
+        """Serves until it has drained. Raises `PeerError` if no dense worker comes, and whatever else ends it."""
+        config = self._config
+        stall_timeout_s = config.watchdog.stall_timeout_s
+        progress = DenseProgress(config.dense.address, config.peers, self._journal, self._dense, stall_timeout_s)
+        await run_until(
+            self._drained(),
+            self._dense.run(),
+            self._access.run(),
+            progress.run(),
+            Watchdog("gateway", progress.progress, self._note_stall, stall_timeout_s).run(),
+            measure_loop_delay(self._metrics),
+            self._announce(),
+        )
+
+    async def stop(self) -> None:
+        """Ends all requests with an error, and closes everything in reverse order."""
+        await self._opened.aclose()
+
+    async def _listen(self, frontend: Frontend) -> None:
+        config, section = self._config, self._section
+        tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
+        self._server = self._make_server(frontend, tls)
+        self._address = await self._server.start()
+        self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
+        worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
+        self._opened.push_async_callback(worker_load.close)
+        http_server = HttpServer(build_app(frontend, section, self._registry, worker_load), section, tls)
+        self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
+        # By then there is no stream, and the dense worker drops all sequences of this gateway.
+        self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
+        self._http_address = await http_server.start()
+
+    def _make_frontend(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], tracer: Tracer) -> Frontend:
+        section, model = self._section, self._config.model
+        names = ModelNames(
+            tuple(dict.fromkeys(section.served_model_names)) or (model.name or model.path.resolve().name,),
+            section.accept_any_model_name,
+            str(model.path),
+        )
+        return Frontend(
+            names,
+            eos_token_ids,
+            section.max_n,
+            section.max_logprobs,
+            section.strict_max_tokens,
+            tokenizer,
+            self._journal,
+            self._dense,
+            self._metrics,
+            self._access,
+            self._admission,
+            section.queue_timeout_s,
+            tracer,
+            section.max_answers,
+            section.max_request_logprobs,
+        )
+
+    def _make_server(self, frontend: Frontend, tls: TlsFiles | None) -> GrpcServer:
+        section = self._section
+        for exposed in filter(is_exposed, (section.address, section.http_address)):
+            if not self._access.needs_key:
+                log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
+        server = GrpcServer(
+            section.address,
+            [SERVICE_NAME],
+            section.max_message_bytes,
+            tls,
+            section.local_address,
+            options=[
+                # Of TLS and of HTTP/2; gRPC's own limit is two minutes.
+                ("grpc.server_handshake_timeout_ms", _milliseconds(section.header_timeout_s)),
+                ("grpc.max_connection_idle_ms", _milliseconds(section.grpc_idle_timeout_s)),
+                ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
+                ("grpc.max_concurrent_streams", section.max_grpc_streams),
+            ],
+            shares_port=section.shares_ports,
+            interceptors=[Reception(self._access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
+        )
+        siblings = Siblings(section.sibling_addresses, section.max_message_bytes)
+        servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
+        gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
+        return server
+
+    async def _note_connection(self, is_connected: bool) -> None:
+        await self._server.set_serving(is_connected and not self._admission.is_draining)
+
+    async def _note_stall(self, stall: stall_pb2.Stall | None) -> None:
+        self._dense.stall = stall
+        await self._server.set_stall(stall)
+
+    async def _announce(self) -> None:
+        log.info("waiting for the dense worker", address=self._address, dense_address=self._config.dense.address)
+        await self._dense.wait_connected()
+        log.info("serving", address=self._address, http_address=self._http_address, model=str(self._config.model.path))
+
+    async def _drained(self) -> None:
+        await self._drain.wait()
+        log.info("draining", num_open=self._admission.num_open, drain_timeout_s=self._section.drain_timeout_s)
+        self._admission.refuse_all()
+        await self._server.set_serving(False)
+        num_left = await self._admission.wait_closed(self._section.drain_timeout_s)
+        log.info("drained", num_left=num_left)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -17,9 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
 from services.common.errors import TwostrokeError
-from services.gateway.service import serve
+from services.gateway.service import Gateway
 from services.gateway.servicer import SERVICE_NAME
 from services.pb import gateway_pb2_grpc
+from services.rpc.server import serve
 from tests.support.workers.fake_dense import FakeDense
 
 TEST_LIMIT_S = 30.0  # far beyond what any test needs
@@ -134,7 +135,7 @@ async def running_gateway(
     )
     if dense is not None:
         await dense.start(dense_address)
-    service = asyncio.create_task(serve(config))
+    service = asyncio.create_task(serve(Gateway(config, drain=asyncio.Event())))
     async with grpc.aio.insecure_channel(gateway_options.get("local_address", address)) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)
