@@ -12,8 +12,8 @@ import sys  # noqa: E402
 from services.common.logs import configure_logs  # noqa: E402
 from services.launch import ctl  # noqa: E402
 from services.launch.arguments import parse_args  # noqa: E402
-from services.launch.supervise import launch  # noqa: E402
-from services.rpc.server import run_service  # noqa: E402
+from services.launch.service import Launcher  # noqa: E402
+from services.rpc.server import run_service, serve  # noqa: E402
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     config, arguments = parse_args(sys.argv[1:])
     configure_logs(config.log, "launch")
     drain = asyncio.Event()
-    run_service(launch(config, arguments, drain), drain)
+    run_service(serve(Launcher(config, arguments, drain)), drain)
 
 
 if __name__ == "__main__":

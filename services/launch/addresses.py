@@ -45,6 +45,14 @@ def check_tls(config: Config) -> None:
     read_peer_tls(config.peers)
 
 
+def check_addresses(config: Config) -> None:
+    """Raises `ConfigError` for an address where no service could listen, or where its clients would not find it."""
+    for address in (
+        config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
+    ):
+        check_free(address)
+
+
 def check_free(address: str) -> None:
     """Raises `ConfigError` when somebody serves there: their answers would be taken for our own.
 

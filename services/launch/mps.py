@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from services.common.config import LogSection
+from services.common.config import Config, LogSection
 from services.common.errors import PeerError
 from services.common.logs import configure_logs
 from services.rpc.server import run_service
@@ -95,6 +95,40 @@ class MpsDaemon:
         if result.returncode != 0:
             raise PeerError(f"{' '.join(command)} failed with {result.returncode}: {result.stderr or result.stdout}")
         return result.stdout
+
+
+def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
+    """Starts MPS where both workers share a GPU; raises `PeerError` when it is asked for and cannot be had."""
+    mode, shares_gpu = config.launch.mps, share_gpu(config.dense.device, config.attention.device)
+    if mode != "off" and shares_gpu and has_mps():
+        daemon = MpsDaemon(run_dir / "mps")
+        daemon.start()
+        return daemon
+    if mode == "on" and not shares_gpu:
+        raise PeerError(
+            f"launch.mps is 'on', but the workers share no GPU: dense.device is {config.dense.device!r}, "
+            f"attention.device {config.attention.device!r}"
+        )
+    if mode == "on":
+        raise PeerError(f"launch.mps is 'on', but this machine has no {CONTROL} or no NVIDIA GPU")
+    if shares_gpu and has_gpu():
+        reason = "launch.mps is 'off'" if mode == "off" else f"this machine has no {CONTROL}"
+        log.warning("the workers share a GPU without MPS: every handoff is about 20 times slower", reason=reason)
+    return None
+
+
+def stop_mps(daemon: MpsDaemon) -> None:
+    """A daemon that does not answer is told of in the log: why the launcher ends is something else."""
+    try:
+        daemon.stop()
+    except PeerError as error:
+        log.error("the MPS daemon may have been left behind", reason=str(error))
+
+
+def share_gpu(*devices: str) -> bool:
+    """Whether these are names of one GPU, if the machine has one: `auto` and `cuda` are the first."""
+    first = {"auto": "cuda:0", "cuda": "cuda:0"}
+    return "cpu" not in devices and len({first.get(device, device) for device in devices}) == 1
 
 
 async def serve(daemon: MpsDaemon) -> None:

@@ -28,7 +28,7 @@ with importing():
     import services.dense_worker.backends.torch_backend
     import services.dense_worker.service
     import services.gateway.service
-    import services.launch.supervise  # noqa: F401
+    import services.launch.service  # noqa: F401
     from services.launch import child
 
 from tests.support.warm_process import MAX_MESSAGE_BYTES, WARM_SERVER, WarmProcess, WarmServer

@@ -9,7 +9,7 @@ import structlog
 
 from services.common.config import Config, load_config
 from services.common.errors import PeerError
-from services.launch import supervise
+from services.launch import mps
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         def stop(self) -> None:
             raise PeerError("no answer")
 
-    monkeypatch.setattr(supervise, "MpsDaemon", Daemon)
+    monkeypatch.setattr(mps, "MpsDaemon", Daemon)
     for name in ("has_mps", "has_gpu"):
-        monkeypatch.setattr(supervise, name, lambda: True)
+        monkeypatch.setattr(mps, name, lambda: True)
     return directories
 
 
-def config(dense: str, attention: str, mps: str) -> Config:
-    return load_config(None, [f"dense.device={dense}", f"attention.device={attention}", f"launch.mps={mps}"])
+def config(dense: str, attention: str, mode: str) -> Config:
+    return load_config(None, [f"dense.device={dense}", f"attention.device={attention}", f"launch.mps={mode}"])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def config(dense: str, attention: str, mps: str) -> Config:
 )
 def test_workers_that_share_a_gpu_get_a_daemon(started: list[Path], tmp_path: Path, dense: str, attention: str) -> None:
     with structlog.testing.capture_logs() as logs:
-        assert supervise.start_mps(config(dense, attention, "auto"), tmp_path) is not None
+        assert mps.start_mps(config(dense, attention, "auto"), tmp_path) is not None
     assert started == [tmp_path / "mps"] and logs == []
 
 
@@ -51,22 +51,22 @@ def test_workers_that_share_none_get_no_daemon_and_no_warning(
     started: list[Path], tmp_path: Path, dense: str, attention: str
 ) -> None:
     with structlog.testing.capture_logs() as logs:
-        assert supervise.start_mps(config(dense, attention, "auto"), tmp_path) is None
+        assert mps.start_mps(config(dense, attention, "auto"), tmp_path) is None
     assert started == [] and logs == []
     with pytest.raises(PeerError, match=rf"'on'.* share no GPU: dense\.device is '{dense}', .* '{attention}'"):
-        supervise.start_mps(config(dense, attention, "on"), tmp_path)
+        mps.start_mps(config(dense, attention, "on"), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("mps", "has_mps", "reason"),
+    ("mode", "has_mps", "reason"),
     [("off", True, "launch.mps is 'off'"), ("auto", False, "this machine has no nvidia-cuda-mps-control")],
 )
 def test_sharing_a_gpu_without_mps_is_told(
-    started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mps: str, has_mps: bool, reason: str
+    started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, has_mps: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(supervise, "has_mps", lambda: has_mps)
+    monkeypatch.setattr(mps, "has_mps", lambda: has_mps)
     with structlog.testing.capture_logs() as logs:
-        assert supervise.start_mps(config("auto", "auto", mps), tmp_path) is None
+        assert mps.start_mps(config("auto", "auto", mode), tmp_path) is None
     [line] = logs
     assert "without MPS" in line["event"] and line["reason"] == reason and line["log_level"] == "warning"
     assert started == []
@@ -75,14 +75,14 @@ def test_sharing_a_gpu_without_mps_is_told(
 def test_mps_that_was_asked_for_and_cannot_be_had_is_an_error(
     started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "has_mps", lambda: False)
+    monkeypatch.setattr(mps, "has_mps", lambda: False)
     with pytest.raises(PeerError, match="no nvidia-cuda-mps-control or no NVIDIA GPU"):
-        supervise.start_mps(config("auto", "auto", "on"), tmp_path)
+        mps.start_mps(config("auto", "auto", "on"), tmp_path)
 
 
 def test_a_daemon_that_does_not_stop_hides_no_other_error(started: list[Path], tmp_path: Path) -> None:
-    daemon = supervise.start_mps(config("auto", "auto", "auto"), tmp_path)
+    daemon = mps.start_mps(config("auto", "auto", "auto"), tmp_path)
     assert daemon is not None
     with structlog.testing.capture_logs() as logs:
-        supervise.stop_mps(daemon)
+        mps.stop_mps(daemon)
     assert "left behind" in logs[0]["event"] and logs[0]["reason"] == "no answer"

@@ -1,0 +1,145 @@
+"""`Launcher`: all services on one machine, started, watched and stopped together.
+
+The workers talk over Unix sockets in a temporary directory unless the config gives them addresses.
+Logs go to standard error; standard output carries generated text alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.channel.shm_cleanup import remove_stale_regions
+from services.common.config import Config
+from services.launch.addresses import check_addresses, check_tls, place_sockets
+from services.launch.child import Child
+from services.launch.children import Children
+from services.launch.dense_address import DenseAddress
+from services.launch.health_watch import HealthWatch
+from services.launch.metrics import LaunchMetrics
+from services.launch.mps import MpsDaemon, start_mps, stop_mps
+from services.launch.own_key import make_own_key
+from services.launch.replace import DenseReplacer
+from services.launch.run_directory import run_directory
+from services.launch.service_configs import service_configs
+from services.launch.servicer import make_control
+from services.launch.serving import answer_prompt, tell_addresses, wait_serving
+from services.launch.uninterrupted import uninterrupted
+from services.rpc.metrics import new_registry, serving_metrics
+
+log = structlog.get_logger()
+
+
+class Launcher:
+    """A `Service`. Once `drain` is set, the gateways finish what runs, and `run` returns."""
+
+    def __init__(self, config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
+        """`arguments`: what the user wants answered, see `services.launch.arguments`."""
+        self._config = config
+        self._arguments = arguments
+        self._drain = drain
+        self._opened = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Starts every service, and answers `ctl` from now on. Raises `ConfigError` or `PeerError`."""
+        run_dir = self._opened.enter_context(run_directory())
+        config = self._config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
+        check_addresses(config)
+        check_tls(config)
+        self._api_key = make_own_key(config)
+        dense_address = DenseAddress(config.dense.address, run_dir)
+        services = service_configs(config, run_dir, dense_address)
+        self._mps = start_mps(config, run_dir)
+        if self._mps is not None:
+            self._opened.callback(stop_mps, self._mps)
+        self._opened.callback(remove_stale_regions)  # of killed children; others have removed theirs
+        self._opened.callback(dense_address.remove)
+        self._children = Children()
+        self._opened.push_async_callback(self._children.stop, config.launch.stop_grace_s)
+        environment = None if self._mps is None else self._mps.environment
+        make_child = partial(Child, run_dir=run_dir, environment=environment)
+        for name, role, own_config in services:
+            self._children.start(make_child(name, role, own_config))
+        [dense] = self._children.of_role("dense_worker")
+        dense_address.point_to(dense.address)
+        replacer = DenseReplacer(self._children, dense_address, config.attention.address, make_child)
+        await self._start_control(run_dir, replacer)
+
+    async def run(self) -> None:
+        """Until the prompt is answered, if there is one, or all has drained. Raises what ends a service for good."""
+        config = self._config
+        health = HealthWatch(self._children, config.watchdog, config.launch.start_timeout_s)
+        await run_until_first(self._use(), self._drained(), self._children.wait_failure(), health.run())
+
+    async def stop(self) -> None:
+        """Ends first what uses the services, then them, within `launch.stop_grace_s`, whoever asks for more haste."""
+        await uninterrupted(self._opened.aclose())
+
+    async def _start_control(self, run_dir: Path, replacer: DenseReplacer) -> None:
+        control = make_control(run_dir, self._children, replacer)
+        self._opened.push_async_callback(control.stop, 0.0)
+        self._opened.push_async_callback(replacer.close)
+        log.info("control", address=await control.start())
+        await control.set_serving(True)
+        registry = new_registry("launch")
+        LaunchMetrics(registry, lambda: self._children)
+        self._opened.enter_context(serving_metrics(self._config.launch.metrics_address, registry))
+
+    async def _use(self) -> None:
+        """What the user sees: one answer and out, or a served address."""
+        config, arguments = self._config, self._arguments
+        gateways = self._children.of_role("gateway")
+        timeout_s = config.launch.start_timeout_s
+        await asyncio.gather(*(wait_serving(gateway.address, timeout_s) for gateway in gateways))
+        for child in self._children:
+            child.may_restart = True
+        if self._mps is not None:
+            await self._check_mps(self._mps)
+        prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
+        if prompt is not None:
+            await answer_prompt(gateways[0].address, prompt, arguments.max_tokens, self._api_key)
+        if arguments.prompt is None:
+            tell_addresses(config)
+            await asyncio.Event().wait()
+
+    async def _check_mps(self, mps: MpsDaemon) -> None:
+        clients = await asyncio.to_thread(mps.client_pids)
+        workers = [child for child in self._children if child.role != "gateway"]
+        missing = [child.role for child in workers if child.pid not in clients]
+        if missing:
+            log.error("NOT under MPS: every handoff is about 20 times slower", roles=",".join(missing))
+        else:
+            log.info("both workers are MPS clients")
+
+    async def _drained(self) -> None:
+        """Once `drain` is set: lets every gateway end its requests, for which it needs the workers."""
+        await self._drain.wait()
+        gateways = self._children.of_role("gateway")
+        for gateway in gateways:
+            gateway.stop(drains=True)
+        grace_s = self._config.gateway.drain_timeout_s + self._config.launch.stop_grace_s
+        await asyncio.gather(*(gateway.wait(grace_s) for gateway in gateways))
+
+
+async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Runs all until the first of them returns or fails, and then cancels the others. Raises its error."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await uninterrupted(_ended(tasks))
+
+
+async def _ended(tasks: list[asyncio.Future[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,63 @@
+"""What the user of the launcher gets once all serves: the answer to a prompt, or where and how to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.config import Config
+from services.common.errors import PeerError
+from services.common.logs import tell_people
+from services.gateway import chat_client
+from services.rpc.client import open_channel
+
+MAX_HEALTH_BYTES = 4096
+
+
+async def wait_serving(address: str, timeout_s: float) -> None:
+    """Returns when the gateway reports SERVING; raises `PeerError` after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    async with open_channel(address, MAX_HEALTH_BYTES) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            if time.monotonic() > deadline:
+                raise PeerError(f"the gateway at {address} is not serving after {timeout_s} s")
+            await asyncio.sleep(0.05)
+
+
+async def answer_prompt(address: str, prompt: str, max_tokens: int, api_key: str | None) -> None:
+    """Streams the answer of the gateway at `address` to standard output. Raises `PeerError` if there is none."""
+    flags = client_flags(address, prompt, max_tokens, api_key)
+    if await asyncio.to_thread(chat_client.main, flags) not in (0, chat_client.BROKEN_PIPE_STATUS):
+        raise PeerError("the prompt was not answered")
+
+
+def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None) -> list[str]:
+    """Of the chat client, each in one argument with its value: a prompt, and one key in 64, begins with a dash."""
+    flags = [f"--address={address}", f"--prompt={prompt}", f"--max-tokens={max_tokens}"]
+    return flags if api_key is None else [*flags, f"--api-key={api_key}"]
+
+
+def tell_addresses(config: Config) -> None:
+    """Tells the user where the gateway serves, and how to talk to it."""
+    address, http_address = config.gateway.address, config.gateway.http_address
+    # With TLS the chat client would need certificates at the public address.
+    chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
+    scheme = "http" if config.gateway.tls_certificate is None else "https"
+    page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
+    tell_people(
+        f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
+        f"{http_address}. Stop with Ctrl-C.\n{page}"
+        f"  one answer: {sys.executable} -m services.gateway.chat_client --address {chat_address} "
+        "--prompt 'San Francisco is a' --max-tokens 32\n"
+        f"  a chat:     {sys.executable} -m services.gateway.chat_client --address {chat_address}"
+    )
