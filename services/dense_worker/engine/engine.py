@@ -17,13 +17,13 @@ import structlog
 from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
+from services.dense_worker.engine.collect_step import collect_step
 from services.dense_worker.engine.drafts import DraftSource
-from services.dense_worker.engine.in_flight import InFlight
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, describe_step, read_counts
 from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler, SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_report import StepReport, note_first_tokens, note_prompt_logprobs, note_started
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
@@ -127,7 +127,9 @@ class Engine:
             if published is not None:
                 self._publish(session, published)
             if ahead is not None:
-                result = ahead.collect(session, self._thread, lambda: self._open(session), self._result_timeout_s)
+                result = collect_step(
+                    ahead, session, self._thread, lambda: self._open(session), self._result_timeout_s
+                )
                 report = self._update(session, ahead, result)
                 self._tell(ahead, report)
         except PeerError as error:

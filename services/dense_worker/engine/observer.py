@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.dense_worker.engine.in_flight import InFlight
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.dense_worker.engine.session import InFlight
 
 
 @dataclass(frozen=True, slots=True)

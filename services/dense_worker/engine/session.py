@@ -13,8 +13,9 @@ from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.sequence import Sequence
 from services.step import NewSequence, StepPlan
 
-if TYPE_CHECKING:
-    from services.dense_worker.engine.in_flight import InFlight  # needs torch, which the scheduler does without
+if TYPE_CHECKING:  # these need torch, which the scheduler does without
+    from services.channel import Channel
+    from services.dense_worker.runner.model_runner import RunningStep
 
 # How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
 CLAIM_S = 30.0
@@ -42,6 +43,20 @@ class PublishedPlan:
 
     plan: StepPlan
     entries: tuple[PlannedEntry, ...]  # aligned with the plan's
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A published plan and its running step; points in time are on the monotonic clock."""
+
+    published: PublishedPlan
+    channel: Channel  # of its lane
+    launch_start_s: float
+    launch_s: float = 0.0  # host time to publish and launch it
+    running: RunningStep | None = None  # None while it is being launched
+    begin_s: float = 0.0  # when the step before it ended, or its own launch if that was later
+    end_s: float = 0.0  # when its tokens were here
+    wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
 
 
 # Of a worker that has not attached yet. It has no blocks, so that nothing runs.
