@@ -1,10 +1,10 @@
-"""Attention kernels against the card's own copy and matrix rates: decode in TB/s, prefill in TFLOP/s.
+"""Rates of the attention kernels next to the card's copy and matrix rates: decode in TB/s, prefill in TFLOP/s.
 
     python bench/attention.py --json attention.json --plot attention.svg
 
 Needs a CUDA device and triton. Every figure is the median over replays of a CUDA graph that runs the layers
 one after the other, each with its own random cache, so that nothing stays in the second-level cache.
-FlashInfer's kernels are timed beside ours where the package imports; they neither rotate nor append.
+If FlashInfer can be imported, its kernels are timed too; they neither rotate nor append.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def save_plot(rows: list[Row], copy_rate: float, matrix_rate: float, file: Path) -> None:
-    """Writes the rates of decode and prefill beside the measured ceilings, as PNG or SVG."""
+    """Draws the rates of decode and prefill and the measured ceilings, as PNG or SVG."""
     from matplotlib.figure import Figure  # needed here only
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -134,13 +134,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--no-flashinfer", action="store_true", help="do not time FlashInfer, even if it is there"
+        "--no-flashinfer", action="store_true", help="do not time FlashInfer, even if it is installed"
     )
     parser.add_argument(
         "--flashinfer-prefill",
         choices=("fa2", "fa3"),
         default="fa2",
-        help="its kernels for prompts; both are compiled at first use, fa3 for minutes (default: fa2)",
+        help="FlashInfer's prefill kernels; compiled at first use, which takes minutes for fa3 (default: fa2)",
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="PNG or SVG of the rates; needs matplotlib")

@@ -1,4 +1,4 @@
-"""The core model alone: token ids straight into the dense worker, without tokenizer, detokenizer or gateway.
+"""Measures the core model alone: sends token ids directly to the dense worker, without tokenizer or gateway.
 
 `python bench/core.py --request-rate 10 token-norm-dist --num-requests 5000 --input-mean 128 --input-stdev 5
 --output-mean 20 --output-stdev 2` draws lengths, `python bench/core.py dataset --dataset FILE` takes them from a file.
@@ -78,7 +78,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 def make_requests(
     arguments: argparse.Namespace, model: dense_pb2.DenseInfo
 ) -> tuple[list[DenseRequest], list[DenseRequest]]:
-    """Those of the warm-up and those of the run. Raises `WorkloadError`."""
+    """The requests of the warm-up and those of the run. Raises `WorkloadError`."""
     prompts = _prompts(arguments, model.vocab_size, arguments.num_requests, arguments.seed)
     for prompt in prompts:
         if prompt.num_tokens + prompt.max_tokens > model.max_model_len:
@@ -93,7 +93,7 @@ def make_requests(
 
 
 def format_table(figures: CoreFigures) -> str:
-    """The rows of the core-model benchmark of TensorRT-LLM's Triton backend."""
+    """A table with the rows of the core-model benchmark of TensorRT-LLM's Triton backend."""
     latency = figures.latency_ms
     rows = [
         ("Requests/Sec", figures.request_throughput),
@@ -112,7 +112,7 @@ def format_table(figures: CoreFigures) -> str:
 
 
 def format_token_latencies(figures: ServingFigures) -> str:
-    """What the table does not tell: time to first token and between tokens."""
+    """Lines with figures that the table lacks: time to first token and between tokens."""
     lines = []
     for name, summary in (("TTFT", figures.ttft_ms), ("TPOT", figures.tpot_ms), ("ITL", figures.itl_ms)):
         if summary is not None:
@@ -154,24 +154,36 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench/core.py",
-        description="Load straight into a running dense worker; prints its latencies and throughput.",
+        description="Sends load directly to a running dense worker; prints latencies and throughput.",
         epilog="Every request runs to its full length: nothing ends it early.",
     )
     add = parser.add_argument
-    add("-u", "--address", default=DenseSection().address, help="of the dense worker (%(default)s)")
-    add("-i", "--protocol", choices=["grpc"], default="grpc", help="of the dense worker: it has one (%(default)s)")
+    add("-u", "--address", default=DenseSection().address, help="address of the dense worker (%(default)s)")
+    add(
+        "-i",
+        "--protocol",
+        choices=["grpc"],
+        default="grpc",
+        help="protocol; the dense worker has only this one (%(default)s)",
+    )
     add("--request-rate", type=positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
     add(
         "--arrivals",
         choices=["exponential", "constant"],
         default="exponential",
-        help="gaps between requests at a rate (%(default)s)",
+        help="distribution of gaps between requests (%(default)s)",
     )
-    add("--max-concurrency", type=whole_number, metavar="N", help="most requests in flight (no limit)")
+    add("--max-concurrency", type=whole_number, metavar="N", help="maximum number of requests in flight (no limit)")
     add("--temperature", type=non_negative_number, default=0.0, help="0 is greedy (%(default)g)")
     add("--warmup", type=non_negative, default=10, metavar="N", help="requests before the run (%(default)s)")
-    add("--seed", type=non_negative, default=0, help="of tokens, lengths and arrivals (%(default)s)")
-    add("--timeout", type=positive, default=3600.0, metavar="S", help="for the whole run, seconds (%(default)g)")
+    add("--seed", type=non_negative, default=0, help="seed of tokens, lengths and arrivals (%(default)s)")
+    add(
+        "--timeout",
+        type=positive,
+        default=3600.0,
+        metavar="S",
+        help="time limit of the whole run in seconds (%(default)g)",
+    )
     add("--json", type=Path, metavar="FILE", help="saves figures, options, versions and the time of every token")
     add("--plot", type=Path, metavar="FILE.png", help="saves latencies over time and distributions")
     sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
@@ -180,14 +192,26 @@ def _parser() -> argparse.ArgumentParser:
     dataset.add_argument(
         "--tokenizer-dir", type=Path, default=EMBEDDED_MODEL, metavar="DIR", help="model directory (the embedded one)"
     )
-    dataset.add_argument("--output-len", type=whole_number, metavar="N", help="instead of the file's own answers'")
+    dataset.add_argument(
+        "--output-len", type=whole_number, metavar="N", help="tokens to generate (as many as the file's answers have)"
+    )
     normal = sources.add_parser("token-norm-dist", help="random tokens, lengths normally distributed")
     normal.add_argument("--input-mean", type=whole_number, default=128, metavar="N", help="prompt tokens (128)")
-    normal.add_argument("--input-stdev", type=non_negative_number, default=0.0, metavar="N", help="0: all alike (0)")
+    normal.add_argument(
+        "--input-stdev", type=non_negative_number, default=0.0, metavar="N", help="standard deviation; 0: all equal (0)"
+    )
     normal.add_argument("--output-mean", type=whole_number, default=128, metavar="N", help="tokens to generate (128)")
-    normal.add_argument("--output-stdev", type=non_negative_number, default=0.0, metavar="N", help="0: all alike (0)")
+    normal.add_argument(
+        "--output-stdev",
+        type=non_negative_number,
+        default=0.0,
+        metavar="N",
+        help="standard deviation; 0: all equal (0)",
+    )
     for source in (dataset, normal):
-        source.add_argument("--num-requests", type=whole_number, default=512, metavar="N", help="to send (512)")
+        source.add_argument(
+            "--num-requests", type=whole_number, default=512, metavar="N", help="requests to send (512)"
+        )
     return parser
 
 

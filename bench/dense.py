@@ -1,7 +1,7 @@
-"""The dense stroke on a GPU: each linear layer by cuBLAS and by the own kernels, and whole steps without attention.
+"""The dense stroke on a GPU: each linear layer by cuBLAS and by our kernels, and whole steps without attention.
 
 Every figure is the median of replays of a CUDA graph, on random data, over more weights than the L2 cache holds.
-The ceilings, a copy's and a matrix product's rate, are measured in the same run.
+The same run measures the ceilings: the rates of a copy and of a matrix product.
 `python bench/dense.py --model llama-2-7b --json FILE --plot FILE` prints the tables, saves and draws them.
 """
 
@@ -71,8 +71,10 @@ MODELS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-2-7b", help="shape, with random weights (llama-2-7b)")
-    parser.add_argument("--num-layers", type=int, help="cut the model (all layers)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of weights (bfloat16)")
+    parser.add_argument("--num-layers", type=int, help="number of layers (all layers of the model)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="element type of the weights (bfloat16)"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES), help=f"tokens {BATCHES}")
     parser.add_argument("--no-linear", action="store_true", help="leave out the table of linear layers")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -122,7 +124,7 @@ def main() -> None:
 
 
 def save_plot(steps: list[dict[str, float]], title: str, file: Path) -> None:
-    """Writes the times of the steps over the batch, by either backend and at the ceilings."""
+    """Draws the times of steps over the batch, for both backends and at the ceilings."""
     from matplotlib.figure import Figure  # needed here only
 
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
@@ -137,7 +139,7 @@ def save_plot(steps: list[dict[str, float]], title: str, file: Path) -> None:
 
 
 def _print_linear(rows: list[dict[str, Any]]) -> None:
-    """TB/s and TFLOP/s are the faster kernel's; own kernels include what they fuse, cuBLAS does not."""
+    """Prints the table. TB/s and TFLOP/s are those of the faster kernel; only our kernels include fused operations."""
     names = f"{'layer':10}{'out x in':>15}{'batch':>7}"
     print(f"{names}{'cuBLAS, us':>12}{'own, us':>9}{'floor, us':>11}{'TB/s':>7}{'TFLOP/s':>9}")
     for row in rows:

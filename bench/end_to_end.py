@@ -1,12 +1,12 @@
-"""Three checks of a running server, from text to text: its parts agree, it warms up, it answers a data set in time.
+"""Checks a running server from text to text: its parts agree, it warms up, and a data set is timed.
 
-1. Functionality: the text that the gateway answers is what its parts give one by one: tokenizing, the dense worker
-   on its own, detokenizing; streamed and not.
+1. Functionality: the gateway's text equals that of its parts called separately (tokenize, dense worker, detokenize),
+   streamed and not.
 2. Warm-up: the first prompts are answered without an error.
-3. Benchmark: all prompts at once; the total latency is from sending the first to the end of the last.
+3. Benchmark: all prompts at once. The total latency runs from sending the first to the end of the last.
 
-`python bench/end_to_end.py --dataset FILE --address HOST:PORT --dense-address HOST:PORT`; needs no data set: without
-one it uses prompts of the embedded model's own training texts.
+`python bench/end_to_end.py --dataset FILE --address HOST:PORT --dense-address HOST:PORT`. Without a data set it uses
+prompts from the training texts of the embedded model.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 async def check_parts_agree(
     gateway: gateway_pb2_grpc.GatewayStub, dense: DenseLoad, prompt: Prompt, eos_token_ids: list[int], timeout_s: float
 ) -> None:
-    """Raises `CheckError` where the gateway's answer is not that of the parts."""
+    """Raises `CheckError` if an answer of the gateway differs from that of its parts."""
     text = prompt.text or ""
     tokenized = await gateway.Tokenize(gateway_pb2.TokenizeRequest(text=text), timeout=timeout_s)
     request = DenseRequest(list(tokenized.token_ids), prompt.max_tokens, 0.0, tuple(eos_token_ids))
@@ -174,17 +174,28 @@ async def _model_info(gateway: gateway_pb2_grpc.GatewayStub, address: str) -> ga
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench/end_to_end.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--address", default=GatewaySection().address, help="of the gateway (%(default)s)")
-    add("--dense-address", default=DenseSection().address, help="of the dense worker (%(default)s)")
+    add("--address", default=GatewaySection().address, help="address of the gateway (%(default)s)")
+    add("--dense-address", default=DenseSection().address, help="address of the dense worker (%(default)s)")
     add("--dataset", type=Path, metavar="FILE", help="JSON, as in bench/load/workload.py (built-in prompts)")
     add("--tokenizer-dir", type=Path, default=EMBEDDED_MODEL, metavar="DIR", help="model directory (the embedded one)")
-    add("--num-prompts", type=whole_number, default=125, metavar="N", help="of the benchmark (%(default)s)")
-    add("--output-len", type=whole_number, metavar="N", help="most tokens of an answer (the data set's own)")
+    add("--num-prompts", type=whole_number, default=125, metavar="N", help="prompts of the benchmark (%(default)s)")
+    add(
+        "--output-len",
+        type=whole_number,
+        metavar="N",
+        help="maximum number of tokens of an answer (as in the data set)",
+    )
     add("--num-functionality", type=whole_number, default=8, metavar="N", help="prompts of the check (%(default)s)")
     add("--warmup", type=whole_number, default=10, metavar="N", help="prompts before the benchmark (%(default)s)")
-    add("--max-concurrency", type=whole_number, metavar="N", help="most requests in flight (no limit)")
-    add("--seed", type=non_negative, default=0, help="of the choice from a data set (%(default)s)")
-    add("--timeout", type=positive, default=600.0, metavar="S", help="of one request, seconds (%(default)g)")
+    add("--max-concurrency", type=whole_number, metavar="N", help="maximum number of requests in flight (no limit)")
+    add("--seed", type=non_negative, default=0, help="seed of the choice from a data set (%(default)s)")
+    add(
+        "--timeout",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="time limit of one request in seconds (%(default)g)",
+    )
     add("--json", type=Path, metavar="FILE", help="saves figures, options and the time of every chunk")
     add("--plot", type=Path, metavar="FILE.png", help="saves latencies over time and distributions")
     return parser

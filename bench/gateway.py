@@ -1,8 +1,8 @@
-"""What one gateway process can carry: tokens per second, CPU time per token, and the latency it adds.
+"""Measures one gateway process: tokens per second, CPU time per token, and the latency that it adds.
 
-A stub stands in for the dense worker and emits a token a stream and step; clients on bare sockets, in a process of
-their own, read the streams. The gateway between them is the real process. Throughput is counted against the CPU
-time of the gateway, as the kernel sees it, because on few cores stub and clients take their share of the clock.
+A stub replaces the dense worker and emits a token per stream and step. Clients on plain sockets, in a process of their
+own, read the streams. The gateway between them is the real process. Throughput is related to the gateway's CPU time,
+because on few cores stub and clients also use the CPU.
 
 `python bench/gateway.py --protocols grpc,sse --streams 1,64,512 --json FILE`
 """
@@ -41,21 +41,21 @@ from bench.load.wire_clients import Connection, GrpcConnection, SseConnection, S
 from services.pb import gateway_pb2, sampling_pb2
 
 PROTOCOLS = ("grpc", "sse")
-# Texts of the embedded model's vocabulary with exactly one T, which nothing else of an SSE event holds: so
-# clients can count tokens without parsing. T, The, Two, Twostroke, " Twostroke", " The", HT, TP.
+# Texts of the embedded model's vocabulary with exactly one T. The rest of an SSE event has no T, so clients can count
+# tokens without parsing. T, The, Two, Twostroke, " Twostroke", " The", HT, TP.
 TOKEN_IDS = (57, 352, 406, 421, 555, 811, 927, 934)
 TOKEN_MARK = b"T"
-FIRST_PROMPT_ID = 8  # streams are told apart by their prompt
+FIRST_PROMPT_ID = 8  # each stream has a prompt of its own, which identifies it
 NUM_PROMPT_IDS = 1000
 MAX_TOKENS = 10_000_000  # more than any stream gets
 START_TIMEOUT_S = 60.0
-STREAMS_TIMEOUT_S = 60.0  # until every stream had a token
+STREAMS_TIMEOUT_S = 60.0  # until every stream has had a token
 STOP_TIMEOUT_S = 20.0
 NS_PER_S = 1_000_000_000
 
 
 class BenchError(Exception):
-    """The benchmark could not be run."""
+    """The benchmark failed to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class Case:
     protocol: str  # of PROTOCOLS
     num_streams: int
     pace_ms: float  # from one step to the next; 0: as fast as clients take the tokens
-    connections: int  # that share the streams, with gRPC; with SSE each stream has its own
+    connections: int  # number that share the gRPC streams; each SSE stream has a connection of its own
 
     @property
     def label(self) -> str:
-        """For pictures."""
+        """The name of the case in plots."""
         pace = f", every {self.pace_ms:g} ms" if self.pace_ms else ""
         return f"{self.protocol}, {self.num_streams}{pace}"
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_case(case: Case, arguments: argparse.Namespace) -> tuple[Case, WireRun, GatewayFigures]:
-    """Starts everything anew, measures for `arguments.duration` seconds, stops everything."""
+    """Starts all processes, measures for `arguments.duration` seconds, and stops all processes."""
     print(f"{case.protocol}, {case.num_streams} streams, pace {case.pace_ms:g} ms", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="twostroke-bench-") as name:
         directory = Path(name)
@@ -131,7 +131,7 @@ def run_case(case: Case, arguments: argparse.Namespace) -> tuple[Case, WireRun, 
 
 
 def format_table(rows: Sequence[tuple[Case, GatewayFigures]]) -> str:
-    """Markdown, a row a case."""
+    """A Markdown table with a row per case."""
     lines = [
         "| protocol | streams | step, ms | tok/s | gateway CPU, us/token | tok per CPU second | tokens a message "
         "| gateway, cores | clients, cores | added latency P50 / P99, ms | first / last of a step, ms |",
@@ -149,7 +149,7 @@ def format_table(rows: Sequence[tuple[Case, GatewayFigures]]) -> str:
 
 @contextlib.contextmanager
 def running_gateway(directory: Path, arguments: argparse.Namespace) -> Iterator[Gateway]:
-    """The real process, in front of the stub, serving; stopped at the end."""
+    """Runs a real gateway in front of the stub; stops it at the end."""
     if arguments.sockets == "unix":
         addresses = {protocol: f"unix:{directory}/{protocol}.sock" for protocol in PROTOCOLS}
     else:
@@ -220,8 +220,8 @@ def _measure(case: Case, stub: Stub, gateway: Gateway, receipts: Path, arguments
 
 
 def _run_clients(case: Case, address: str, receipts: Path, parent: Pipe) -> None:
-    """In the client process: all streams of a case, until the parent says stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
+    """In the client process: runs all streams of a case until the parent sends stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     receipt = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     receipt.connect(str(receipts))
 
@@ -363,23 +363,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--protocols", type=_protocols, default=list(PROTOCOLS), metavar="LIST", help="grpc, sse or both (grpc,sse)")
-    add("--streams", type=counts, default=[1, 64, 512], metavar="LIST", help="of free-running cases (1,64,512)")
-    add("--paced-streams", type=counts, default=[1, 64], metavar="LIST", help="of paced cases (1,64)")
+    add("--streams", type=counts, default=[1, 64, 512], metavar="LIST", help="streams of free-running cases (1,64,512)")
+    add("--paced-streams", type=counts, default=[1, 64], metavar="LIST", help="streams of paced cases (1,64)")
     add("--no-paced", dest="paced_streams", action="store_const", const=[], help="only free-running cases")
     add("--no-free", dest="streams", action="store_const", const=[], help="only paced cases")
-    add("--pace-ms", type=positive, default=20.0, metavar="MS", help="between the steps of paced cases (%(default)g)")
+    add(
+        "--pace-ms",
+        type=positive,
+        default=20.0,
+        metavar="MS",
+        help="milliseconds between the steps of paced cases (%(default)g)",
+    )
     add(
         "--max-backlog",
         type=whole_number,
         default=2,
         metavar="STEPS",
-        help="under way in free-running cases (%(default)s)",
+        help="steps in flight in free-running cases (%(default)s)",
     )
-    add("--sockets", choices=["tcp", "unix"], default="tcp", help="between gateway and clients (%(default)s)")
-    add("--connections", type=whole_number, default=8, metavar="N", help="that gRPC streams share (%(default)s)")
-    add("--duration", type=positive, default=5.0, metavar="S", help="of each measurement, seconds (%(default)g)")
+    add("--sockets", choices=["tcp", "unix"], default="tcp", help="transport between gateway and clients (%(default)s)")
+    add(
+        "--connections",
+        type=whole_number,
+        default=8,
+        metavar="N",
+        help="connections that gRPC streams share (%(default)s)",
+    )
+    add("--duration", type=positive, default=5.0, metavar="S", help="seconds of each measurement (%(default)g)")
     add("--warmup", type=positive, default=1.0, metavar="S", help="seconds before each measurement (%(default)g)")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the gateway's config")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override of the gateway's config")
     add("--json", type=Path, metavar="FILE", help="saves figures, options and the time of every chunk and step")
     add("--plot", type=Path, metavar="FILE.png", help="saves rates, latencies over time and their distribution")
     add("--profile", type=Path, metavar="FILE", help="py-spy's stacks of the gateway: .svg, .txt or .json")

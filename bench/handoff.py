@@ -1,8 +1,8 @@
-"""The cost of the seam: one signal and one wait each way between two processes, as often as a step has layers.
+"""The cost of handoffs: one signal and one wait in each direction between two processes, once per layer of a step.
 
-`python bench/handoff.py` measures shared memory on the CPU; `--device cuda` measures CUDA IPC on a GPU, with
-the handoffs captured in a CUDA graph on both sides. Without MPS (`--mps off`) the two processes take turns on
-the GPU, which is what the launcher warns of.
+`python bench/handoff.py` measures shared memory on the CPU; `--device cuda` measures CUDA IPC on a GPU, with the
+handoffs captured in a CUDA graph on both sides. Without MPS (`--mps off`) the two processes take turns on the GPU; the
+launcher warns of that case.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def answer(channel: Channel) -> None:
 
 
 def gpu(name: str) -> torch.device:
-    """The device of this name, made the current one; `cuda` is the first GPU."""
+    """Makes the device of this name current and returns it; `cuda` is the first GPU."""
     device = torch.device("cuda", torch.device(name).index or 0)
     torch.cuda.set_device(device)
     return device
@@ -107,7 +107,7 @@ def measure(channel: Channel, epoch: int, device: str, peer_device: str, num_ste
 
 
 def _replaying(channel: Channel, peer: PeerProcess) -> Callable[[], None]:
-    """One step on the GPU, and the wait for its end."""
+    """A function that runs one step on the GPU and waits for its end."""
     graph, end, wait = capture(channel, is_asking=True), torch.cuda.Event(), DeviceWait(channel, peer)
 
     def step() -> None:
@@ -121,9 +121,9 @@ def _replaying(channel: Channel, peer: PeerProcess) -> Callable[[], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
-    parser.add_argument("--peer-device", help="of the other process, such as cuda:1 (the same)")
+    parser.add_argument("--peer-device", help="device of the other process, such as cuda:1 (the same)")
     parser.add_argument("--channel", help="cuda_ipc_spinning or cuda_ipc_queued (as the workers choose it)")
-    parser.add_argument("--mps", choices=["on", "off"], default="on", help="for cuda (on)")
+    parser.add_argument("--mps", choices=["on", "off"], default="on", help="whether to use MPS with cuda (on)")
     parser.add_argument("--steps", type=whole_number, default=200, help=f"steps of {NUM_LAYERS} round trips (200)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="PNG of every step; needs matplotlib")
@@ -174,7 +174,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def run_under_mps() -> None:
-    """This very program again, as a client of an MPS daemon of its own. Ends this one too if that fails."""
+    """Runs this program again as a client of a new MPS daemon. Ends this process too if that fails."""
     if not has_mps():
         raise SystemExit("this machine has no MPS: use --mps off")
     with tempfile.TemporaryDirectory() as directory:
@@ -185,7 +185,7 @@ def run_under_mps() -> None:
         finally:
             daemon.stop()
     if status:
-        raise SystemExit(status)  # it has said why
+        raise SystemExit(status)  # the program has printed the reason
 
 
 if __name__ == "__main__":

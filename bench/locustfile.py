@@ -1,9 +1,9 @@
-"""Users for locust: each asks for a streamed answer, reads it, thinks, and asks again, over HTTP or over gRPC.
+"""Users for locust: each requests a streamed answer, reads it, pauses, and repeats, over HTTP or gRPC.
 
 `locust -f bench/locustfile.py --headless -u 16 -r 4 -t 1m --host http://127.0.0.1:8080 --grpc-address 127.0.0.1:50051`
 
-Beside the requests themselves, locust's tables show two events of each answer, by protocol: `TTFT` in ms, and
-`tokens/s`, whose "response time" is a rate: output tokens after the first, by the time from the first to the last.
+In addition to requests, locust's tables show two events per answer, by protocol: `TTFT` in ms, and `tokens/s`, whose
+"response time" is a rate: the output tokens after the first, divided by the time from the first to the last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from locust.env import Environment
 
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
-grpc_gevent.init_gevent()  # or a gRPC call would block all users of this process
+grpc_gevent.init_gevent()  # otherwise a gRPC call would block all users of this process
 
 PROMPTS = ("San Francisco is a", "The capital of", "Twostroke has two", "Once upon a time", "The dense worker owns")
 REQUEST_TIMEOUT_S = 600.0
@@ -33,18 +33,18 @@ REQUEST_TIMEOUT_S = 600.0
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: ArgumentParser) -> None:
-    """Options of our own, on the command line and in locust's web page."""
-    parser.add_argument("--grpc-address", default="127.0.0.1:50051", help="of the gateway, for gRPC users")
+    """Adds options to the command line and to locust's web page."""
+    parser.add_argument("--grpc-address", default="127.0.0.1:50051", help="address of the gateway, for gRPC users")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--think-s", type=float, default=1.0, help="mean pause of a user, seconds")
-    parser.add_argument("--api-key", default="", help="sent as a bearer token, if the gateway asks for one")
+    parser.add_argument("--api-key", default="", help="API key, if the gateway requires one")
 
 
 class _Thinking:
     environment: Environment
 
     def wait_time(self) -> float:
-        """Exponential, so that users do not march in step."""
+        """An exponentially distributed pause, so that users do not send in step."""
         mean_s = self.environment.parsed_options.think_s
         return random.expovariate(1 / mean_s) if mean_s > 0 else 0.0
 
@@ -130,7 +130,7 @@ class _Timing:
         self._start_s = time.perf_counter()
         self._first_s: float | None = None
         self._last_s = self._start_s
-        self._num_first = 0  # tokens of the first arrival
+        self._num_first = 0  # number of tokens in the first arrival
         self.num_tokens = 0
 
     def add(self, num_tokens: int) -> None:
@@ -155,7 +155,7 @@ class _Timing:
 
 
 def _read_events(lines: Any, timing: _Timing) -> str | None:
-    """Notes the tokens of an event stream; what was wrong with it, if something was."""
+    """Records the tokens of an event stream. Returns an error, or None."""
     num_said, is_done = None, False
     for line in lines:
         if line == b"data: [DONE]":

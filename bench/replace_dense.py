@@ -1,8 +1,8 @@
-"""How long streams stand still while the dense worker is replaced: `python bench/replace_dense.py`.
+"""Measures how long streams pause while the dense worker is replaced: `python bench/replace_dense.py`.
 
-Starts a cluster of its own on the embedded model, keeps streams running, and replaces the worker again and again. To
-load a second worker takes cores away, too; so the same is done with one that is refused when it has loaded (other
-weights), and with none. The longest silence of each stream in each phase is what counts.
+It starts a cluster with the embedded model, keeps streams running, and replaces the worker again and again. Loading a
+second worker takes CPU time too, so for comparison it also loads workers that are then refused (other weights), and
+none. The result is the longest pause of each stream in each phase.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.cluster import REPOSITORY, Cluster, request, running_cluster
 
-QUIET_S = 5.0  # of the phase without a second worker
+QUIET_S = 5.0  # length of the phase without a second worker
 MAX_TOKENS = 1500
 
 
 class Streams:
-    """Streams that begin again when they end; notes when each got tokens."""
+    """Streams that restart when they end. Records when each got tokens."""
 
     def __init__(self, cluster: Cluster, num_streams: int) -> None:
         self.token_times_s: list[list[float]] = [[] for _ in range(num_streams)]
@@ -57,7 +57,7 @@ class Streams:
                     return
 
     def longest_silences_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Of each stream between two times on the monotonic clock."""
+        """The longest pause of each stream between two times on the monotonic clock."""
         return [longest_silence_ms(times, begin_s, end_s) for times in self.token_times_s]
 
 
@@ -68,7 +68,7 @@ def longest_silence_ms(times_s: Sequence[float], begin_s: float, end_s: float) -
 
 
 def ctl(cluster: Cluster, status: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Asks this cluster's launcher, for others may run here; it must end with this status."""
+    """Calls `ctl` of this cluster's launcher (others may run here). It must end with this status."""
     address = re.findall(r"event=control address=(\S+)", cluster.log_file.read_text())[0]
     command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", address, "replace-dense", *arguments]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -77,7 +77,7 @@ def ctl(cluster: Cluster, status: int, *arguments: str) -> subprocess.CompletedP
 
 
 def measure(cluster: Cluster, num_streams: int, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
-    """By phase: longest silences of all streams, and what the launcher says of its pauses, in milliseconds."""
+    """The longest pauses of all streams by phase, and the pauses that the launcher reports, in milliseconds."""
     phases: dict[str, tuple[list[float], list[float]]] = {}
     actions = {
         "no second worker": lambda: time.sleep(QUIET_S),

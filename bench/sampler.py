@@ -1,8 +1,8 @@
-"""Microseconds that the sampler takes for one step, by rows, vocabulary and filters, beside an inverted CDF.
+"""Microseconds of the sampler for one step, by rows, vocabulary and filters, compared with an inverted CDF.
 
-`python bench/sampler.py --device cuda` prints the table; with `--editors` that of greedy steps by what edits logits.
-"inverse CDF" is the same sampler with another draw: integer weights of the filtered logits, their running sum, and
-the place in it of one random number a row.
+`python bench/sampler.py --device cuda` prints the table; `--editors` prints that of greedy steps by editor of logits.
+"inverse CDF" is the same sampler with another draw: integer weights of the filtered logits, their cumulative sum, and
+a search in it for one random number per row.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ EDITED = {
     "min_tokens": {"min_tokens": 1_000_000},
     "allowed_token_ids": {"allowed_token_ids": (1, 2, 3)},
 }
-CALLS = 10  # one after another, so that a GPU has work while the host prepares more
+CALLS = 10  # in a row, so that the GPU has work while the host prepares more
 WARM_UP = 3
 
 
 def invert_cdf(
     logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
 ) -> torch.Tensor:
-    """In the place of `gumbel.draw`; the random numbers are not keyed, which costs nothing here."""
+    """Replaces `gumbel.draw`. Its random numbers are not keyed; keys would cost nothing here."""
     uniforms = np.random.default_rng(int(seeds[0])).random(len(seeds))
     uniforms, temperature = upload(np.stack((uniforms, temperatures)), logits.device)[..., None]
     highest = logits.amax(-1, keepdim=True)
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[32_000, 128_256])
-    parser.add_argument("--editors", action="store_true", help="greedy steps, by the options that edit logits")
+    parser.add_argument("--editors", action="store_true", help="time greedy steps by the options that edit logits")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         require_gpu("triton")

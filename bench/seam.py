@@ -1,8 +1,8 @@
-"""What two processes cost: a decode step through both workers' graphs, minus the same kernels in one process.
+"""The cost of two processes: a decode step through both workers' graphs, minus the same kernels in one process.
 
-`python bench/seam.py --batch 1 64 --context 512` runs the product's own segments, attention kernels and channel on
-a model's shape with random weights. In one process the very same functions run, but attention follows the dense
-kernels in one stream, where the two processes hand over. `--timeline` also names every kernel and gap of a step.
+`python bench/seam.py --batch 1 64 --context 512` runs the product's segments, attention kernels and channel on a
+model's shape with random weights. The single process runs the same functions, but attention follows the dense kernels
+in one stream instead of a handoff. `--timeline` also lists every kernel and gap of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.common.errors import TwostrokeError
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-2-7b", help="shape (llama-2-7b)")
-    parser.add_argument("--num-layers", type=whole_number, help="cut the model (all layers)")
+    parser.add_argument("--num-layers", type=whole_number, help="number of layers (all layers of the model)")
     parser.add_argument("--batch", type=whole_number, nargs="+", default=[1, 16, 64], help="sequences (1 16 64)")
     parser.add_argument("--context", type=whole_number, default=512, help="tokens of each sequence (512)")
     parser.add_argument("--steps", type=whole_number, default=100, help="steps to time (100)")
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def save_plot(figures: dict[str, Any], file: Path) -> None:
-    """Draws the figures of one run, as PNG or SVG: a step's time by batch, and the seam's share of each layer."""
+    """Draws the figures of one run, as PNG or SVG: a step's time by batch, and the cost of the seam per layer."""
     from matplotlib.figure import Figure  # needed here only
 
     batches = [str(batch) for batch in figures["one_process_ms"]]

@@ -1,7 +1,7 @@
-"""Load on a running gateway over gRPC or HTTP, and the latencies and throughput that its clients see.
+"""Sends load to a running gateway over gRPC or HTTP and measures latencies and throughput at the clients.
 
-`python bench/serving.py --num-prompts 500 --request-rate 16 --json FILE` prints the table and saves the raw
-timestamps of every chunk, from which every figure can be computed again. The definitions are in `bench.load.stats`.
+`python bench/serving.py --num-prompts 500 --request-rate 16 --json FILE` prints the table and saves the timestamps of
+every chunk, from which all figures can be computed again. The definitions are in `bench.load.stats`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from services.pb import gateway_pb2, sampling_pb2
 
 DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 235, 212  # means of ShareGPT's first turns
 DEFAULT_ADDRESSES = {"grpc": GatewaySection().address, "http": GatewaySection().http_address}
-MAX_CLIENT_LOAD = 0.7  # of one core; a busier client process adds delays of its own
+MAX_CLIENT_LOAD = 0.7  # fraction of one core; a busier client process adds delays itself
 TABLE_WIDTH = 50
 
 
@@ -98,7 +98,7 @@ def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoRespons
                 f"max_model_len is {model.max_model_len}"
             )
     due_s = arrival_times(count, arguments.request_rate, arguments.arrivals, seed)
-    salt = secrets.token_hex(8)  # no prefix that an earlier run left in the cache is used
+    salt = secrets.token_hex(8)  # so that prefixes cached in an earlier run are not used
     return Load(
         protocol=arguments.protocol,
         address=arguments.address,
@@ -110,7 +110,7 @@ def make_load(arguments: argparse.Namespace, model: gateway_pb2.ModelInfoRespons
 
 
 def client_figures(result: LoadResult, figures: ServingFigures, has_free_slots: bool) -> dict[str, float | None]:
-    """How hard the load generator itself had to work, and how late it was where it never waited for a slot."""
+    """The CPU load of the client processes, and their delays in sending, unless requests waited for a slot."""
     delays_ns = [record.send_ns - record.scheduled_ns for record in result.records]
     return {
         "num_processes": len(result.cpu_s),
@@ -121,7 +121,7 @@ def client_figures(result: LoadResult, figures: ServingFigures, has_free_slots: 
 
 
 def format_table(figures: ServingFigures) -> str:
-    """The rows and their order are those of `vllm bench serve`."""
+    """A table with the rows of `vllm bench serve`, in its order."""
     lines = [
         f"{' Serving Benchmark Result ':=^{TABLE_WIDTH}}",
         _row("Successful requests:", figures.num_successful),
@@ -205,7 +205,7 @@ def _requests(
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with one line where options do not go together, before any load runs."""
+    """Ends the process with one line if options contradict each other, before any load runs."""
     if (arguments.dataset is None) != (arguments.tokenizer is None):
         parser.error("--dataset and --tokenizer belong together")
     if arguments.dataset is not None and arguments.input_len is not None:
@@ -229,7 +229,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench/serving.py",
-        description="Load on a running gateway; prints TTFT, TPOT, ITL and throughput as its clients see them.",
+        description="Sends load to a running gateway; prints TTFT, TPOT, ITL and throughput at the clients.",
         epilog="ITL is counted per chunk: one value for each chunk after the first, also where a chunk carries "
         "several tokens. Requests wait in the client where --max-concurrency is reached; their times count from "
         "when they are sent.",
@@ -238,13 +238,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--protocol", choices=PROTOCOLS, default="grpc", help="GenerateStream, or /v1/completions (%(default)s)")
     add(
         "--address",
-        help="of the gateway's server for this protocol, host:port or unix:PATH "
+        help="address of the gateway for this protocol, host:port or unix:PATH "
         f"({DEFAULT_ADDRESSES['grpc']}; http: {DEFAULT_ADDRESSES['http']})",
     )
     add("--num-prompts", type=whole_number, default=100, metavar="N", help="requests to send (%(default)s)")
     add("--request-rate", type=positive, default=math.inf, metavar="R", help="requests/s; inf: all at once (inf)")
-    add("--arrivals", choices=("poisson", "constant"), default="poisson", help="of requests at a rate (%(default)s)")
-    add("--max-concurrency", type=whole_number, metavar="N", help="most requests in flight (no limit)")
+    add(
+        "--arrivals",
+        choices=("poisson", "constant"),
+        default="poisson",
+        help="distribution of gaps between requests (%(default)s)",
+    )
+    add("--max-concurrency", type=whole_number, metavar="N", help="maximum number of requests in flight (no limit)")
     add("--input-len", type=whole_number, metavar="MEAN", help=f"prompt tokens ({DEFAULT_INPUT_LEN})")
     add(
         "--output-len",
@@ -256,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
         "--len-distribution",
         choices=("uniform", "normal", "constant"),
         default="uniform",
-        help="of both lengths (%(default)s)",
+        help="distribution of both lengths (%(default)s)",
     )
     add(
         "--len-range-ratio",
@@ -274,19 +279,25 @@ def _parser() -> argparse.ArgumentParser:
         help="generate to the full length (on, but off with --dataset)",
     )
     add("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
-    add("--seed", type=non_negative, default=0, help="of prompts, lengths and arrivals (%(default)s)")
+    add("--seed", type=non_negative, default=0, help="seed of prompts, lengths and arrivals (%(default)s)")
     add("--warmup", type=non_negative, default=1, metavar="N", help="requests before the run (%(default)s)")
     add(
         "--client-processes",
         type=whole_number,
         default=1,
         metavar="N",
-        help="that send the load; --max-concurrency is divided among them (%(default)s)",
+        help="client processes; --max-concurrency is divided among them (%(default)s)",
     )
-    add("--request-timeout", type=positive, default=600.0, metavar="S", help="seconds per request (%(default)g)")
+    add(
+        "--request-timeout",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="time limit of a request in seconds (%(default)g)",
+    )
     add("--json", type=Path, metavar="FILE", help="saves figures, config, versions and the times of every chunk")
     add("--plot", type=Path, metavar="FILE.png", help="saves latencies and throughput; needs matplotlib")
-    add("--reference", action="store_true", help="draw vLLM's figures of the nearest load into the plot")
+    add("--reference", action="store_true", help="add vLLM's figures of the nearest load to the plot")
     return parser
 
 

@@ -1,9 +1,9 @@
 """A soak: mixed load on the embedded model for a long time, to see that nothing grows.
 
-Streams and unary answers over gRPC and HTTP, clients that leave in mid-stream, and requests that must be refused.
-Meanwhile the memory, the open files and the answer time of every service are sampled. A straight line is laid
-through each; it is flat if what it rises from the end of the settling time to the end of the run is within the
-limit. `python bench/soak.py --minutes 30 --output-dir bench/results` writes soak.md, soak.json and soak.png.
+The load consists of streams and unary answers over gRPC and HTTP, clients that leave in mid-stream, and requests that
+must be refused. Meanwhile the memory, open files and answer time of every service are sampled. A line is fitted to each
+of them; it is flat if its rise from the end of the settling time to the end of the run is within the limit.
+`python bench/soak.py --minutes 30 --output-dir bench/results` writes soak.md, soak.json and soak.png.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from tests.support.cluster import Cluster, running_cluster
 
 ROLES = ("gateway", "dense_worker", "attn_worker")
 MB = 1e6
-NUM_WINDOWS = 24  # of the judged time, each with one median of a latency
+NUM_WINDOWS = 24  # parts of the judged time, each with one median of a latency
 STOP_TIMEOUT_S = 90.0  # for the last requests to end
 PROBE_TIMEOUT_S = 30.0
-# So few blocks that all have been touched early on: untouched ones would look like growing memory later.
+# Few blocks, so that all are used early: blocks first used later would look like growing memory.
 SETTINGS = ("attention.num_blocks=512", "log.level=warning")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the services looked like at one moment."""
+    """The state of all services at one moment."""
 
     time_s: float  # since the start of the load
     memory_mb: dict[str, float]  # resident, by role
     num_files: dict[str, int]  # open, by role
     cpu_s: dict[str, float]  # since the start of the process, by role
-    probe_ms: dict[str, float]  # how long a small call to each service took
+    probe_ms: dict[str, float]  # time of a small call to each service
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Verdict:
     name: str
     unit: str
     trend: Trend
-    limit: float  # for the rise of the line, in its unit
+    limit: float  # for the rise of the line, in the figure's unit
 
     @property
     def is_flat(self) -> bool:
@@ -110,7 +110,7 @@ def soak(cluster: Cluster, directory: Path, arguments: argparse.Namespace) -> tu
 
 
 def find_leftovers(cluster: Cluster) -> list[str]:
-    """What the services still hold once all clients have gone; nothing, if they are sound."""
+    """The resources that services still hold after all clients have left; there should be none."""
     leftovers = []
     try:
         cluster.wait_idle(30.0)
@@ -152,7 +152,7 @@ def format_report(
     leftovers: Sequence[str],
     arguments: argparse.Namespace,
 ) -> str:
-    """Markdown."""
+    """The report in Markdown."""
     lines = [
         "| figure | after settling | rise of the line to the end | limit | slope an hour | noise | |",
         "|---|---|---|---|---|---|---|",
@@ -229,9 +229,10 @@ def _receive(pipe: Connection) -> list[SoakRequest]:
 
 
 def _latency_verdict(name: str, points: Sequence[tuple[float, float]], arguments: argparse.Namespace) -> Verdict:
-    """Of (time in s, ms). The line goes through medians of equal windows, so that single stalls do not tilt it.
+    """The verdict on latencies (time in s, ms). The line is fitted to medians of equal windows, so that single stalls
+    do not tilt it.
 
-    A rise within three standard errors of the fit means nothing: for n evenly spread medians the standard error of
+    A rise within three standard errors of the fit is not significant: for n evenly spread medians the standard error of
     the rise is their noise times sqrt(12 / n).
     """
     medians = window_medians(points, NUM_WINDOWS)
@@ -241,7 +242,7 @@ def _latency_verdict(name: str, points: Sequence[tuple[float, float]], arguments
 
 
 def window_medians(points: Sequence[tuple[float, float]], num_windows: int) -> list[tuple[float, float]]:
-    """Median time and value of each of so many equal windows that has points."""
+    """Median time and value in each of `NUM_WINDOWS` equal windows that has points."""
     start, end = min(points)[0], max(points)[0]
     windows: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for time_s, value in points:
@@ -322,17 +323,49 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench/soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=positive, default=30.0, metavar="M", help="of load (%(default)g)")
-    add("--clients", type=whole_number, default=8, metavar="N", help="half over gRPC, half over HTTP (%(default)s)")
-    add("--think-ms", type=positive, default=500.0, metavar="MS", help="mean pause of a client (%(default)g)")
+    add("--minutes", type=positive, default=30.0, metavar="M", help="minutes of load (%(default)g)")
+    add(
+        "--clients",
+        type=whole_number,
+        default=8,
+        metavar="N",
+        help="clients, half over gRPC, half over HTTP (%(default)s)",
+    )
+    add(
+        "--think-ms", type=positive, default=500.0, metavar="MS", help="mean pause of a client in ms (%(default)g)"
+    )
     add("--interval", type=positive, default=5.0, metavar="S", help="seconds between samples (%(default)g)")
-    add("--settle", type=ratio, default=0.2, metavar="SHARE", help="of the time, not judged (%(default)g)")
-    add("--max-memory-growth", type=ratio, default=0.02, metavar="SHARE", help="of the memory (%(default)g)")
-    add("--min-memory-mb", type=positive, default=3.0, metavar="MB", help="a rise that always passes (%(default)g)")
-    add("--max-more-files", type=positive, default=2.0, metavar="N", help="rise of open files (%(default)g)")
-    add("--max-latency-growth", type=positive, default=0.25, metavar="SHARE", help="of latencies (%(default)g)")
-    add("--seed", type=non_negative, default=0, help="of the choice of requests (%(default)s)")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the services' config")
+    add(
+        "--settle",
+        type=ratio,
+        default=0.2,
+        metavar="SHARE",
+        help="fraction of the time that is not judged (%(default)g)",
+    )
+    add(
+        "--max-memory-growth",
+        type=ratio,
+        default=0.02,
+        metavar="SHARE",
+        help="allowed rise, as a fraction of the memory (%(default)g)",
+    )
+    add(
+        "--min-memory-mb",
+        type=positive,
+        default=3.0,
+        metavar="MB",
+        help="a rise in MB that always passes (%(default)g)",
+    )
+    add("--max-more-files", type=positive, default=2.0, metavar="N", help="allowed rise of open files (%(default)g)")
+    add(
+        "--max-latency-growth",
+        type=positive,
+        default=0.25,
+        metavar="SHARE",
+        help="allowed rise, as a fraction of the latency (%(default)g)",
+    )
+    add("--seed", type=non_negative, default=0, help="seed of the choice of requests (%(default)s)")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override of the services' config")
     add("--output-dir", type=Path, metavar="DIR", help="writes soak.md, soak.json and soak.png there")
     return parser
 

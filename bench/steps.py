@@ -1,8 +1,8 @@
-"""Host time of a step: what scheduler, plan, codec, KV cache and runner take, by batch. Needs no GPU and no model.
+"""Host time of a step, by batch: scheduler, plan, codec, KV cache and runner. Needs no GPU and no model.
 
     python bench/steps.py --batch 1 64 512
 
-Every sequence decodes one token a step. The device's own work is left out: a backend that does nothing stands in.
+Every sequence decodes one token per step. The backend does nothing, so the device's work is not included.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measure(batch: int, num_steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 512], help="sequences in a step")
-    parser.add_argument("--num-steps", type=int, default=200, help="to take the median of")
+    parser.add_argument("--num-steps", type=int, default=200, help="number of steps; the median counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'microseconds':>14}" + "".join(f"{part:>13}" for part in PARTS) + f"{'sum':>10}")

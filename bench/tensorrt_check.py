@@ -5,7 +5,7 @@
 Checks agreement in every profile, norms in float32, several CUDA graphs on one execution context, a step
 without waiting, and whole generations of the embedded model; then prints microseconds for each segment and
 number of tokens. Weights are random in the shape of Llama-2-7B, or of `--model DIR`. The exit status is 1 if
-a check fails; a check that could not run counts as failed and says why. Nothing here has figures built in:
+a check fails; a check that could not run counts as failed and says why. It has no built-in figures:
 what has not been run has not been shown.
 """
 
@@ -44,7 +44,7 @@ from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profiles
 
 LLAMA_2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of the greatest value
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # fraction of the greatest value
 MAX_ROWS = 64
 PROMPTS = ([1, 306, 27, 9, 400], [1, 77], [1, *range(3, 43)])
 SLEEP_CYCLES = 2_000_000_000  # about a second
@@ -52,7 +52,7 @@ SLEEP_CYCLES = 2_000_000_000  # about a second
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model whose segments run both ways."""
+    """A model whose segments run with TensorRT and with torch."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -81,7 +81,7 @@ def make_subject(
     profiles: tuple[Profile, ...],
     plans: Path,
 ) -> tuple[Subject, list[str]]:
-    """Builds or finds the plans; returns the builder's lines too."""
+    """Builds or finds the plans; also returns the builder's output."""
     device, lines = weights.embed.device, []
     builder = EnginePlanBuilder(api, current_gpu(device), profiles, EnginePlanCache(plans))
     found = builder.find_or_build(export_networks(config, dtype), dtype, None, lines.append)
@@ -92,7 +92,7 @@ def make_subject(
 
 
 def run_segments(runner: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every segment on its own inputs: outputs by name."""
+    """Runs each segment on its inputs; returns the outputs by name."""
     qkv = torch.zeros_like(inputs["qkv"])
     outputs = {"first.residual": runner.first(inputs["token_ids"], qkv), "first.qkv": qkv.clone()}
     outputs["middle.residual"] = runner.middle(0, inputs["attn_out"], inputs["residual"], qkv)
@@ -116,11 +116,11 @@ def check_agreement(subject: Subject, sizes: list[int], scale: float = 1.0) -> d
 
 
 def check_graphs(subject: Subject, sizes: list[int]) -> dict[str, float]:
-    """Graphs of several sizes, which share execution contexts, replayed in turn on fresh inputs."""
+    """Replays graphs of several sizes, which share execution contexts, in turn on new inputs."""
     graphs: dict[int, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
     for size in sizes:
         inputs = subject.inputs(size)
-        run_segments(subject.tensorrt, inputs)  # what a new size needs once
+        run_segments(subject.tensorrt, inputs)  # a new size needs this once
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -142,7 +142,7 @@ def check_graphs(subject: Subject, sizes: list[int]) -> dict[str, float]:
 
 
 def check_no_wait(subject: Subject, sizes: list[int]) -> dict[str, float]:
-    """While the GPU sleeps, the host must be able to enqueue a whole step."""
+    """Checks that the host can enqueue a whole step while the GPU sleeps."""
     inputs = {size: subject.inputs(size) for size in sizes}
     for size in sizes:
         run_segments(subject.tensorrt, inputs[size])
@@ -160,7 +160,7 @@ def check_no_wait(subject: Subject, sizes: list[int]) -> dict[str, float]:
 
 
 def check_generation(subject: Subject, model: Any, num_tokens: int) -> dict[str, Any]:
-    """Greedy generations, token for token, by TensorRT and torch, the same attention between."""
+    """Compares greedy generations by TensorRT and torch, token for token, with the same attention."""
     config, backends = (
         subject.config,
         (TensorRTBackend(subject.tensorrt), TorchBackend(subject.weights, subject.config)),
@@ -183,7 +183,7 @@ def check_generation(subject: Subject, model: Any, num_tokens: int) -> dict[str,
 
 
 def run_check(name: str, check: Callable[[], dict[str, Any]], results: dict[str, Any]) -> None:
-    """Prints and keeps the outcome. An error of TensorRT, torch or CUDA is a failed check, told as it is."""
+    """Runs a check and prints and stores its result. Errors of TensorRT, torch or CUDA count as failed checks."""
     start = time.perf_counter()
     try:
         outcome = {"passed": True} | check()
@@ -194,7 +194,7 @@ def run_check(name: str, check: Callable[[], dict[str, Any]], results: dict[str,
 
 
 def read_config(model: Path | None) -> ModelConfig:
-    """The model's, or Llama-2-7B's; three layers, since all are alike."""
+    """The config of the model, or of Llama-2-7B, with three layers, since all layers are alike."""
     with tempfile.TemporaryDirectory() as directory:
         if model is None:
             AutoConfig.for_model("llama", num_hidden_layers=3, **LLAMA_2_7B).save_pretrained(directory)
@@ -205,7 +205,7 @@ def read_config(model: Path | None) -> ModelConfig:
 def run_checks(
     api: TensorRT, config: ModelConfig, dtype: torch.dtype, profiles: tuple[Profile, ...], plans: Path
 ) -> dict[str, Any]:
-    """Builds, checks and times. Raises ConfigError where there is nothing to check."""
+    """Builds, checks and times. Raises ConfigError if there is nothing to check."""
     device = torch.device("cuda")
     subject, lines = make_subject(
         api, config, dtype, random_weights(config, dtype, device, 0), profiles, plans
@@ -236,7 +236,7 @@ def run_checks(
 
 
 def print_times(times: dict[str, dict[int, dict[str, float]]]) -> None:
-    """As part of a CUDA graph; `torch` is what dense.backend=torch runs, `plain` its operators one by one."""
+    """Prints times within a CUDA graph; `torch` is dense.backend=torch, `plain` its operators one by one."""
     print(f"\n{'segment':<8}{'size':>6}{'TensorRT µs':>14}{'torch µs':>12}{'plain torch µs':>17}")
     for segment, by_size in times.items():
         for size, us in by_size.items():

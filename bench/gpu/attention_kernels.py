@@ -15,7 +15,7 @@ from bench.gpu.device_rates import time_graph
 from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.backends.triton_rope_append import append_prefill
 
-CACHE_BYTES = 3 << 30  # of the layers together, many times the second-level cache
+CACHE_BYTES = 3 << 30  # KV cache of all layers together, many times the L2 cache
 MAX_LAYERS = 32
 
 
@@ -29,12 +29,12 @@ class Row:
     step: str
     microseconds: float
     rate: float | None  # TB/s of keys and values read (decode) or moved (append), TFLOP/s (prefill)
-    share: float | None  # of the copy or matrix rate
+    share: float | None  # fraction of the copy or matrix rate
     flashinfer_microseconds: float | None
 
 
 class Bench:
-    """Times one kind of step after the other on one device; each call frees what it allocated."""
+    """Times kinds of steps on one device; each call frees its memory."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Bench:
 
     @torch.inference_mode()
     def prefill(self, shape: Shape, block_size: int, batch: int, length: int) -> tuple[Row, Row]:
-        """`batch` new prompts of `length` tokens: the append alone, and with it their causal attention."""
+        """`batch` new prompts of `length` tokens: the append alone, and the append with causal attention."""
         num_tokens, num_layers = batch * length, 4
         backend, tables = self._make_backend(shape, block_size, batch, length, num_layers)
         qkv, out = self._make_rows(shape, num_tokens)

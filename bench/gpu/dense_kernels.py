@@ -18,15 +18,15 @@ from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
 from services.dense_worker.model.weights import ModelWeights
 
-MIN_LAYER_BYTES = 1 << 30  # of distinct weights per measurement of a layer
+MIN_LAYER_BYTES = 1 << 30  # of distinct weights in one measurement of a layer
 
 
 class LinearLayers:
-    """Times each kind of linear layer of a model, by cuBLAS alone and by the own kernel with what it fuses."""
+    """Times each kind of linear layer of a model, by cuBLAS alone and by our kernel with its fused operations."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         hidden, attn_size, intermediate = config.hidden_size, config.attn_size, config.intermediate_size
-        self.kinds = {  # name -> rows of weights, in_features, what the own kernel fuses
+        self.kinds = {  # name -> rows of weights, in_features, operations that our kernel fuses
             "qkv": (config.qkv_size, hidden, "norm"),
             "o": (hidden, attn_size, "add"),
             "gate_up": (2 * intermediate, hidden, "norm, SwiGLU"),
@@ -39,7 +39,7 @@ class LinearLayers:
         self._splits = SplitWorkspace(torch.device("cuda"), self._launcher.num_sms)
 
     def measure(self, kind: str, num_rows: int, ceilings: dict[str, float]) -> dict[str, Any]:
-        """One row of the table; `own_us` is None where there is no own kernel."""
+        """One row of the table; `own_us` is None if we have no kernel for it."""
         weight_rows, in_features, fused = self.kinds[kind]
         weight_bytes = weight_rows * in_features * self._dtype.itemsize
         weights = [self._randn(weight_rows, in_features) for _ in range(-(-MIN_LAYER_BYTES // weight_bytes))]
@@ -82,7 +82,7 @@ class LinearLayers:
 
 
 def time_step_us(backend: DenseBackend, config: ModelConfig, dtype: torch.dtype, batch: int) -> float:
-    """A decode step of `batch` sequences as one graph; attention's output stays what it is."""
+    """Microseconds of a decode step of `batch` sequences as one graph; attention's output does not change."""
     token_ids = torch.randint(config.vocab_size, (batch,), device="cuda")
     qkv = torch.empty(batch, config.qkv_size, dtype=dtype, device="cuda")
     attn_out = torch.randn(batch, config.attn_size, dtype=dtype, device="cuda")

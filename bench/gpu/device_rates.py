@@ -1,4 +1,4 @@
-"""What a card can do at best, and how long something takes on it. Needs a CUDA device; to import it needs none."""
+"""The highest rates of a card, and the time of work on it. Needs a CUDA device, but can be imported without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_REPLAYS = 7
 
 
 def require_gpu(*packages: str) -> None:
-    """Ends the process with one line where there is no CUDA device, or not one of these packages that need it."""
+    """Ends the process with one line if there is no CUDA device, or if one of these packages is missing."""
     if not torch.cuda.is_available():
         raise SystemExit("this machine has no CUDA device, or torch cannot use it")
     for package in packages:
@@ -27,7 +27,7 @@ def require_gpu(*packages: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor what it is a part of
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -60,7 +60,7 @@ def time_events(run: Callable[[], object]) -> float:
 
 
 def measure_copy_rate(device: torch.device) -> float:
-    """TB/s, bytes read plus bytes written. Not in a graph, where a copy becomes a node of another kind, and slower."""
+    """TB/s, bytes read plus bytes written. Not in a graph, where a copy becomes a slower kind of node."""
     source = torch.randint(0, 2**31 - 1, (1 << 30,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

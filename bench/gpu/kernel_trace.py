@@ -1,4 +1,4 @@
-"""Which kernels the GPU ran and when, from torch's profiler. Needs a CUDA device."""
+"""Records which kernels the GPU runs and when, with torch's profiler. Needs a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu.step_timeline import Kernel
 
 
 def record_kernels(run: Callable[[], object], num_steps: int) -> list[list[Kernel]]:
-    """The kernels of each of the `num_steps` alike steps that `run` awaits, in order of their starts."""
+    """The kernels of each of the `num_steps` equal steps that `run` awaits, in order of their starts."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
     assert profiler.profiler is not None, "the profile has ended"

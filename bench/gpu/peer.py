@@ -1,7 +1,7 @@
-"""The two processes at the ends of a channel, and how one waits for the other: never without a bound.
+"""The two processes at the ends of a channel. Each waits for the other only for a limited time.
 
-A GPU's wait for a flag has no end of its own: where the other process is gone, or nothing ends for WAIT_TIMEOUT_S, the
-channel is aborted, which lets the GPU run through, and a `PeerError` says why.
+A GPU's wait for a flag never ends by itself. If the other process is gone, or no step ends for WAIT_TIMEOUT_S, the
+channel is aborted, which ends all waits on the GPU, and a `PeerError` says why.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ READ_BYTES = 1 << 16
 
 
 class OtherProcess(Protocol):
-    """Who sets the flags that this process waits for."""
+    """The process that sets the flags which this process waits for."""
 
     def failure(self) -> str | None:
-        """Why it will set no more of them; None as long as it may."""
+        """Why the process will set no more flags; None as long as it may."""
 
 
 class PeerProcess:
@@ -45,7 +45,7 @@ class PeerProcess:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Awaits its end. Raises `PeerError` if that is not a good one, unless an error is on its way already."""
+        """Waits for the child's end. Raises `PeerError` if the child failed, unless another error is being raised."""
         try:
             self._process.wait(WAIT_TIMEOUT_S if error is None else EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -56,7 +56,7 @@ class PeerProcess:
             raise PeerError(failure)
 
     def read_line(self) -> str:
-        """What it says next. Raises `PeerError`."""
+        """The child's next line. Raises `PeerError` if there is none in time."""
         deadline_s = time.monotonic() + WAIT_TIMEOUT_S
         file = self._stdout.fileno()
         while b"\n" not in self._unread:
@@ -72,33 +72,33 @@ class PeerProcess:
         return line.decode()
 
     def failure(self) -> str | None:
-        """See `OtherProcess`. One that ended well has set all its flags."""
+        """How the child failed. A child that ended well has set all its flags, so that is no failure."""
         status = self._process.poll()
         return f"the other process ended with status {status}" if status else None
 
 
 class ParentProcess:
-    """The process that started this one, as its other end."""
+    """The parent process, which is the other end for a child."""
 
     def __init__(self) -> None:
         self._pid = os.getppid()
 
     def failure(self) -> str | None:
-        """See `OtherProcess`."""
+        """Whether the parent has died."""
         return None if os.getppid() == self._pid else f"process {self._pid}, which started this one, is gone"
 
 
 class DeviceWait:
-    """Waits for what this process's device does with the flags of a channel."""
+    """Waits for work on this process's device that uses the flags of a channel."""
 
     def __init__(self, channel: Channel, other: OtherProcess) -> None:
         self._channel = channel
         self._other = other
 
     def __call__(self, event: torch.cuda.Event) -> None:
-        """Returns once the device has got to `event`. Raises `PeerError`; then the channel is aborted."""
+        """Returns when the device has reached `event`. If it raises `PeerError`, the channel is aborted."""
         deadline_s = time.monotonic() + WAIT_TIMEOUT_S
-        while not event.query():  # as a wait of CUDA's own does, it keeps the core busy
+        while not event.query():  # keeps the core busy, like CUDA's own waits
             failure = self._other.failure()
             if failure is None and time.monotonic() > deadline_s:
                 failure = f"no step ended for {WAIT_TIMEOUT_S:g} s"
@@ -111,7 +111,7 @@ class DeviceWait:
 def replay_steps(
     replay: Callable[[], None], num_steps: int, wait: Callable[[torch.cuda.Event], None]
 ) -> list[torch.cuda.Event]:
-    """Replays steps that follow each other at once, and awaits them all: the ends of each, which have times."""
+    """Replays steps one directly after the other and waits for all. Returns timed events of their ends."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps)]
     for step, end in enumerate(ends):
         if step >= MAX_STEPS_AHEAD:
@@ -125,7 +125,7 @@ def replay_steps(
 
 @contextlib.contextmanager
 def closing(channel: Channel) -> Iterator[Channel]:
-    """Closes it at the end, when the device must be done with it; an error therefore releases all waits before."""
+    """A context that closes the channel at its end. After an error it first releases all waits of the device."""
     try:
         yield channel
     except BaseException:

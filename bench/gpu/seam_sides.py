@@ -35,12 +35,12 @@ from services.dense_worker.runner import model_runner
 PROGRAM = Path(__file__).parents[1] / "seam.py"
 BLOCK_SIZE = 16
 NUM_WARM_UPS = 5
-NUM_TRACED = 5  # steps under the profiler, the middle one of which is shown
+NUM_TRACED = 5  # steps under the profiler; the middle one is shown
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What both processes need to know."""
+    """The parameters that both processes need."""
 
     model: str
     num_layers: int
@@ -63,7 +63,7 @@ class Task:
 
 
 class OneProcess:
-    """In place of a `Channel`: where the dense worker would wait, attention runs in its stream."""
+    """Replaces a `Channel`: where the dense worker would wait, attention runs in its stream."""
 
     def __init__(self, spec: ChannelSpec, attention: AttentionSide, batch: int) -> None:
         self.qkv = torch.zeros(spec.max_tokens, spec.qkv_size, dtype=spec.dtype, device="cuda")
@@ -74,15 +74,15 @@ class OneProcess:
         self._attend(0)  # compiles it
 
     def signal(self, flag: Flag) -> None:
-        """Nobody else needs to know."""
+        """Does nothing: there is no other process."""
 
     def wait(self, flag: Flag) -> None:
-        """The next layer's attention."""
+        """Runs the next layer's attention."""
         self._attend(self._layer % self._num_layers)
         self._layer += 1
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
-        """It is here already."""
+        """The rows themselves: they are in this process's memory."""
         return self.attn_out[:num_tokens]
 
 
@@ -105,11 +105,11 @@ class AttentionSide:
         self._stream = torch.cuda.Stream()
 
     def begin(self, batch: int) -> None:
-        """Every sequence's newest token is to be attended to."""
+        """Begins a decode step of all sequences."""
         self.backend.begin_step(make_step(self._tables[:batch], self._context, 1, BLOCK_SIZE), batch)
 
     def capture(self, channel: Channel, batch: int) -> Callable[[], None]:
-        """The step as the attention worker captures it; returns what replays it."""
+        """Captures the step like the attention worker; returns a function that replays it."""
         layers = range(self.num_layers)
 
         def warm_up(batch: int) -> None:
@@ -132,7 +132,7 @@ class DenseSide:
         self._stream = torch.cuda.Stream()
 
     def capture(self, channel: Channel | OneProcess, batch: int) -> Callable[[], None]:
-        """The step as the dense worker captures it, sampler aside; returns what replays it."""
+        """Captures the step like the dense worker, without the sampler; returns a function that replays it."""
         token_ids = torch.randint(self._config.vocab_size, (batch,), device="cuda")
         rows = torch.arange(batch, device="cuda")
 
@@ -162,7 +162,7 @@ def measure_one_process(task: Task, dense: DenseSide) -> dict[int, float]:
 
 
 def measure_two_processes(task: Task, dense: DenseSide) -> tuple[dict[int, float], dict[int, list[Span]]]:
-    """Milliseconds of a step, by batch, and its timeline, if wanted. This process is the dense worker."""
+    """Milliseconds of a step, by batch, and its timeline if requested. This process is the dense worker."""
     epoch = secrets.randbits(EPOCH_BITS)
     device = torch.device("cuda", torch.cuda.current_device())
     command = [sys.executable, str(PROGRAM), "--peer", json.dumps(asdict(task)), "--epoch", str(epoch)]
@@ -182,7 +182,7 @@ def measure_two_processes(task: Task, dense: DenseSide) -> tuple[dict[int, float
 
 
 def run_peer(task: Task, epoch: int) -> None:
-    """The other process, the attention worker: replays every step once for each of the dense worker's."""
+    """The other process, the attention worker: replays each step as often as the dense worker."""
     parent = ParentProcess()
     device = torch.device(task.attention_device)
     torch.cuda.set_device(device)

@@ -1,8 +1,8 @@
-"""One decode step through both workers, kernel by kernel, from what a profiler saw in each of them.
+"""The timeline of one decode step through both workers, kernel by kernel, from a profile of each worker.
 
-A kernel may start before the one ahead of it has ended, to read weights; it counts from that end. The two processes'
-clocks may differ by some microseconds. Each layer's attention kernel lies in a hole between the dense kernels, so the
-sum of the two gaps beside it is known; their split is not, and they are shown as equal.
+A kernel may start before the previous one has ended, to read weights; its time counts from that end. The clocks of the
+two processes may differ by some microseconds. The attention kernel of each layer lies between two dense kernels, so the
+sum of the gaps before and after it is known, but not each gap; they are shown as equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_NAME_LENGTH = 48
-FLAG_KERNELS = ("set_flag", "take_flag")  # the handoff's own; see services/channel/cuda_flags.py
+FLAG_KERNELS = ("set_flag", "take_flag")  # kernels of the handoff; see services/channel/cuda_flags.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,21 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is on the critical path of the step: a kernel, from the end of the one before, or a gap."""
+    """A part of the step's critical path: a kernel, counted from the end of the previous one, or a gap."""
 
     name: str
     where: str  # "start", "layer" or "end" of the step
     us: float  # the median over the layers
-    count: int  # in the step
+    count: int  # number of such spans in the step
 
 
 def make_timeline(dense: Sequence[Kernel], attention: Sequence[Kernel]) -> list[Span]:
-    """From the kernels of one step of each worker, in order; attention has one kernel per layer."""
+    """The spans of a step, from its kernels in each worker, in order; attention has one kernel per layer."""
     dense = [kernel for kernel in dense if kernel.name not in FLAG_KERNELS]
     attention = [kernel for kernel in attention if kernel.name not in FLAG_KERNELS]
     num_layers = len(attention)
     gaps = [second.start_us - first.end_us for first, second in itertools.pairwise(dense)]
-    # Where dense kernels wait for attention; the other gaps are much shorter.
+    # The longest gaps are those where dense kernels wait for attention.
     holes = sorted(sorted(range(len(gaps)), key=gaps.__getitem__)[-num_layers:])
     borders = [0, *(hole + 1 for hole in holes), len(dense)]
     segments = [dense[start:end] for start, end in itertools.pairwise(borders)]
@@ -81,7 +81,7 @@ def format_timeline(spans: Sequence[Span]) -> str:
 
 
 def _segment_spans(segments: Sequence[Sequence[Kernel]], where: str) -> list[Span]:
-    """Kernels, and what lies idle between them, of segments that all run the same ones."""
+    """The kernels and gaps of segments that all run the same kernels."""
     count = len(segments)
     spans = []
     for index, kernel in enumerate(segments[0]):

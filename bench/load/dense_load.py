@@ -1,6 +1,6 @@
-"""Sends token ids straight to a dense worker, over the stream that gateways use, and notes when every token arrives.
+"""Sends token ids directly to a dense worker, over the stream that gateways use, and records when each token arrives.
 
-One event loop; the whole load shares one stream, so a step costs one message however many requests run.
+The whole load shares one event loop and one stream, so a step costs one message, however many requests run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DenseRequest:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer as it comes in; times in ns since the start of the run."""
+    """One arriving answer; times in ns since the start of the run."""
 
     request: DenseRequest
     send_ns: int = 0
@@ -47,7 +47,7 @@ class _Answer:
 
 
 class DenseLoad:
-    """A connection to a dense worker: `replay` may be called several times."""
+    """A connection to a dense worker. `replay` may be called several times."""
 
     def __init__(self, channel: grpc.aio.Channel, temperature: float, cache_salt: str) -> None:
         self._stub = dense_pb2_grpc.DenseWorkerStub(channel)
@@ -56,7 +56,7 @@ class DenseLoad:
         self._next_seq_id = secrets.randbits(31) << 32 | FIRST_SEQ_ID  # unlike those of any gateway
 
     async def info(self) -> dense_pb2.DenseInfo:
-        """What is served. Raises `LoadError`."""
+        """The served model and its limits. Raises `LoadError`."""
         try:
             return await self._stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=CONNECT_TIMEOUT_S, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
@@ -65,9 +65,9 @@ class DenseLoad:
     async def replay(
         self, requests: Sequence[DenseRequest], max_concurrency: int | None, timeout_s: float
     ) -> tuple[list[RequestRecord], list[list[int]]]:
-        """Sends each request when it is due and awaits them all: records and output tokens, in order.
+        """Sends each request when it is due and waits for all. Returns records and output tokens, in order.
 
-        A request that is due while `max_concurrency` run waits. Raises `LoadError` if the stream breaks or the
+        While `max_concurrency` requests run, due requests wait. Raises `LoadError` if the stream breaks or the
         run takes longer than `timeout_s`.
         """
         answers: dict[int, _Answer] = {}
@@ -148,7 +148,7 @@ async def _read(
 
 
 async def _together(*coroutines: Coroutine[None, None, None]) -> None:
-    """Runs all of them; the first error ends the others and is raised."""
+    """Runs all coroutines. The first error cancels the others and is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))[0]:

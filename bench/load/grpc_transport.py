@@ -15,11 +15,11 @@ CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 class GrpcTransport:
-    """See `Transport`. A chunk is a serialized `GenerateChunk`."""
+    """The `Transport` over gRPC. A chunk is a serialized `GenerateChunk`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = gateway_pb2_grpc.GatewayStub(channel)
-        self._generate = channel.unary_stream(GENERATE_STREAM)  # without (de)serializers: bytes go in and come out
+        self._generate = channel.unary_stream(GENERATE_STREAM)  # without serializers: requests and chunks are bytes
 
     async def model_info(self) -> gateway_pb2.ModelInfoResponse:
         try:

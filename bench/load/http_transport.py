@@ -1,6 +1,6 @@
-"""`HttpTransport`: requests as streamed POST /v1/completions, a connection for each that is under way.
+"""`HttpTransport`: requests as streamed POST /v1/completions, one connection per running request.
 
-Events are only cut apart while they come in. They end as the gateway ends them, with two line feeds.
+While the load runs, events are only separated (the gateway ends each with two line feeds), not parsed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from services.pb import gateway_pb2
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]"
-MAX_SHOWN_CHARACTERS = 200  # of an answer that is no error of the gateway's
+MAX_QUOTED_CHARACTERS = 200  # of an answer that is not an error of the gateway
 
 
 class HttpTransport:
-    """See `Transport`. A chunk is a server-sent event, the last of which is [DONE]."""
+    """The `Transport` over HTTP. A chunk is a server-sent event; the last one is [DONE]."""
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
         self._client = client
@@ -37,7 +37,7 @@ class HttpTransport:
                 model=model["id"], vocab_size=model["vocab_size"], max_model_len=model["max_model_len"]
             )
         except (ValueError, TypeError, LookupError) as error:
-            raise RequestError(f"/v1/models is not a gateway's: {response.text[:MAX_SHOWN_CHARACTERS]!r}") from error
+            raise RequestError(f"/v1/models is not a gateway's: {response.text[:MAX_QUOTED_CHARACTERS]!r}") from error
 
     def encode(self, message: gateway_pb2.GenerateRequest) -> bytes:
         body = {
@@ -91,14 +91,14 @@ async def open_http(address: str) -> AsyncIterator[HttpTransport]:
     is_unix = address.startswith("unix:")
     transport = httpx2.AsyncHTTPTransport(
         uds=address.removeprefix("unix:") if is_unix else None,
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),  # the load has its own
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),  # the load limits them itself
         trust_env=False,
     )
     try:
         base_url = httpx2.URL("http://gateway" if is_unix else f"http://{address}")
     except httpx2.InvalidURL as error:
         raise LoadError(f"gateway at {address}: {error}") from error
-    timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)  # each request has a bound as a whole
+    timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)  # the time limit holds for the whole request
     async with httpx2.AsyncClient(transport=transport, base_url=base_url, timeout=timeout, trust_env=False) as client:
         yield HttpTransport(client)
 
@@ -120,5 +120,5 @@ def _check_status(response: httpx2.Response) -> None:
         error = response.json()["error"]
         said = f"{error['code']}: {error['message']}"
     except (ValueError, TypeError, LookupError):
-        said = repr(response.text[:MAX_SHOWN_CHARACTERS])
+        said = repr(response.text[:MAX_QUOTED_CHARACTERS])
     raise RequestError(f"{response.status_code} {said}")

@@ -1,8 +1,7 @@
-"""Sends a workload to a gateway and notes when every chunk of every answer arrives.
+"""Sends a workload to a gateway and records when each chunk of each answer arrives.
 
-Runs in one or several client processes, which share the requests in turn and start together. While the load
-runs they do no more for a chunk than to keep its bytes and the time: requests are encoded before, chunks
-parsed after.
+It runs in one or several client processes, which get the requests in turn and start together. While the load runs they
+only store each chunk's bytes and time: requests are encoded before the run, and chunks are parsed after it.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ START_DELAY_NS = 100_000_000  # for the start time to reach every process
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one client process has to do, or all of them together."""
+    """The work of one client process, or of all together."""
 
     protocol: str  # one of PROTOCOLS
     address: str  # of the gateway
     warmup: list[TimedRequest]  # sent and awaited before the run, whatever their due times
     requests: list[TimedRequest]  # by due time
-    max_concurrency: int | None  # requests in flight; one that is due waits for another to end
+    max_concurrency: int | None  # requests in flight; further due requests wait
     request_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What one client process saw, or all of them together."""
+    """The results of one client process, or of all together."""
 
     records: list[RequestRecord]  # by index
     cpu_s: list[float]  # of each client process, from the start of the run to its last answer
 
 
 def run_load(load: Load, num_processes: int) -> LoadResult:
-    """Runs the load in `num_processes` new processes, each with its share of requests and concurrency.
+    """Runs the load in `num_processes` new processes, each with its part of requests and concurrency.
 
     Raises `LoadError` if a process cannot connect, a warm-up request fails or a process dies.
     """
@@ -68,7 +67,7 @@ def run_load(load: Load, num_processes: int) -> LoadResult:
 
 
 def shares(load: Load, num_shares: int) -> list[Load]:
-    """The load dealt out in turn; `max_concurrency` is divided, so there are at most that many shares."""
+    """The load divided among processes in turn. `max_concurrency` is divided too, so it limits their number."""
     if load.max_concurrency is not None:
         num_shares = min(num_shares, load.max_concurrency)
     return [
@@ -85,7 +84,7 @@ def shares(load: Load, num_shares: int) -> list[Load]:
 
 
 async def replay(transport: Transport, load: Load, start_ns: int) -> list[RequestRecord]:
-    """Sends `load.requests`, each when it is due after `start_ns` of the monotonic clock, and awaits them all."""
+    """Sends each of `load.requests` when it is due after `start_ns` (monotonic clock), and waits for all."""
     slots = asyncio.Semaphore(load.max_concurrency or max(1, len(load.requests)))
     logs: list[_AnswerLog] = []
 
@@ -110,7 +109,7 @@ async def replay(transport: Transport, load: Load, start_ns: int) -> list[Reques
 
 
 class _AnswerLog:
-    """One answer as it comes in: times in ns since the start of the run, chunks not yet parsed."""
+    """One arriving answer: times in ns since the start of the run, chunks not parsed yet."""
 
     def __init__(self, request: TimedRequest, start_ns: int) -> None:
         self._request = request
@@ -174,7 +173,7 @@ def _receive(client: Connection) -> Any:
 
 
 def _run_client(load: Load, parent: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this process
     try:
         parent.send(uvloop.run(_warm_up_and_replay(load, parent)))
     except LoadError as error:

@@ -1,4 +1,4 @@
-"""Types of command-line options, the facts about a run that every benchmark's JSON starts with, and that JSON."""
+"""Types of command-line options, and the JSON file of a benchmark's run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def counts(text: str) -> list[int]:
 
 
 def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """When, with what code and with what options a benchmark ran."""
+    """The time, code and options of a benchmark's run."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": describe_commit(),
@@ -81,7 +81,7 @@ def run_facts(arguments: argparse.Namespace) -> dict[str, Any]:
 def save_run(
     file: Path, facts: dict[str, Any], model: Message, records: Sequence[RequestRecord], **figures: Any
 ) -> None:
-    """JSON of a run: its facts, the model as the server told it, figures by name, and the time of every token."""
+    """Writes a run as JSON: its facts, the server's description of the model, figures, and the time of every token."""
     document = facts | {
         "model": {field.name: _json_value(value) for field, value in model.ListFields()},
         **figures,
@@ -91,7 +91,7 @@ def save_run(
 
 
 def _json_value(value: Any) -> Any:
-    """Something that JSON has: infinities and paths become strings."""
+    """Converts to a type that JSON has: infinities and paths become strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -110,7 +110,7 @@ def _versions() -> dict[str, str]:
 
 
 def describe_commit() -> str | None:
-    """Of this repository, with `-dirty` where files differ from it; `None` where there is no git or no repository."""
+    """The commit of this repository, with `-dirty` if files differ from it; `None` without git or repository."""
     if shutil.which("git") is None:
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]

@@ -1,6 +1,6 @@
 """Pictures of benchmark runs, drawn from raw records: latencies over time, their distribution, throughput.
 
-All in one style, so that results can stand side by side; figures of other servers are grey dashed lines.
+All plots have one style, so that results can be compared. Figures of other servers are grey dashed lines.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STYLE = {
 }
 NUM_BINS = 60
 MAX_TIME_BINS = 60
-MAX_SHOWN_P99S = 1.5  # what lies beyond so many times the 99th percentile is left out of a distribution
+MAX_SHOWN_P99S = 1.5  # distributions leave out values beyond this many times the 99th percentile
 
 
 def save_run_plot(
@@ -119,7 +119,7 @@ def save_trend_plot(
     title: str,
     file: Path,
 ) -> None:
-    """Samples over minutes: a panel has a title and several named lines."""
+    """Samples over minutes. Each panel has a title and several named lines."""
     with pyplot.rc_context(STYLE):
         num_rows = (len(panels) + 1) // 2
         figure, grid = pyplot.subplots(
@@ -138,7 +138,7 @@ def save_trend_plot(
 
 
 def save_gateway_plot(runs: Sequence[tuple[str, WireRun, GatewayFigures]], title: str, file: Path) -> None:
-    """Named runs of `bench/gateway.py`: rates of all, and of paced ones the latency over time and its distribution."""
+    """Named runs of `bench/gateway.py`: the rates of all runs, and the latencies of paced ones."""
     paced = [(label, added_latencies_ms(run), run) for label, run, _ in runs if run.is_paced]
     p99s: list[float] = []
     with pyplot.rc_context(STYLE):
@@ -170,7 +170,7 @@ def save_gateway_plot(runs: Sequence[tuple[str, WireRun, GatewayFigures]], title
 
 
 def save_samples_plot(values: Sequence[float], name: str, unit: str, title: str, file: Path) -> None:
-    """Repeated measurements of one thing: one after the other, and their distribution."""
+    """Repeated measurements in order, and their distribution."""
     with pyplot.rc_context(STYLE):
         figure, (in_order, distribution) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
         in_order.plot(values, ".", color=BLUE, markersize=4)
@@ -182,7 +182,7 @@ def save_samples_plot(values: Sequence[float], name: str, unit: str, title: str,
 def save_comparison_plot(
     groups: Sequence[tuple[str, Sequence[float], Sequence[float]]], names: tuple[str, str], title: str, file: Path
 ) -> None:
-    """Two servers side by side: of each group the median of either's runs as a bar, and every run as a dot."""
+    """Two servers side by side, by group: the median of the runs as a bar, every run as a dot."""
     with pyplot.rc_context(STYLE):
         figure, all_axes = pyplot.subplots(1, len(groups), figsize=(4 * len(groups), 4), layout="constrained")
         for axes, (label, *both) in zip(np.atleast_1d(all_axes), groups, strict=True):

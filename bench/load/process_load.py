@@ -1,4 +1,4 @@
-"""What the kernel says of a running process: CPU time, memory, file descriptors. Linux only."""
+"""Reads CPU time, memory and file descriptors of a running process from the kernel. Linux only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of all its threads so far, in seconds, in steps of 10 ms."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
+    """User and system time of all threads of the process so far, in seconds, in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may contain any character
     user, system = fields[11:13]
     return (int(user) + int(system)) / TICKS_PER_S
 
@@ -27,7 +27,7 @@ def num_files(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of its direct children."""
+    """Process ids of the direct children of a process."""
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]

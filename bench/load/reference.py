@@ -1,4 +1,4 @@
-"""Figures of other servers, measured on the same kind of card, that plots draw beside ours."""
+"""Figures of other servers, measured on the same kind of card, for comparison in plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VLLM_RUNS = (
 
 
 def nearest_run(request_rate: float) -> ReferenceRun:
-    """The reference run whose rate is nearest on a logarithmic scale; infinite rates match each other only."""
+    """The reference run with the nearest rate on a logarithmic scale. Infinite rates only match each other."""
     rated = [run for run in VLLM_RUNS if run.request_rate is not None]
     if request_rate == float("inf"):
         return rated[-1]

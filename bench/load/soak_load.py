@@ -1,7 +1,7 @@
 """The mixed load of a soak: streams, unary answers, clients that leave, and requests that must be refused.
 
-Runs in a process of its own, one event loop. Every good answer is compared with the first one to its prompt, and
-every refusal with the status it must have, so that a server that answers wrongly is not taken for a sound one.
+It runs in a process of its own with one event loop. Each answer is compared with the first answer to the same prompt,
+and each refusal with its expected status, so that wrong answers are noticed.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ MIX = {"stream": 0.5, "unary": 0.15, "leave": 0.2, "bad": 0.15}  # shares of all
 
 @dataclass(frozen=True, slots=True)
 class SoakRequest:
-    """What became of one request."""
+    """The outcome of one request."""
 
     end_s: float  # since the start of the load
     protocol: str  # grpc or http
     kind: str  # of MIX
     ttft_ms: float | None  # of streams that were read to the end
     latency_ms: float
-    error: str | None  # what it should not have done
+    error: str | None  # how the server misbehaved
 
 
 class _Unexpected(Exception):
-    """The server did what it should not."""
+    """The server misbehaved."""
 
 
 def run_soak_load(
@@ -88,7 +88,7 @@ async def _run(
                 await asyncio.sleep(rng.expovariate(1 / think_s))
 
         clients = [asyncio.create_task(client(number)) for number in range(num_clients)]
-        await asyncio.to_thread(parent.recv)  # the word to stop
+        await asyncio.to_thread(parent.recv)  # waits for the command to stop
         stopping.set()
         await asyncio.gather(*clients)
     parent.send(requests)

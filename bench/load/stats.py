@@ -27,10 +27,10 @@ NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What a client saw of one request. All times in ns since the start of the run."""
+    """A client's record of one request. All times in ns since the start of the run."""
 
     index: int  # position in the workload
-    scheduled_ns: int  # when the workload wanted it sent
+    scheduled_ns: int  # when the workload scheduled it
     send_ns: int
     end_ns: int  # when its stream ended, well or not
     chunk_ns: list[int]  # arrival of each chunk, in order
@@ -42,7 +42,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one kind of value; the unit is that of the values."""
+    """Statistics of one kind of value, in the unit of the values."""
 
     mean: float
     median: float
@@ -54,7 +54,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class ServingFigures:
-    """Of one run. Counts and throughputs are those of successful requests; `None` where there is no value."""
+    """The figures of one run. Counts and throughputs cover successful requests; `None` means no value."""
 
     num_successful: int
     num_failed: int
@@ -68,12 +68,12 @@ class ServingFigures:
     ttft_ms: Summary | None
     tpot_ms: Summary | None
     itl_ms: Summary | None
-    first_error: str | None  # of the request that failed first
+    first_error: str | None  # error of the request that failed first
 
 
 @dataclass(frozen=True, slots=True)
 class CoreFigures:
-    """Of one run straight into the dense worker; counts and rates are those of successful requests."""
+    """The figures of one run directly into the dense worker. Counts and rates cover successful requests."""
 
     num_requests: int
     total_latency_ms: float  # from sending the first request to the end of the last
@@ -90,30 +90,30 @@ class Trend:
 
     start: float  # its value at the first sample
     slope_per_hour: float
-    change: float  # of the line, from the first sample to the last
+    change: float  # of its value, from the first sample to the last
     noise: float  # standard deviation of the samples around it
 
 
 @dataclass(frozen=True, slots=True)
 class WireRun:
-    """What was seen of one gateway between a stub and its clients. Times in ns of the monotonic clock."""
+    """The record of one gateway between a stub and its clients. Times in ns of the monotonic clock."""
 
     start_ns: int  # of the measurement; streams began before and end after it
     end_ns: int
     cpu_s: dict[str, float]  # from start to end, of the processes: gateway, client, stub
     step_ns: list[int]  # when the stub sent each step
-    first_step: list[int]  # of each stream: which step brought its first token
-    chunk_ns: list[list[int]]  # of each stream: arrivals of tokens at the client
-    chunk_num_tokens: list[list[int]]  # how many tokens came at each
+    first_step: list[int]  # by stream: the step of its first token
+    chunk_ns: list[list[int]]  # by stream: arrivals of tokens at the client
+    chunk_num_tokens: list[list[int]]  # by stream: number of tokens at each arrival
     num_messages: int  # over the whole life of the streams
-    is_paced: bool  # whether steps came at a fixed pace; only then latencies mean anything
+    is_paced: bool  # whether steps came at a fixed pace; otherwise latencies have no meaning
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayFigures:
-    """Of one `WireRun`."""
+    """The figures of one `WireRun`."""
 
-    num_tokens: int  # that arrived during the measurement
+    num_tokens: int  # tokens that arrived during the measurement
     output_throughput: float  # tokens/s
     cpu_us_per_token: float  # of the gateway
     tokens_per_cpu_s: float  # tokens per second of the gateway's CPU time
@@ -121,9 +121,9 @@ class GatewayFigures:
     gateway_cores: float  # CPU seconds per second
     client_cores: float
     stub_cores: float
-    added_ms: Summary | None  # from the stub to the client, of every token of a paced run
-    first_of_step_ms: Summary | None  # the same of the token of each step that arrived first
-    last_of_step_ms: Summary | None  # ... and last: between them the gateway handed out all others
+    added_ms: Summary | None  # latency of every token of a paced run, from the stub to the client
+    first_of_step_ms: Summary | None  # the same for the token of each step that arrived first
+    last_of_step_ms: Summary | None  # the same for the token that arrived last
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
@@ -164,7 +164,7 @@ def itls_ms(record: RequestRecord) -> list[float]:
 
 
 def latency_ms(record: RequestRecord) -> float:
-    """From sending a request to its end."""
+    """Milliseconds from sending a request to its end."""
     return (record.end_ns - record.send_ns) / NS_PER_MS
 
 
@@ -227,10 +227,10 @@ def serving_figures(records: Iterable[RequestRecord]) -> ServingFigures:
 
 
 def added_latencies_ms(run: WireRun) -> dict[int, list[float]]:
-    """From the stub to the clients, of every token of a paced run that arrived while it was measured; by step."""
+    """Latencies from the stub to the clients, by step, of every token of a paced run during the measurement."""
     latencies_ms: dict[int, list[float]] = defaultdict(list)
     for first_step, times, counts in zip(run.first_step, run.chunk_ns, run.chunk_num_tokens, strict=True):
-        arrivals = np.repeat(np.asarray(times, dtype=np.int64), counts).tolist()  # one entry a token
+        arrivals = np.repeat(np.asarray(times, dtype=np.int64), counts).tolist()  # one entry per token
         for step, arrival in enumerate(arrivals, first_step):
             is_measured = run.start_ns <= arrival < run.end_ns
             if is_measured and step < len(run.step_ns):  # the stub's report is older than the last arrivals

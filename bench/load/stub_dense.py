@@ -1,7 +1,7 @@
-"""A dense worker without a model, as fast as the gateway under test needs it: one token a stream and step.
+"""A dense worker without a model, to test a gateway: it emits one token per stream and step.
 
-Runs in a process of its own, behind the real gRPC API. Steps are paced, or go as fast as clients take their
-tokens: these report what they received, and no more than `max_backlog` steps are under way.
+It runs in a process of its own, behind the real gRPC API. Steps have a fixed pace, or are as fast as clients receive
+tokens: clients report their receipts, and at most `max_backlog` steps are in flight.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ READY_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class StubSettings:
-    """What the stub is to do."""
+    """The settings of the stub."""
 
     address: str  # to listen at
     receipt_file: Path  # Unix datagram socket for the receipts of clients
-    token_ids: tuple[int, ...]  # emitted in turn, the same one to all streams of a step
+    token_ids: tuple[int, ...]  # emitted in turn, the same token to all streams of a step
     pace_s: float  # from one step to the next; 0: as fast as clients take them
-    max_backlog: int  # steps under way, when not paced
+    max_backlog: int  # steps in flight, without a pace
 
 
 @dataclass(frozen=True, slots=True)
 class StubReport:
-    """What the stub did. Times in ns of the monotonic clock."""
+    """The stub's record. Times in ns of the monotonic clock."""
 
     step_ns: list[int]  # when each step was handed to gRPC
     first_step: dict[tuple[int, ...], int]  # by prompt: index of the step with a stream's first token
@@ -55,7 +55,7 @@ class Stub:
         self._connection = connection
 
     def report(self) -> StubReport:
-        """What it did so far."""
+        """The stub's record so far."""
         self._connection.send("report")
         return self._connection.recv()
 
@@ -96,7 +96,7 @@ async def _serve(settings: StubSettings, parent: Connection) -> None:
         asyncio.get_running_loop().add_reader(receipts, stub.take_receipts)
         parent.send("ready")
         while True:
-            await asyncio.to_thread(parent.recv)  # until it kills this process
+            await asyncio.to_thread(parent.recv)  # waits until the parent kills this process
             parent.send(StubReport(stub.step_ns, stub.first_step))
 
 
@@ -173,7 +173,7 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
                 streams[submit.seq_id] = _Stream(tuple(submit.prompt_token_ids), submit.max_tokens)
             elif message.WhichOneof("message") == "cancel":
                 streams.pop(message.cancel.seq_id, None)
-            self._num_under_way = 0 if not streams else self._num_under_way  # nobody reports what was cancelled
+            self._num_under_way = 0 if not streams else self._num_under_way  # cancelled tokens are never reported
             self._updates.set()
 
 

@@ -1,4 +1,4 @@
-"""What a load needs of a gateway's API: to send a request and to read what came back, over gRPC or over HTTP."""
+"""A gateway's API as a load uses it: sends requests and reads answers, over gRPC or HTTP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class LoadError(Exception):
-    """The load could not be run at all; single requests that fail are in their records instead."""
+    """The whole load failed. The failure of a single request is in its record instead."""
 
 
 class RequestError(Exception):
-    """One request failed; the message begins with the server's word for it."""
+    """One request failed; the message begins with the server's error code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +33,37 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the chunks of one answer say."""
+    """The content of one answer's chunks."""
 
     chunk_num_tokens: list[int]
-    usage: gateway_pb2.Usage | None  # None: no finish came
-    error: str | None  # that the stream itself told
+    usage: gateway_pb2.Usage | None  # None: no finish arrived
+    error: str | None  # an error within the stream
 
 
 class Transport(Protocol):
-    """An open way to one gateway."""
+    """An open connection to one gateway."""
 
     async def model_info(self) -> gateway_pb2.ModelInfoResponse:
-        """What is served, as far as this API tells. Raises `RequestError`, also where nothing answers."""
+        """The served model, as far as this API describes it. Raises `RequestError`, also if no server answers."""
         ...
 
     def encode(self, message: gateway_pb2.GenerateRequest) -> bytes:
-        """The request as it will be sent, so that nothing is left to do while the load runs."""
+        """Encodes a request before the run, so that the load need not do it."""
         ...
 
     async def send(self, request: TimedRequest, timeout_s: float, on_chunk: Callable[[bytes], None]) -> None:
-        """Returns at the end of the answer, each chunk of which goes to `on_chunk`, unparsed, as soon as it is there.
+        """Sends a request and returns at the end of the answer. Passes each chunk, unparsed, to `on_chunk` at once.
 
-        Raises `RequestError` if it is refused, breaks or takes longer than `timeout_s`.
+        Raises `RequestError` if the request is refused, breaks or takes longer than `timeout_s`.
         """
 
     def parse(self, chunks: Sequence[bytes]) -> Answer:
-        """Of all chunks of one request, in order."""
+        """Parses all chunks of one request, in order."""
         ...
 
 
 def open_transport(protocol: str, address: str) -> contextlib.AbstractAsyncContextManager[Transport]:
-    """`protocol` is one of PROTOCOLS, `address` its own one of the gateway: host:port or unix:PATH."""
+    """Opens a transport. `address` is the gateway's for this protocol (one of PROTOCOLS): host:port or unix:PATH."""
     if protocol == "http":
         from bench.load.http_transport import open_http  # it needs httpx2
 
@@ -74,7 +74,7 @@ def open_transport(protocol: str, address: str) -> contextlib.AbstractAsyncConte
 
 
 async def served_model(transport: Transport, address: str) -> gateway_pb2.ModelInfoResponse:
-    """The first thing to ask of the gateway at `address`. Raises `LoadError`."""
+    """The model that the gateway at `address` serves. Raises `LoadError`."""
     try:
         return await transport.model_info()
     except RequestError as error:

@@ -1,8 +1,8 @@
-"""The cheapest clients that can tell when each token arrives: gRPC and SSE streams read off bare sockets.
+"""Cheap clients that record when each token arrives: they read gRPC and SSE streams directly from sockets.
 
-A client library costs as much per message as the gateway does, or more: on a machine with few cores it, and not
-the gateway, would be what is measured. So here one thread reads sockets, counts tokens and notes the time. Only
-what these streams need of HTTP/2 (RFC 9113, RFC 7541) and of HTTP/1.1 is spoken, and nothing else is checked.
+A client library costs at least as much per message as the gateway, so on few cores the benchmark would measure the
+library. Here one thread reads sockets, counts tokens and records times. It implements only those parts of HTTP/2
+(RFC 9113, RFC 7541) and HTTP/1.1 that these streams need, and checks nothing else.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _GRPC_PREFIX = struct.Struct(">BI")  # compressed, length
 
 
 class WireError(Exception):
-    """A stream did not go as it should."""
+    """A stream misbehaved."""
 
 
 @dataclass(slots=True)
 class StreamLog:
-    """What arrived for one stream."""
+    """The arrivals of one stream."""
 
-    index: int  # of the stream
-    chunk_ns: list[int] = field(default_factory=list)  # monotonic clock; one entry a read with tokens
+    index: int  # number of the stream
+    chunk_ns: list[int] = field(default_factory=list)  # monotonic clock; one entry per read with tokens
     chunk_num_tokens: list[int] = field(default_factory=list)
     num_messages: int = 0  # gRPC messages or SSE events
     is_done: bool = False
 
 
 class Connection(Protocol):
-    """One connection with the streams it carries."""
+    """One connection with its streams."""
 
     socket: socket.socket
     logs: Sequence[StreamLog]
@@ -54,7 +54,7 @@ class Connection(Protocol):
         """Sends the requests."""
 
     def receive(self, data: bytes, now_ns: int) -> int:
-        """Takes what arrived; returns how many tokens it held. Raises `WireError`."""
+        """Reads the arrived bytes; returns their number of tokens. Raises `WireError`."""
 
 
 class GrpcConnection:
@@ -66,8 +66,8 @@ class GrpcConnection:
         self.logs = [StreamLog(index) for index in requests]
         self._messages = list(requests.values())
         self._authority = _host_of(address).encode()
-        self._pending = b""  # the begun frame
-        self._begun = [b""] * len(self.logs)  # the begun gRPC message of each stream
+        self._pending = b""  # the incomplete frame
+        self._begun = [b""] * len(self.logs)  # the incomplete gRPC message of each stream
 
     def start(self) -> None:
         settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, MAX_WINDOW)
@@ -125,7 +125,7 @@ class GrpcConnection:
 
 
 class SseConnection:
-    """One streamed HTTP request. Tokens are told by `mark`, a byte that each one's text holds exactly once."""
+    """One streamed HTTP request. It counts tokens by `mark`, a byte that each token's text contains once."""
 
     def __init__(self, address: str, index: int, path: str, body: bytes, mark: bytes) -> None:
         self.socket = _connect(address)
@@ -135,8 +135,8 @@ class SseConnection:
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode() + body
         self._mark = mark
-        self._head: bytes | None = b""  # of the response, as far as it came; None: it is complete
-        self._tail = b""  # the last bytes, in case what marks an end is split
+        self._head: bytes | None = b""  # the response's head so far; None: it is complete
+        self._tail = b""  # the last bytes, in case an end mark is split
 
     def start(self) -> None:
         self.socket.sendall(self._request)
@@ -152,7 +152,7 @@ class SseConnection:
             self._head = None
         [log] = self.logs
         num_tokens = data.count(self._mark)
-        log.num_messages += data.count(b"data: {")  # one in thousands is split between two reads and missed
+        log.num_messages += data.count(b"data: {")  # misses one in thousands, split between two reads
         end = self._tail + data
         log.is_done = log.is_done or b"[DONE]" in end
         self._tail = end[-5:]
@@ -165,13 +165,13 @@ class SseConnection:
 def read_streams(
     connections: Sequence[Connection], report: Callable[[int], None], stop: int, on_started: Callable[[], None]
 ) -> None:
-    """Starts all requests and reads until every stream is done or the file descriptor `stop` is readable.
+    """Starts all requests and reads until all streams are done or the file descriptor `stop` is readable.
 
-    `report(num_tokens)` is called after each round over the sockets that had something; `on_started` once each
+    `report(num_tokens)` is called after each round over the readable sockets; `on_started` when each
     stream has had a token. Raises `WireError`.
     """
     by_file = {connection.socket.fileno(): connection for connection in connections}
-    waiting = {id(log) for connection in connections for log in connection.logs}  # for their first token
+    waiting = {id(log) for connection in connections for log in connection.logs}  # streams without a token so far
     poll = select.epoll()
     for file in (stop, *by_file):
         poll.register(file, select.EPOLLIN)
@@ -221,7 +221,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _request_headers(authority: bytes) -> bytes:
-    """HPACK of a gRPC request: names from the static table, values as literals that enter no table."""
+    """The headers of a gRPC request in HPACK: names from the static table, values as literals without indexing."""
     path = b"/%s/GenerateStream" % gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name.encode()
     return b"".join(
         (

@@ -1,8 +1,7 @@
-"""What a benchmark sends and when: prompts, output lengths and arrival times, all decided by one seed.
+"""The workload of a benchmark: prompts, output lengths and arrival times, all decided by one seed.
 
-Lengths come from a distribution (prompts are then random token ids) or from a file of conversations
-(prompts are then its text). Prompts, lengths and arrivals draw from separate generators, so that another
-request rate leaves the prompts as they were.
+Lengths come from a distribution (then prompts are random token ids) or from a file of conversations (then prompts are
+texts). Prompts, lengths and arrivals use separate random generators, so the request rate does not affect the prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Encode = Callable[[str], Sequence[int]]  # text to token ids
 
 
 class WorkloadError(Exception):
-    """The workload that was asked for cannot be made."""
+    """The requested workload cannot be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Prompt:
 
     token_ids: list[int] | None
     text: str | None
-    num_tokens: int  # of the prompt, as counted here
+    num_tokens: int  # of the prompt, counted by the benchmark
     max_tokens: int  # tokens to generate
 
 
@@ -108,7 +107,7 @@ def load_encode(directory: Path) -> Encode:
     file = directory / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust code raises nothing narrower
+    except Exception as error:  # the Rust code raises no narrower type
         raise WorkloadError(f"tokenizer {file} cannot be read: {error}") from error
     return lambda text: tokenizer.encode(text).ids
 
@@ -129,12 +128,12 @@ def arrival_times(count: int, rate: float, process: Literal["poisson", "constant
 
 
 def _generators(seed: int) -> list[np.random.Generator]:
-    """For lengths (or the choice from a dataset), token ids and arrivals."""
+    """The random generators for lengths (or the choice from a dataset), token ids and arrivals."""
     return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3)]
 
 
 def _read_pairs(file: Path, needs_answers: bool) -> list[tuple[str, str]]:
-    """Prompt and answer of each conversation that has both; empty answers where none are needed."""
+    """Prompt and answer of each conversation that has both. If no answers are needed, they are empty."""
     try:
         conversations = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
