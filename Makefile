@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 
 setup: $(VENV)/.installed
 
-# Again whenever a pin changes. pip decides what is already there.
+# Runs again whenever a pinned version changes. pip skips what is installed already.
 $(VENV)/.installed: requirements.txt requirements-dev.txt requirements-export.txt requirements-bench.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -19,9 +19,9 @@ run: setup
 
 test: setup
 	$(RUN) -m ruff check .
-	$(RUN) -m pytest --hypothesis-profile=ci tests # the same examples every time; without the option, new ones
+	$(RUN) -m pytest --hypothesis-profile=ci tests # the same examples in every run; without the option, new ones
 
-# Other projects' clients, as docs/clients.md lists them: installed into .clients, and tried against a cluster.
+# Installs the clients of other projects that docs/clients.md lists into .clients, and tests them against a cluster.
 clients: setup
 	$(RUN) -m tests.clients.environments
 	$(RUN) -m pytest -rs tests/clients
