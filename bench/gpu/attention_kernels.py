@@ -14,6 +14,7 @@ from bench.gpu.attention_steps import MAX_MODEL_LEN, Shape, make_config, make_st
 from bench.gpu.device_rates import time_graph
 from services.attn_worker.backends.triton_attention import TritonAttention
 from services.attn_worker.backends.triton_rope_append import append_prefill
+from services.attn_worker.cache.spec import KVCacheSpec
 
 CACHE_BYTES = 3 << 30  # KV cache of all layers together, many times the L2 cache
 MAX_LAYERS = 32
@@ -138,10 +139,10 @@ class Bench:
         """A backend with random caches, and the block tables of `batch` sequences in random order."""
         blocks_per_seq = -(-context // block_size)
         torch.cuda.empty_cache()
+        config = make_config(shape, num_layers)
         backend = TritonAttention(
-            make_config(shape, num_layers),
-            batch * blocks_per_seq,
-            block_size,
+            config,
+            KVCacheSpec.of_model(config, self._dtype, batch * blocks_per_seq, block_size),
             self._dtype,
             self._device,
             MAX_MODEL_LEN,

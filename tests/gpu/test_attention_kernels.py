@@ -12,7 +12,9 @@ import torch
 from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.select import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS
 from services.attn_worker.backends.torch_attention import TorchAttention
+from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use
@@ -80,6 +82,12 @@ def make_config(
     )
 
 
+def test_a_cache_of_another_dtype_than_the_models_is_refused_by_name(kernels: Kernels) -> None:
+    spec = KVCacheSpec.of_model(make_config(), torch.float8_e4m3fn, NUM_BLOCKS, 16)
+    with pytest.raises(ConfigError, match=rf"{kernels.dtype}, this one is torch\.float8_e4m3fn$"):
+        kernels.make(make_config(), spec, kernels.dtype, kernels.device, MAX_MODEL_LEN)
+
+
 @dataclass
 class _Sequence:
     blocks: list[int]
@@ -102,10 +110,9 @@ class Pair:
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
         self.config, self.dtype, self.device, self.block_size = config, dtype, device, block_size
-        self.reference = TorchAttention(config, NUM_BLOCKS, block_size, torch.float32, device, MAX_MODEL_LEN)
-        self.kernels = kernels.make(
-            config, NUM_BLOCKS, block_size, dtype, device, MAX_MODEL_LEN, max_num_seqs=32, max_num_tokens=2048
-        )
+        exact, spec = (KVCacheSpec.of_model(config, each, NUM_BLOCKS, block_size) for each in (torch.float32, dtype))
+        self.reference = TorchAttention(config, exact, torch.float32, device, MAX_MODEL_LEN)
+        self.kernels = kernels.make(config, spec, dtype, device, MAX_MODEL_LEN, max_num_seqs=32, max_num_tokens=2048)
         self.generator = torch.Generator().manual_seed(seed)
         self.free_blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
         self.sequences: dict[str, _Sequence] = {}

@@ -6,7 +6,6 @@ engine thread alone; all work goes to the current stream.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import NUM_STAGING_BUFFERS, StepUpload
 from services.attn_worker.backends.triton_rope_append import append_prefill, rotate_queries
+from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import ModelConfig
@@ -53,8 +53,7 @@ class FlashInferAttention:
     def __init__(
         self,
         config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
+        spec: KVCacheSpec,
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
@@ -64,25 +63,27 @@ class FlashInferAttention:
     ) -> None:
         """`max_num_seqs` and `max_num_tokens` limit a step. Compiles the kernels, which takes a minute or more if they
         are not in FlashInfer's cache. Raises CapacityError if memory is too small, ConfigError if the kernels do not
-        compile.
+        compile or the cache has another dtype than `dtype`.
         """
+        if spec.dtype != dtype:
+            raise ConfigError(f"FlashInfer is given a KV cache of the model's {dtype}, this one is {spec.dtype}")
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
-        assert (num_blocks + 1) * block_size < 2**31, "slots are int32"
+        assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
         self._config = config
-        self._block_size = block_size
+        self._spec = spec
+        self._block_size = spec.block_size
         self._dtype = dtype
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._max_num_indices = max_num_seqs * -(-max_model_len // block_size)
+        self._max_num_indices = max_num_seqs * -(-max_model_len // spec.block_size)
         self._has_groups = config.num_heads > config.num_kv_heads
-        windows = set(config.sliding_windows)
+        windows = set(spec.windows)
         num_entries = self._max_num_indices + 2 * max_num_seqs + 1 + 4 * max_num_tokens
-        cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._cache = spec.allocate(spec.head_major_shape, device)
+        self._caches = list(self._cache)  # by layer
+        self._keys_values = [(cache[:, :, 0], cache[:, :, 1]) for cache in self._caches]
         try:
-            self._cache = torch.zeros(cache_shape, dtype=dtype, device=device)
-            self._caches = list(self._cache)  # by layer
-            self._keys_values = [(cache[:, :, 0], cache[:, :, 1]) for cache in self._caches]
             query_shape = (max(max_num_tokens, max_num_seqs), config.num_heads, config.head_dim)
             self._query = torch.empty(query_shape, dtype=dtype, device=device)
             self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
@@ -97,12 +98,11 @@ class FlashInferAttention:
                 for window in windows
             }
         except RuntimeError as error:  # includes torch.OutOfMemoryError
-            num_bytes = math.prod(cache_shape) * dtype.itemsize
             raise CapacityError(
-                f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
+                f"{spec.num_blocks} KV blocks ({spec.num_bytes} bytes) and workspaces do not fit on {device}: {error}"
             ) from error
         self._decode_wrappers: dict[int, dict[int | None, Wrapper]] = {}  # by padded number of sequences
-        self._compile(num_blocks)
+        self._compile()
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
@@ -156,7 +156,7 @@ class FlashInferAttention:
         query = self._query[:num_rows]
         append_prefill(qkv, self._caches[layer], angles, self._angle_rows, self._slots)
         rotate_queries(qkv, query, angles, self._angle_rows)
-        wrapper = self._wrappers[self._config.sliding_windows[layer]]
+        wrapper = self._wrappers[self._spec.windows[layer]]
         wrapper.run(query, self._keys_values[layer], out=out[:num_rows].view(query.shape))
 
     def _write_blocks(self, step: StepMetadata, starts: np.ndarray, last_lens: np.ndarray) -> _Blocks:
@@ -228,21 +228,21 @@ class FlashInferAttention:
     def _options(self, window: int | None) -> dict[str, object]:
         """Options of `plan`. FlashInfer's window counts the keys left of a query; ours includes the query's own key."""
         window_left = -1 if window is None else window - 1
-        return {"window_left": window_left, "q_data_type": self._dtype, "kv_data_type": self._dtype}
+        return {"window_left": window_left, "q_data_type": self._dtype, "kv_data_type": self._spec.dtype}
 
     @torch.inference_mode()
-    def _compile(self, null_block: int) -> None:
+    def _compile(self) -> None:
         """Runs every kernel once, on the null block: this compiles the kernels and loads them before any capture."""
         config, size = self._config, self._block_size
         log.info("FlashInfer compiles its kernels, or loads them", version=flashinfer.__version__)
         start = time.monotonic()
-        layers = [config.sliding_windows.index(window) for window in self._plans]
+        layers = [self._spec.windows.index(window) for window in self._plans]
         qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=self._partials.device)
         out = torch.empty(2, config.attn_size, dtype=self._dtype, device=self._partials.device)
         one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
         try:
             for num_tokens in range(1, min(2, self._max_num_tokens) + 1):
-                table = np.full((1, num_tokens), null_block, np.int32)
+                table = np.full((1, num_tokens), self._spec.num_blocks, np.int32)
                 self.begin_step(build_step_metadata(one * num_tokens, none, one * num_tokens, table, size))
                 for layer in layers:
                     self.forward(layer, qkv[:num_tokens], out)

@@ -6,7 +6,6 @@ everything that depends on the step but not on the layer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.backends.padded_groups import PaddedGroup, build_padded_groups
 from services.attn_worker.backends.rope import RotaryEmbedding
+from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.errors import CapacityError
+from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig
+
+_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +41,32 @@ class _Group:
 class TorchAttention:
     """An AttentionBackend for any torch device, in float32, bfloat16 or float16.
 
-    The cache holds the k heads and v heads of a token side by side, so that one copy appends both and one gather reads
-    both. Its shape per layer is [num_blocks + 1, block_size, 2 * num_kv_heads, head_dim]; the last block is the null
-    block.
+    The cache holds the k heads and v heads of a token side by side (`KVCacheSpec.token_major_shape`), so that one copy
+    appends both and one gather reads both. Its dtype may be another of these three than the model's.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
+        spec: KVCacheSpec,
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
     ) -> None:
+        """Raises CapacityError if memory is too small, ConfigError for a cache of a dtype that is none of these."""
+        if spec.dtype not in _CACHE_DTYPES:
+            raise ConfigError(f"the torch backend stores float32, bfloat16 or float16, this KV cache is {spec.dtype}")
         self._config = config
-        self._block_size = block_size
+        self._spec = spec
+        self._block_size = spec.block_size
         self._dtype = dtype
         self._device = device
         self._rope = RotaryEmbedding(config.rope, max_model_len, device)
-        self._windows = set(config.sliding_windows)
-        self._cache = _allocate_cache(config, num_blocks + 1, block_size, dtype, device)
-        self._cache_blocks = list(self._cache)  # by layer
-        self._cache_slots = [blocks.view(-1, 2 * config.kv_size) for blocks in self._cache_blocks]
+        self._windows = set(spec.windows)
+        self._is_converted = spec.dtype != dtype
+        self._cache = spec.allocate(spec.token_major_shape, device)
+        self._cache_blocks = [layer.flatten(1) for layer in self._cache]  # [num_blocks + 1, block_size * 2 * kv_size]
+        self._cache_slots = [layer.view(-1, 2 * spec.kv_size) for layer in self._cache]
         self._workspaces: dict[str, torch.Tensor] = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -96,13 +101,19 @@ class TorchAttention:
         torch.nan_to_num(qkv, 0.0, 0.0, 0.0, out=self._qkv)
         swapped = torch.cat(self._swapped_halves, dim=-1)
         self._rotated.mul_(self._cos).addcmul_(swapped, self._sin)
-        self._cache_slots[layer].index_copy_(0, self._slots, self._key_value)
+        key_value = self._key_value
+        if self._is_converted:
+            key_value = key_value.to(self._spec.dtype).nan_to_num_()  # what is beyond its range becomes its largest
+        self._cache_slots[layer].index_copy_(0, self._slots, key_value)
         for group in self._groups:
             self._attend(layer, group, out)
 
     def _attend(self, layer: int, group: _Group, out: torch.Tensor) -> None:
-        torch.index_select(self._cache_blocks[layer], 0, group.blocks, out=group.gathered)
-        mask = group.masks[self._config.sliding_windows[layer]]
+        if self._is_converted:
+            group.gathered.copy_(self._cache_blocks[layer].index_select(0, group.blocks))
+        else:
+            torch.index_select(self._cache_blocks[layer], 0, group.blocks, out=group.gathered)
+        mask = group.masks[self._spec.windows[layer]]
         is_slice = group.out_rows is None
         query = self._query[group.rows] if is_slice else self._query.index_select(0, group.rows)
         group_size, num_kv_heads, _, head_dim = group.keys.shape
@@ -186,15 +197,3 @@ class TorchAttention:
             buffer = torch.empty(num_rows * 3 // 2, num_columns, dtype=self._dtype, device=self._device)
             self._workspaces[name] = buffer
         return buffer[:num_rows]
-
-
-def _allocate_cache(
-    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Zeros [num_layers, num_blocks, block_size * 2 * kv_size]: even masked entries must be finite."""
-    shape = (config.num_layers, num_blocks, block_size * 2 * config.kv_size)
-    try:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
-        num_bytes = math.prod(shape) * dtype.itemsize
-        raise CapacityError(f"{num_blocks} KV blocks need {num_bytes} bytes on {device}: {error}") from error

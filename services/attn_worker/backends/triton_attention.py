@@ -6,7 +6,6 @@ Everything that the kernels read about a step lies in one int32 buffer on the de
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +29,9 @@ from services.attn_worker.backends.work_items import (
     fill_decode_items,
     prefill_items,
 )
+from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
-from services.common.errors import CapacityError
+from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import ModelConfig
 
 _DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
@@ -54,8 +54,7 @@ class TritonAttention:
     def __init__(
         self,
         config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
+        spec: KVCacheSpec,
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
@@ -63,28 +62,32 @@ class TritonAttention:
         max_num_seqs: int = 1024,
         max_num_tokens: int = 8192,
     ) -> None:
-        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small."""
+        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small, ConfigError
+        if the cache has another dtype than `dtype`.
+        """
+        if spec.dtype != dtype:
+            raise ConfigError(f"the Triton kernels need a KV cache of the model's {dtype}, this one is {spec.dtype}")
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
-        assert (num_blocks + 1) * block_size < 2**31, "slots are int32"
+        assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
         self._config = config
-        self._block_size = block_size
+        self._spec = spec
+        self._block_size = spec.block_size
         self._dtype = dtype
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * _num_sms(device) // config.num_kv_heads)
-        self._windows = sorted(set(config.sliding_windows), key=lambda window: window or 0)
+        self._windows = sorted(set(spec.windows), key=lambda window: window or 0)
         self._decode_tiles = choose_decode_tiles(dtype, config.num_heads // config.num_kv_heads)
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
             len(self._windows) * max_num_items * NUM_FIELDS
-            + max_num_seqs * -(-max_model_len // block_size)  # block tables
+            + max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
             + max_num_tokens * (NUM_FIELDS + 4)  # prefill items, and arrays with one element per token
             + TABLE_SLACK
         )
-        cache_shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, 2, block_size, config.head_dim)
+        self._cache = spec.allocate(spec.head_major_shape, device)
+        self._caches = list(self._cache)  # by layer
         try:
-            self._cache = torch.zeros(cache_shape, dtype=dtype, device=device)
-            self._caches = list(self._cache)  # by layer
             self._workspace = DecodeWorkspace(
                 torch.empty(max_num_items, config.num_heads, config.head_dim, device=device),
                 torch.empty(max_num_items, config.num_heads, device=device),
@@ -93,12 +96,11 @@ class TritonAttention:
             self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
-            num_bytes = math.prod(cache_shape) * dtype.itemsize
             raise CapacityError(
-                f"{num_blocks} KV blocks ({num_bytes} bytes) and workspaces do not fit on {device}: {error}"
+                f"{spec.num_blocks} KV blocks ({spec.num_bytes} bytes) and workspaces do not fit on {device}: {error}"
             ) from error
         if device.type == "cuda" and min(max_num_tokens, max_model_len) > 1:  # not in Triton's interpreter
-            self._compile_prompts(num_blocks, max_model_len)
+            self._compile_prompts(max_model_len)
 
     @staticmethod
     def is_decode_only(step: StepMetadata) -> bool:
@@ -141,7 +143,7 @@ class TritonAttention:
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
-        cache, window, angles = self._caches[layer], self._config.sliding_windows[layer], self._angles.table
+        cache, window, angles = self._caches[layer], self._spec.windows[layer], self._angles.table
         if self._decode_items is not None:
             items = self._decode_items[window]
             decode_attention(
@@ -155,15 +157,15 @@ class TritonAttention:
             )
 
     @torch.inference_mode()
-    def _compile_prompts(self, num_blocks: int, max_model_len: int) -> None:
+    def _compile_prompts(self, max_model_len: int) -> None:
         """Runs the prefill kernels on a sequence in the null block, so that no request waits for the compiler."""
         config, caches = self._config, self._caches
         qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=caches[0].device)
         out = torch.empty(2, config.attn_size, dtype=self._dtype, device=caches[0].device)
-        layers = {window: layer for layer, window in enumerate(config.sliding_windows)}.values()
+        layers = {window: layer for layer, window in enumerate(self._spec.windows)}.values()
         for context_len in {min(length, max_model_len) for length in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}:
             num_tokens, length = np.full(1, 2), np.full(1, context_len)
-            table = np.full((1, -(-context_len // self._block_size)), num_blocks, np.int32)
+            table = np.full((1, -(-context_len // self._block_size)), self._spec.num_blocks, np.int32)
             self.begin_step(build_step_metadata(num_tokens, length - 2, length, table, self._block_size))
             for layer in layers:
                 self.forward(layer, qkv, out)

@@ -6,6 +6,7 @@ with an explicit mask and nothing paged, padded or batched.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
-from services.common.errors import CapacityError
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 from tests.support.plans import make_plan
 
@@ -50,6 +52,7 @@ class Harness:
         path: Path,
         heads: tuple[int, int] = (8, 2),
         dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
         **overrides: Any,
     ) -> None:
         num_heads, num_kv_heads = heads
@@ -67,7 +70,8 @@ class Harness:
         self.config: ModelConfig = load_model_config(path)
         self.dtype = dtype
         self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
-        self.backend = TorchAttention(self.config, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU, MAX_MODEL_LEN)
+        self.spec = KVCacheSpec.of_model(self.config, cache_dtype or dtype, NUM_BLOCKS, BLOCK_SIZE)
+        self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
         self.inputs: dict[int, torch.Tensor] = {}  # [num_layers, prompt and output, qkv_size]
         self.prompt_lens: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
@@ -126,6 +130,8 @@ class Harness:
         heads = self.inputs[seq_id][layer, :length].float().view(length, -1, config.head_dim).transpose(0, 1)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
         q, k = self.rotate(q, k, length, prompt_len)
+        if self.spec.dtype != self.dtype:  # stored after they are rotated
+            k, v = k.to(self.spec.dtype).float(), v.to(self.spec.dtype).float()
         group_size = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(group_size, dim=0), v.repeat_interleave(group_size, dim=0)
         distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -314,7 +320,37 @@ def test_a_step_without_rows_is_nothing(tmp_path: Path) -> None:
     harness.backend.forward(0, torch.empty(0, config.qkv_size), torch.empty(0, config.attn_size))
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16])
+def test_a_cache_may_store_another_dtype_than_the_model_computes_in(tmp_path: Path, cache_dtype: torch.dtype) -> None:
+    harness = Harness(tmp_path, cache_dtype=cache_dtype)
+    # Storing float32 would be further off than this; a key that rounding brings to the neighbour is not.
+    tolerance = {"rtol": 0, "atol": torch.finfo(cache_dtype).eps / 5}
+    harness.open(0, 9)
+    harness.open(1, 5)
+    for advances in [((0, 9), (1, 5)), ((0, 1), (1, 2)), ((1, 1), (0, 1))]:
+        for layer, out in enumerate(harness.step(*advances)):
+            expected = torch.cat([harness.reference(seq_id, layer)[-n:] for seq_id, n in advances])
+            torch.testing.assert_close(out, expected, **tolerance)
+
+
+def test_numbers_beyond_the_caches_dtype_spread_to_nobody(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, cache_dtype=torch.float16)
+    harness.open(0, 6)
+    harness.inputs[0] *= 1e30
+    assert all(out.isfinite().all() for out in harness.step((0, 6)))
+    harness.cache.close_sequences([0])
+    harness.open(1, 5)  # padded with what sequence 0 left in the rest of the block
+    for layer, out in enumerate(harness.step((1, 5))):
+        torch.testing.assert_close(out, harness.reference(1, layer), rtol=0, atol=2e-4)
+
+
+def test_a_cache_of_a_dtype_that_torch_does_not_compute_in_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"this KV cache is torch\.int8"):
+        Harness(tmp_path, cache_dtype=torch.int8)
+
+
 def test_a_cache_that_does_not_fit_names_its_size(tmp_path: Path) -> None:
-    config = Harness(tmp_path).config
+    harness = Harness(tmp_path)
+    spec = dataclasses.replace(harness.spec, num_blocks=10**13)
     with pytest.raises(CapacityError, match=f"{10**13 + 1} KV blocks need {(10**13 + 1) * 2048} bytes"):
-        TorchAttention(config, 10**13, BLOCK_SIZE, torch.float32, CPU, MAX_MODEL_LEN)
+        TorchAttention(harness.config, spec, torch.float32, CPU, MAX_MODEL_LEN)
