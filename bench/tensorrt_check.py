@@ -29,9 +29,11 @@ from transformers import AutoConfig
 from services.common.config import EMBEDDED_MODEL, DenseSection
 from services.common.errors import TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
-from services.dense_worker.backends.segment_runner import TorchSegments, torch_segments
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends.select import torch_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
@@ -59,7 +61,7 @@ class Subject:
     device: torch.device
     weights: ModelWeights
     tensorrt: TensorRTSegments
-    torch: TorchSegments
+    torch: TorchBackend
 
     def inputs(self, num_tokens: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
         """Random inputs of all segments."""
@@ -82,23 +84,23 @@ def make_subject(
     plans: Path,
 ) -> tuple[Subject, list[str]]:
     """Builds or finds the plans; also returns the builder's output."""
-    device, lines = weights.embed.device, []
+    device, lines = weights.device, []
     builder = EnginePlanBuilder(api, current_gpu(device), profiles, EnginePlanCache(plans))
     found = builder.find_or_build(export_networks(config, dtype), dtype, None, lines.append)
     limits = Limits(profiles[-1].high, MAX_ROWS)
     binaries = {name: cached.plan for name, cached in found.items()}
     segments = TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream)
-    return Subject(config, dtype, device, weights, segments, TorchSegments(weights, config)), lines
+    return Subject(config, dtype, device, weights, segments, TorchBackend(weights)), lines
 
 
-def run_segments(runner: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run_segments(backend: DenseBackend, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Runs each segment on its inputs; returns the outputs by name."""
     qkv = torch.zeros_like(inputs["qkv"])
-    outputs = {"first.residual": runner.first(inputs["token_ids"], qkv), "first.qkv": qkv.clone()}
-    outputs["middle.residual"] = runner.middle(0, inputs["attn_out"], inputs["residual"], qkv)
+    outputs = {"first.residual": backend.first(inputs["token_ids"], qkv), "first.qkv": qkv.clone()}
+    outputs["middle.residual"] = backend.middle(0, inputs["attn_out"], inputs["residual"], qkv)
     return outputs | {
         "middle.qkv": qkv,
-        "last.logits": runner.last(inputs["attn_out"], inputs["residual"], inputs["rows"]),
+        "last.logits": backend.last(inputs["attn_out"], inputs["residual"], inputs["rows"]),
     }
 
 
@@ -107,7 +109,7 @@ def check_agreement(subject: Subject, sizes: list[int], scale: float = 1.0) -> d
     worst: dict[str, float] = {}
     for size in sizes:
         inputs = subject.inputs(size, scale)
-        found, expected = (run_segments(runner, inputs) for runner in (subject.tensorrt, subject.torch))
+        found, expected = (run_segments(backend, inputs) for backend in (subject.tensorrt, subject.torch))
         for name, value in expected.items():
             error = ((found[name].float() - value.float()).abs().max() / value.float().abs().max()).item()
             worst[name] = max(worst.get(name, 0.0), error)
@@ -163,7 +165,7 @@ def check_generation(subject: Subject, model: Any, num_tokens: int) -> dict[str,
     """Compares greedy generations by TensorRT and torch, token for token, with the same attention."""
     config, backends = (
         subject.config,
-        (TensorRTBackend(subject.tensorrt), TorchBackend(subject.weights, subject.config)),
+        (TensorRTBackend(subject.tensorrt), subject.torch),
     )
     for prompt in PROMPTS:
         found, expected = (
@@ -226,12 +228,12 @@ def run_checks(
     run_check("enqueue while the GPU sleeps", lambda: check_no_wait(subject, [1, 64]), checks)
     run_check("generation of the embedded model", lambda: check_generation(tiny, model, 32), checks)
     limits = Limits(profiles[-1].high, MAX_ROWS)
-    runners = {
+    backends = {
         "tensorrt": subject.tensorrt,
-        "torch": torch_segments(subject.weights, config, limits.num_tokens),
+        "torch": torch_backend(subject.weights, config, limits.num_tokens),
         "plain": subject.torch,
     }
-    results["times_us"] = measure_segments(runners, config, dtype, device, limits, time_on_gpu)
+    results["times_us"] = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
     return results
 
 

@@ -16,7 +16,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.backends.triton_gemv import gemv
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace, skinny_linear
-from services.dense_worker.model.weights import ModelWeights
+from services.dense_worker.model.model_weights import ModelWeights
 
 MIN_LAYER_BYTES = 1 << 30  # of distinct weights in one measurement of a layer
 
@@ -89,10 +89,10 @@ def time_step_us(backend: DenseBackend, config: ModelConfig, dtype: torch.dtype,
     rows = torch.arange(batch, device="cuda")
 
     def step() -> None:
-        backend.first(token_ids, qkv)
+        residual = backend.first(token_ids, qkv)
         for layer in range(config.num_layers - 1):
-            backend.middle(layer, attn_out, qkv)
-        backend.last(attn_out, rows)
+            residual = backend.middle(layer, attn_out, residual, qkv)
+        backend.last(attn_out, residual, rows)
 
     with torch.inference_mode():
         return time_in_graph_us(step)
@@ -106,8 +106,8 @@ def measure_steps(
     own = CudaBackend(weights, config, max(batches))
     torch.cuda.synchronize()
     ready_s = time.perf_counter() - start
-    reference = TorchBackend(weights, config)
-    matrices = [tensor for _, tensor in weights.named_tensors() if tensor.dim() == 2 and tensor is not weights.embed]
+    reference = TorchBackend(weights)
+    matrices = [tensor for name, tensor in weights.named_tensors() if tensor.dim() == 2 and name != "embed"]
     num_weights = sum(matrix.numel() for matrix in matrices)
     steps = []
     for batch in batches:

@@ -139,10 +139,10 @@ class DenseSide:
         def warm_up(batch: int) -> None:
             qkv, attn_out = channel.qkv[:batch], channel.attn_out[:batch]
             attn_out.zero_()
-            self._backend.first(token_ids, qkv)
+            residual = self._backend.first(token_ids, qkv)
             if self._config.num_layers > 1:
-                self._backend.middle(0, channel.fetch_attn_out(batch), qkv)
-            self._backend.last(attn_out, rows)
+                residual = self._backend.middle(0, channel.fetch_attn_out(batch), residual, qkv)
+            self._backend.last(attn_out, residual, rows)
 
         def run(batch: int) -> None:
             model_runner.run_layers(self._backend, channel, self._config.num_layers, token_ids, rows)

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from services.common.model_config import ModelConfig, RopeConfig
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.weights import ModelWeights, random_weights
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import random_weights
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -244,12 +246,12 @@ class Step:
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cuda")
 
     def run(self, backend: CudaBackend | TorchBackend) -> torch.Tensor:
-        backend.first(self.token_ids, self.qkv)
+        residual = backend.first(self.token_ids, self.qkv)
         for layer in range(self.config.num_layers):
             torch.tanh(self.qkv[:, -self.config.attn_size :], out=self.attn_out)
             if layer + 1 < self.config.num_layers:
-                backend.middle(layer, self.attn_out, self.qkv)
-        return backend.last(self.attn_out, self.rows)
+                residual = backend.middle(layer, self.attn_out, residual, self.qkv)
+        return backend.last(self.attn_out, residual, self.rows)
 
 
 @pytest.fixture(params=LinearKernel, ids=lambda kernel: kernel.value)
@@ -257,9 +259,9 @@ def only_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Whatever is faster, every layer takes the one kernel."""
     measure = LinearChoice.measure
 
-    def measure_and_override(self: LinearChoice, weights: list[torch.Tensor], *arguments: Any) -> None:
-        measure(self, weights, *arguments)
-        self.set_all(weights, request.param)
+    def measure_and_override(self: LinearChoice, linears: list[Linear], *arguments: Any) -> None:
+        measure(self, linears, *arguments)
+        self.set_all(linears, request.param)
 
     monkeypatch.setattr(LinearChoice, "measure", measure_and_override)
     return request.param
@@ -271,8 +273,8 @@ def only_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_backend_is_as_exact_as_the_segments(variant: str, half: torch.dtype, only_kernel: LinearKernel) -> None:
     config = VARIANTS[variant]
     weights = make_weights(config, half)
-    backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights, config)
-    exact = TorchBackend(to_float32(weights, config), config)
+    backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights)
+    exact = TorchBackend(to_float32(weights, config))
     for num_tokens, rows in ((1, [0]), (5, [4, 1, 1]), (31, [30]), (64, list(range(64))), (MAX_NUM_TOKENS, [7, 99])):
         step = Step(config, half, num_tokens, rows)
         wide_step = Step(config, torch.float32, num_tokens, rows)
@@ -290,7 +292,7 @@ def test_backend_is_as_exact_as_the_segments(variant: str, half: torch.dtype, on
 def test_backend_in_float32_gives_what_the_segments_give(variant: str) -> None:
     config = VARIANTS[variant]
     weights = make_weights(config, torch.float32)
-    backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights, config)
+    backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights)
     for num_tokens, rows in ((1, [0]), (5, [4, 1, 1]), (MAX_NUM_TOKENS, [7, 99]), (3, [])):
         step = Step(config, torch.float32, num_tokens, rows)
         expected = step.run(reference)

@@ -1,4 +1,4 @@
-"""Which kernel runs a linear layer: cuBLAS or the weight-streaming kernels, by measurement at start.
+"""Which kernel runs a linear layer: its format's reference (cuBLAS) or streaming kernels, by measurement at start.
 
 A layer's kernel shows its worth only between its neighbours: how much of a kernel's start hides behind the end
 of the one before depends on both. So whole steps are timed, with one layer's kernel exchanged at a time.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import structlog
 import torch
 
+from services.dense_worker.model.linear import Linear
+
 log = structlog.get_logger()
+
+_Key = tuple[Hashable, int, int, int | None]
 
 ROW_BUCKETS = (1, 16, 32, 64)  # tokens up to which the streaming kernels have a variant
 _MIN_GAIN = 0.002  # of a step's time; less is noise
@@ -23,8 +27,8 @@ _NUM_REPLAYS = 5
 class LinearKernel(enum.Enum):
     """The two implementations of a linear layer."""
 
-    CUBLAS = "cublas"
-    STREAMED = "streamed"  # triton_gemv, triton_skinny
+    CUBLAS = "cublas"  # the reference of the weight's format, which fuses nothing
+    STREAMED = "streamed"  # such as `streamed_plain`: fuses all that comes after, and the norm before one row
 
 
 def row_bucket(num_rows: int) -> int | None:
@@ -33,28 +37,28 @@ def row_bucket(num_rows: int) -> int | None:
 
 
 class LinearChoice:
-    """The faster kernel for each (out_features, in_features, dtype, bucket); cuBLAS where nothing was measured."""
+    """The faster kernel for each (format, out_features, in_features, bucket); cuBLAS where nothing was measured."""
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple[int, int, torch.dtype, int | None], LinearKernel] = {}
+        self._kernels: dict[_Key, LinearKernel] = {}
 
-    def kernel(self, weight: torch.Tensor, num_rows: int) -> LinearKernel:
-        """The choice for `num_rows` tokens times `weight` [out_features, in_features]."""
-        return self._kernels.get(_key(weight, num_rows), LinearKernel.CUBLAS)
+    def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
+        """The choice for `num_rows` tokens."""
+        return self._kernels.get(_key(linear, num_rows), LinearKernel.CUBLAS)
 
-    def set_all(self, weights: Sequence[torch.Tensor], kernel: LinearKernel) -> None:
-        """Choose `kernel` for weights like these in every bucket."""
-        for weight in weights:
+    def set_all(self, linears: Sequence[Linear], kernel: LinearKernel) -> None:
+        """Choose `kernel` for layers like these in every bucket."""
+        for linear in linears:
             for bucket in ROW_BUCKETS:
-                self._kernels[_key(weight, bucket)] = kernel
+                self._kernels[_key(linear, bucket)] = kernel
 
-    def measure(self, weights: Sequence[torch.Tensor], num_rows: int, run_step: Callable[[], object]) -> None:
+    def measure(self, linears: Sequence[Linear], num_rows: int, run_step: Callable[[], object]) -> None:
         """Exchange the streaming kernel for cuBLAS wherever that makes `run_step` faster.
 
-        `weights` holds one of each kind of layer; `run_step` enqueues a step of `num_rows` tokens that uses
+        `linears` holds one of each kind of layer; `run_step` enqueues a step of `num_rows` tokens that uses
         this choice. Waits for the device; for the start of the worker only.
         """
-        keys = [_key(weight, num_rows) for weight in weights]
+        keys = [_key(linear, num_rows) for linear in linears]
         self._kernels |= dict.fromkeys(keys, LinearKernel.STREAMED)
         streamed_us = fastest_us = time_in_graph_us(run_step)
         for key in keys:
@@ -67,7 +71,7 @@ class LinearChoice:
         log.info(
             "linear kernels chosen",
             max_rows=row_bucket(num_rows),
-            cublas=[f"{key[0]}x{key[1]}" for key in keys if self._kernels[key] is LinearKernel.CUBLAS],
+            cublas=[f"{key[1]}x{key[2]}" for key in keys if self._kernels[key] is LinearKernel.CUBLAS],
             step_us=round(fastest_us, 1),
             all_streamed_us=round(streamed_us, 1),
         )
@@ -94,5 +98,5 @@ def time_in_graph_us(run: Callable[[], object], num_replays: int = _NUM_REPLAYS)
     return statistics.median(times_us)
 
 
-def _key(weight: torch.Tensor, num_rows: int) -> tuple[int, int, torch.dtype, int | None]:
-    return weight.shape[0], weight.shape[1], weight.dtype, row_bucket(num_rows)
+def _key(linear: Linear, num_rows: int) -> _Key:
+    return linear.weight.kind, linear.out_features, linear.in_features, row_bucket(num_rows)

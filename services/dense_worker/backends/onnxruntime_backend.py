@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from services.common.errors import ConfigError
-from services.common.model_config import ModelConfig
+from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import bind_weights
-from services.dense_worker.model.weights import ModelWeights
 from services.dense_worker.tensorrt.optional_packages import require
+from services.step import StepPlan
 
 
 class OnnxRuntimeBackend:
@@ -20,8 +19,8 @@ class OnnxRuntimeBackend:
     Raises ConfigError where onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
-    def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights, config: ModelConfig) -> None:
-        if weights.embed.dtype == torch.bfloat16:
+    def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
+        if weights.dtype == torch.bfloat16:
             raise ConfigError("onnxruntime has no bfloat16 on a CPU: take float32 or float16")
         require("onnxruntime")
         import onnxruntime
@@ -34,24 +33,30 @@ class OnnxRuntimeBackend:
         }
         self._weights = {
             segment: [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in layers]
-            for segment, layers in bind_weights(config, weights).items()
+            for segment, layers in bind_weights(weights).items()
         }
-        self._residual: np.ndarray | None = None  # [n, hidden], from `first` to `last`
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+        """Nothing to prepare."""
+
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """See DenseBackend."""
-        qkv, self._residual = self._run("first", 0, token_ids=token_ids.int().numpy())
-        qkv_out.copy_(torch.from_numpy(qkv))
+        qkv, residual = self._run("first", 0, token_ids=token_ids.int())
+        qkv_out.copy_(qkv)
+        return residual
 
-    def middle(self, layer: int, attn_out: torch.Tensor, qkv_out: torch.Tensor) -> None:
+    def middle(
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+    ) -> torch.Tensor:
         """See DenseBackend."""
-        qkv, self._residual = self._run("middle", layer, attn_out=attn_out.numpy(), residual=self._residual)
-        qkv_out.copy_(torch.from_numpy(qkv))
+        qkv, residual = self._run("middle", layer, attn_out=attn_out, residual=residual)
+        qkv_out.copy_(qkv)
+        return residual
 
-    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See DenseBackend."""
-        inputs = {"attn_out": attn_out.numpy(), "residual": self._residual, "rows": rows.int().numpy()}
-        return torch.from_numpy(self._run("last", 0, **inputs)[0])
+        return self._run("last", 0, attn_out=attn_out, residual=residual, rows=rows.int())[0]
 
-    def _run(self, segment: str, layer: int, **activations: np.ndarray | None) -> list[np.ndarray]:
-        return self._sessions[segment].run(None, activations | self._weights[segment][layer])
+    def _run(self, segment: str, layer: int, **activations: torch.Tensor) -> list[torch.Tensor]:
+        inputs = {name: tensor.numpy() for name, tensor in activations.items()} | self._weights[segment][layer]
+        return [torch.from_numpy(output) for output in self._sessions[segment].run(None, inputs)]

@@ -9,11 +9,11 @@ import structlog
 
 from services.common.config import DenseSection
 from services.common.errors import ConfigError
+from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.segment_runner import torch_segments
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.weights import ModelWeights
+from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
@@ -62,11 +62,16 @@ def select_backend(
                 backend = _tensorrt_backend(section, model, weights, path, limits, api, gpu)
             log.info("dense backend is TensorRT", version=api.name, gpu=gpu.name, num_sms=gpu.num_sms)
             return SelectedBackend(api.name, backend)
-    if model.device.type == "cpu":
-        return SelectedBackend("torch", TorchBackend(weights, model.config))
+    return SelectedBackend("torch", torch_backend(weights, model.config, limits.num_tokens))
+
+
+def torch_backend(weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> DenseBackend:
+    """The fastest way without TensorRT on the device where `weights` lie."""
+    if weights.device.type == "cpu":
+        return TorchBackend(weights)
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
 
-    return SelectedBackend("torch", CudaBackend(weights, model.config, limits.num_tokens))
+    return CudaBackend(weights, config, max_num_tokens)
 
 
 def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
@@ -118,10 +123,10 @@ def _tensorrt_backend(
     synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
     if section.backend == "tensorrt":
         return TensorRTBackend(tensorrt_segments)
-    by_torch = torch_segments(weights, model.config, limits.num_tokens)
+    by_torch = torch_backend(weights, model.config, limits.num_tokens)
     measured = known_measurements(plans, limits)
     if measured is None and section.build == "auto":
-        runners = {"tensorrt": tensorrt_segments, "torch": by_torch}
-        measured = measure_segments(runners, model.config, model.dtype, model.device, limits, time_on_gpu)
+        backends = {"tensorrt": tensorrt_segments, "torch": by_torch}
+        measured = measure_segments(backends, model.config, model.dtype, model.device, limits, time_on_gpu)
         store_measurements(cache, plans, measured)
     return TensorRTBackend(tensorrt_segments, by_torch, measured)

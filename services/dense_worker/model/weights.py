@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from services.common.errors import ModelError
 from services.common.model_config import ModelConfig
+from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.families import BUILDERS
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.parameters import tensors_by_name, with_tensors
 
 _INDEX_FILE = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -24,46 +27,6 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(?!.*rotary_emb\.inv_freq$)")
 _HASH_SAMPLES = 64
 _HASH_SAMPLE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer; matrices are [out_features, in_features]; `None`: the model has no such tensor."""
-
-    input_norm: torch.Tensor  # [hidden]
-    qkv_weight: torch.Tensor  # [qkv_size, hidden]: q rows, then k, then v
-    qkv_bias: torch.Tensor | None  # [qkv_size]
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None  # [head_dim]
-    o_weight: torch.Tensor  # [hidden, attn_size]
-    o_bias: torch.Tensor | None  # [hidden]
-    post_norm: torch.Tensor  # [hidden]
-    gate_up_weight: torch.Tensor  # [2 * intermediate, hidden]: gate rows, then up
-    gate_up_bias: torch.Tensor | None  # [2 * intermediate]
-    down_weight: torch.Tensor  # [hidden, intermediate]
-    down_bias: torch.Tensor | None  # [hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """All weights of a model, contiguous, on one device and of one dtype; never written after loading."""
-
-    embed: torch.Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor  # [hidden]
-    lm_head: torch.Tensor  # [vocab, hidden]; the very tensor `embed` where the two are tied
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor once, such as ("layers.0.qkv_weight", ...)."""
-        yield "embed", self.embed
-        for i, layer in enumerate(self.layers):
-            for field in fields(layer):
-                tensor = getattr(layer, field.name)
-                if tensor is not None:
-                    yield f"layers.{i}.{field.name}", tensor
-        yield "final_norm", self.final_norm
-        if self.lm_head is not self.embed:
-            yield "lm_head", self.lm_head
 
 
 def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
@@ -75,7 +38,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     """
     files = _checkpoint_files(path)
     weights = empty_weights(config, dtype, device)
-    missing = _places(weights, config)
+    missing = _places(weights)
     tied_head_file: Path | None = None
     for file in files:
         try:
@@ -162,11 +125,14 @@ def _checkpoint_files(path: Path) -> list[Path]:
 
 def _with_head_of(file: Path, weights: ModelWeights) -> ModelWeights:
     """As transformers does: an lm_head unlike the embedding is not tied to it, whatever config.json says."""
-    name, lm_head = "lm_head.weight", torch.empty_like(weights.embed)
+    embed, source = weights.embedding.table.data, "lm_head.weight"
+    lm_head = torch.empty_like(embed)
     with safe_open(file, framework="pt") as tensors:
-        _check_tensor(file, name, tensors.get_slice(name), lm_head)
-        lm_head.copy_(tensors.get_tensor(name))
-    return weights if torch.equal(lm_head, weights.embed) else replace(weights, lm_head=lm_head)
+        _check_tensor(file, source, tensors.get_slice(source), lm_head)
+        lm_head.copy_(tensors.get_tensor(source))
+    if torch.equal(lm_head, embed):
+        return weights
+    return replace(weights, head=with_tensors(weights.head, tensors_by_name(weights.head) | {"lm_head": lm_head}))
 
 
 def _check_tensor(file: Path, name: str, found: object, place: torch.Tensor) -> None:
@@ -180,62 +146,14 @@ def _check_tensor(file: Path, name: str, found: object, place: torch.Tensor) -> 
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Uninitialised weights of the model's shapes; on the meta device they take no memory."""
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def layer() -> LayerWeights:
-        hidden, gate_up = config.hidden_size, 2 * config.intermediate_size
-        return LayerWeights(
-            input_norm=empty(hidden),
-            qkv_weight=empty(config.qkv_size, hidden),
-            qkv_bias=empty(config.qkv_size) if config.qkv_bias else None,
-            q_norm=empty(config.head_dim) if config.qk_norm else None,
-            k_norm=empty(config.head_dim) if config.qk_norm else None,
-            o_weight=empty(hidden, config.attn_size),
-            o_bias=empty(hidden) if config.o_bias else None,
-            post_norm=empty(hidden),
-            gate_up_weight=empty(gate_up, hidden),
-            gate_up_bias=empty(gate_up) if config.mlp_bias else None,
-            down_weight=empty(hidden, config.intermediate_size),
-            down_bias=empty(hidden) if config.mlp_bias else None,
-        )
-
-    embed = empty(config.vocab_size, config.hidden_size)
-    return ModelWeights(
-        embed=embed,
-        layers=tuple(layer() for _ in range(config.num_layers)),
-        final_norm=empty(config.hidden_size),
-        lm_head=embed if config.tie_word_embeddings else empty(config.vocab_size, config.hidden_size),
-    )
+    """The parts of the model's family, uninitialised; on the meta device they take no memory."""
+    return BUILDERS[config.family](config, WeightAllocator(dtype, device))
 
 
-def _places(weights: ModelWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
+def _places(weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Where each tensor of a Hugging Face checkpoint goes: its name -> a view of our tensors."""
-    places = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
-    if not config.tie_word_embeddings:
-        places["lm_head.weight"] = weights.lm_head
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    qkv_sizes = [config.attn_size, config.kv_size, config.kv_size]
-    gate_up, gate_up_sizes = ("mlp.gate_proj", "mlp.up_proj"), [config.intermediate_size] * 2
-    for i, layer in enumerate(weights.layers):
-        merged = [
-            (qkv, qkv_sizes, layer.qkv_weight, layer.qkv_bias),
-            (("self_attn.o_proj",), [config.hidden_size], layer.o_weight, layer.o_bias),
-            (gate_up, gate_up_sizes, layer.gate_up_weight, layer.gate_up_bias),
-            (("mlp.down_proj",), [config.hidden_size], layer.down_weight, layer.down_bias),
-        ]
-        named = {
-            "input_layernorm.weight": layer.input_norm,
-            "post_attention_layernorm.weight": layer.post_norm,
-            "self_attn.q_norm.weight": layer.q_norm,
-            "self_attn.k_norm.weight": layer.k_norm,
-        }
-        for projections, sizes, weight, bias in merged:
-            for kind, tensor in (("weight", weight), ("bias", bias)):
-                if tensor is not None:
-                    names = (f"{projection}.{kind}" for projection in projections)
-                    named |= zip(names, tensor.split(sizes), strict=True)
-        places |= {f"model.layers.{i}.{name}": place for name, place in named.items() if place is not None}
+    places: dict[str, torch.Tensor] = {}
+    for _, parameter in weights.named_parameters():
+        views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
+        places |= zip((source.name for source in parameter.sources), views, strict=True)
     return places

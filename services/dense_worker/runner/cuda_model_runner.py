@@ -63,7 +63,7 @@ class CudaModelRunner(ModelRunner):
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[tuple[int, int]]:
         def run(size: tuple[int, int]) -> None:
-            self._logits[: size[1]] = self._run_rows(channel, *size)
+            self._logits[: size[1]] = self._run_rows(channel, *size)[0]
 
         graphs = StepGraphs(self._stream, lambda size: self._warm_up(channel, *size), run)
         if not self._captures_lazily:
@@ -87,7 +87,7 @@ class CudaModelRunner(ModelRunner):
 
     def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
-        # Prompts' log-probabilities ask for `last` again, which needs the residual that a graph keeps to itself.
+        # Prompts' log-probabilities ask for `last` again, but a graph's residual lies in memory that graphs share.
         is_captured = num_tokens <= self._buckets[-1] and not step.spans
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         graph = self._find_graph(channel, num_rows, num_sampled) if is_captured else None
@@ -100,18 +100,21 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's is pinned: the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
+        self._backend.begin_step(step.bound.plan, num_rows)
         if graph is not None:
             graph.replay()
-            logits = self._logits
+            logits, residual = self._logits, None
         else:
-            logits = self._run_rows(channel, num_rows, num_sampled)
-        return self.finish(step, logits[:num_sampled], channel, self._outputs[stage][:num_sampled])
+            logits, residual = self._run_rows(channel, num_rows, num_sampled)
+        return self.finish(step, logits[:num_sampled], residual, channel, self._outputs[stage][:num_sampled])
 
     def _find_graph(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
         return self._graphs[channel].find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
 
-    def _run_rows(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.Tensor:
-        """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size]."""
+    def _run_rows(
+        self, channel: Channel, num_rows: int, num_sampled: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size], residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
@@ -128,10 +131,10 @@ class CudaModelRunner(ModelRunner):
         self._input.zero_()  # an earlier attachment's steps, packed for other numbers of rows, are no token ids
         token_ids, _, sampled_rows = _unpack(self._input, num_rows)
         attn_out.zero_()
-        self._backend.first(token_ids, qkv)
+        residual = self._backend.first(token_ids, qkv)
         if self._num_layers > 1:
-            self._backend.middle(0, channel.fetch_attn_out(num_rows), qkv)
-        self._backend.last(attn_out, sampled_rows[:num_sampled])
+            residual = self._backend.middle(0, channel.fetch_attn_out(num_rows), residual, qkv)
+        self._backend.last(attn_out, residual, sampled_rows[:num_sampled])
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

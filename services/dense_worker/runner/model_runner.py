@@ -137,15 +137,23 @@ class ModelRunner:
         """Runs all layers, and the sampler. Raises what `Channel.wait` raises."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
-        logits = run_layers(self._backend, channel, self._num_layers, token_ids, step.sampled_rows)
-        return self.finish(step, logits, channel, torch.empty(len(logits), dtype=torch.int64)).read()
+        self._backend.begin_step(step.bound.plan, len(token_ids))
+        logits, residual = run_layers(self._backend, channel, self._num_layers, token_ids, step.sampled_rows)
+        host_token_ids = torch.empty(len(logits), dtype=torch.int64)
+        return self.finish(step, logits, residual, channel, host_token_ids).read()
 
     def finish(
-        self, step: StepInput, logits: torch.Tensor, channel: Channel, host_token_ids: torch.Tensor
+        self,
+        step: StepInput,
+        logits: torch.Tensor,
+        residual: torch.Tensor | None,
+        channel: Channel,
+        host_token_ids: torch.Tensor,
     ) -> PendingTokens:
         """Samples, and ranks what is to be reported; all of it is on the host once the device has run it.
 
-        logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled
+        logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled;
+        residual: as `run_layers` gives it, None where the step has no spans
         """
         num_logprobs: dict[int, int] = {}
         ranked = prompt_ranked = None
@@ -154,8 +162,10 @@ class ModelRunner:
             host_token_ids.copy_(sampled.token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
         if step.spans:
+            assert residual is not None, "spans need the step's residual"
             attn_out = channel.attn_out[: len(step.token_ids)]
-            prompt_ranked = rank_prompt_tokens(self._backend, attn_out, step.spans, self._max_num_seqs).to_host()
+            ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
+            prompt_ranked = ranked_rows.to_host()
         entries, sequences = step.bound.plan.entries, step.bound.sequences
         return PendingTokens(entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked)
 
@@ -185,23 +195,24 @@ def run_layers(
     num_layers: int,
     token_ids: torch.Tensor,
     sampled_rows: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Through all segments, one handoff each way between two of them.
 
-    token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size]
+    token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size],
+    and the residual [num_tokens, hidden], of which `DenseBackend.last` can give further rows.
     """
     num_tokens = len(token_ids)
     qkv = channel.qkv[:num_tokens]
     qkv_ready = qkv_flag(num_tokens)
-    backend.first(token_ids, qkv)
+    residual = backend.first(token_ids, qkv)
     for layer in range(num_layers):
         channel.signal(qkv_ready)
         channel.wait(Flag.ATTENTION_READY)
         if layer + 1 < num_layers:
-            backend.middle(layer, channel.fetch_attn_out(num_tokens), qkv)
+            residual = backend.middle(layer, channel.fetch_attn_out(num_tokens), residual, qkv)
     if not len(sampled_rows):
-        return torch.empty(0, 0)
-    return backend.last(channel.attn_out[:num_tokens], sampled_rows)
+        return torch.empty(0, 0), residual
+    return backend.last(channel.attn_out[:num_tokens], residual, sampled_rows), residual
 
 
 @dataclass(frozen=True, slots=True)

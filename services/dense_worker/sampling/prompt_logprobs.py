@@ -42,11 +42,16 @@ def find_span(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptSpan 
 
 
 def rank_prompt_tokens(
-    backend: DenseBackend, attn_out: torch.Tensor, spans: SequenceOf[PromptSpan], max_num_rows: int
+    backend: DenseBackend,
+    attn_out: torch.Tensor,
+    residual: torch.Tensor,
+    spans: SequenceOf[PromptSpan],
+    max_num_rows: int,
 ) -> RankedTokens:
     """One row for each token of the spans, in order; called in place of `DenseBackend.last` or after it.
 
-    attn_out: [num_tokens, attn_size] of the last layer; max_num_rows: most that `last` may be asked for
+    attn_out: [num_tokens, attn_size] of the last layer; residual: [num_tokens, hidden];
+    max_num_rows: most that `last` may be asked for
     """
     rows, token_ids = [], []
     for span in spans:
@@ -57,7 +62,7 @@ def rank_prompt_tokens(
     num_top = max(span.num_logprobs for span in spans)
     size = min(MAX_ROWS_AT_A_TIME, max_num_rows)
     return concatenate(
-        rank_tokens(backend.last(attn_out, some_rows), some_token_ids, num_top)
+        rank_tokens(backend.last(attn_out, residual, some_rows), some_token_ids, num_top)
         for some_rows, some_token_ids in zip(device_rows.split(size), device_token_ids.split(size), strict=True)
     )
 

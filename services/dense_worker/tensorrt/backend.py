@@ -6,45 +6,50 @@ from collections.abc import Mapping
 
 import torch
 
-from services.dense_worker.backends.segment_runner import SegmentRunner
+from services.dense_worker.backends import DenseBackend
+from services.step import StepPlan
 
 # Microseconds by segment, number of tokens (of `last`: of rows), and "tensorrt" or "torch".
 Measurements = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
 class TensorRTBackend:
-    """A DenseBackend, for one thread and one step at a time.
+    """A DenseBackend that hands each call to one of two, with the residual.
 
-    With `torch_segments` and what was `measured`, each call goes to whichever was faster at the nearest
+    With `by_torch` and what was `measured`, each call goes to whichever was faster at the nearest
     measured size that is not smaller. That depends on the size alone: a captured CUDA graph holds the choice.
     """
 
     def __init__(
         self,
-        tensorrt_segments: SegmentRunner,
-        torch_segments: SegmentRunner | None = None,
+        by_tensorrt: DenseBackend,
+        by_torch: DenseBackend | None = None,
         measured: Measurements | None = None,
     ) -> None:
-        self._tensorrt, self._torch = tensorrt_segments, torch_segments
+        self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
-        self._residual: torch.Tensor | None = None  # [n, hidden], from `first` to `last`
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+        """See DenseBackend. Both prepare, for they may take turns within the step."""
+        self._tensorrt.begin_step(plan, num_tokens)
+        if self._torch is not None:
+            self._torch.begin_step(plan, num_tokens)
+
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """See DenseBackend."""
-        self._residual = self._runner("first", len(token_ids)).first(token_ids, qkv_out)
+        return self._faster("first", len(token_ids)).first(token_ids, qkv_out)
 
-    def middle(self, layer: int, attn_out: torch.Tensor, qkv_out: torch.Tensor) -> None:
+    def middle(
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+    ) -> torch.Tensor:
         """See DenseBackend."""
-        assert self._residual is not None, "middle before first"
-        runner = self._runner("middle", len(attn_out))
-        self._residual = runner.middle(layer, attn_out, self._residual, qkv_out)
+        return self._faster("middle", len(attn_out)).middle(layer, attn_out, residual, qkv_out)
 
-    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See DenseBackend."""
-        assert self._residual is not None, "last before first"
-        return self._runner("last", len(rows)).last(attn_out, self._residual, rows)
+        return self._faster("last", len(rows)).last(attn_out, residual, rows)
 
-    def _runner(self, segment: str, size: int) -> SegmentRunner:
+    def _faster(self, segment: str, size: int) -> DenseBackend:
         times = self._measured.get(segment)
         if not times:
             return self._tensorrt

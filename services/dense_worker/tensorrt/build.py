@@ -19,7 +19,7 @@ from services.common.cli import dashed
 from services.common.config import DenseSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
-from services.dense_worker.backends.segment_runner import torch_segments
+from services.dense_worker.backends.select import torch_backend
 from services.dense_worker.model.weights import random_weights, weights_hash
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
@@ -113,12 +113,12 @@ def _measure(
     config = replace(config, num_layers=min(config.num_layers, 2))
     weights = random_weights(config, dtype, GPU, seed=0)
     binaries = {name: cached.plan for name, cached in plans.items()}
-    runners = {
+    backends = {
         "tensorrt": TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream),
-        "torch": torch_segments(weights, config, limits.num_tokens),
+        "torch": torch_backend(weights, config, limits.num_tokens),
     }
     synchronize()
-    measured = measure_segments(runners, config, dtype, GPU, limits, time_on_gpu)
+    measured = measure_segments(backends, config, dtype, GPU, limits, time_on_gpu)
     store_measurements(cache, plans, measured)
     for segment, times in measured.items():
         for size, us in times.items():

@@ -8,18 +8,19 @@ import torch
 
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig
+from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import Weights, bind_weights
-from services.dense_worker.model.weights import ModelWeights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
+from services.step import StepPlan
 
 ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
 Binding = tuple[str, torch.Tensor]
 
 
 class TensorRTSegments:
-    """A SegmentRunner: one engine per segment, one execution context per engine and profile.
+    """A DenseBackend: one engine per segment, one execution context per engine and profile.
 
     The contexts run one after another on the caller's stream, so they share one block of device memory.
     Nothing waits for the device. To capture a CUDA graph, run the same sizes once before: TensorRT prepares
@@ -44,7 +45,7 @@ class TensorRTSegments:
         self._profiles = profiles
         self._config = config
         self._current_stream = current_stream
-        self._weights = bind_weights(config, weights)
+        self._weights = bind_weights(weights)
         self._engines = {name: api.load(name, plan) for name, plan in plans.items()}
         for name, engine in self._engines.items():
             _check_engine(name, engine, self._weights[name][0], len(profiles))
@@ -52,7 +53,7 @@ class TensorRTSegments:
         max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
         counts = {name: profile_index(profiles, size) + 1 for name, size in max_sizes.items()}
         num_bytes = max(engine.context_bytes(counts[name]) for name, engine in self._engines.items())
-        device = weights.embed.device
+        device = weights.device
         self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
         self._contexts = {
             name: [engine.create_context(i, self._memory, current_stream()) for i in range(counts[name])]
@@ -60,8 +61,13 @@ class TensorRTSegments:
         }
         self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}  # that each context was last set to
 
+    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+        """See DenseBackend. A step must be within the profiles that have contexts."""
+        profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._contexts["first"])
+        assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
+
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """See SegmentRunner."""
+        """See DenseBackend."""
         residual = self._new_residual(qkv_out)
         inputs = [("token_ids", token_ids.to(torch.int32))]
         outputs = [("qkv", qkv_out), ("residual_out", residual)]
@@ -71,7 +77,7 @@ class TensorRTSegments:
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
     ) -> torch.Tensor:
-        """See SegmentRunner."""
+        """See DenseBackend."""
         next_residual = self._new_residual(qkv_out)
         inputs = [("attn_out", attn_out), ("residual", residual)]
         outputs = [("qkv", qkv_out), ("residual_out", next_residual)]
@@ -79,7 +85,7 @@ class TensorRTSegments:
         return next_residual
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See SegmentRunner."""
+        """See DenseBackend."""
         logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
         inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
         self._run("last", len(rows), inputs, [("logits", logits)], self._weights["last"][0])

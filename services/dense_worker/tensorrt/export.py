@@ -131,9 +131,10 @@ def _export_embedding(
 ) -> dict[str, object]:
     without_layers = replace(config, num_layers=0)
     if is_dummy:
-        embed = random_weights(without_layers, dtype, CPU, seed=0).embed
+        weights = random_weights(without_layers, dtype, CPU, seed=0)
     else:
-        embed = load_weights(model, without_layers, dtype, CPU).embed
+        weights = load_weights(model, without_layers, dtype, CPU)
+    embed = weights.embedding.table.data
     write_atomically(directory / EMBED_FILE, safetensors.torch.save({"embed_tokens.weight": embed}))
     print(f"{EMBED_FILE}: {list(embed.shape)}, {embed.nbytes / 1e6:.1f} MB", flush=True)
     return {"file": EMBED_FILE, "tensor": "embed_tokens.weight", "shape": list(embed.shape)}
@@ -157,7 +158,7 @@ def _test(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype
     from services.dense_worker.tensorrt.export_check import compare_with_hugging_face
 
     weights = load_weights(arguments.model, config, dtype, CPU)
-    backend = OnnxRuntimeBackend(read_networks(directory, read_manifest(directory)), weights, config)
+    backend = OnnxRuntimeBackend(read_networks(directory, read_manifest(directory)), weights)
     comparison = compare_with_hugging_face(
         arguments.model, config, dtype, backend, arguments.input, arguments.max_tokens
     )

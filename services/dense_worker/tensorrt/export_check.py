@@ -77,11 +77,11 @@ def greedy(
     token_ids = torch.tensor(prompt, device=device)
     while len(output) < max_tokens and not (output and output[-1] in config.eos_token_ids):
         qkv = torch.empty(len(token_ids), config.qkv_size, dtype=dtype, device=device)
-        backend.first(token_ids, qkv)
+        residual = backend.first(token_ids, qkv)
         for layer in range(config.num_layers - 1):
-            backend.middle(layer, attention(layer, qkv), qkv)
+            residual = backend.middle(layer, attention(layer, qkv), residual, qkv)
         attn_out = attention(config.num_layers - 1, qkv)
-        logits = backend.last(attn_out, torch.tensor([len(token_ids) - 1], device=device))
+        logits = backend.last(attn_out, residual, torch.tensor([len(token_ids) - 1], device=device))
         output.append(int(logits.argmax()))
         token_ids = torch.tensor(output[-1:], device=device)
     return output

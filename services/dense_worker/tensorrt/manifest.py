@@ -75,7 +75,7 @@ def read_networks(directory: Path, manifest: Manifest) -> dict[str, bytes]:
         if digest != expected:
             raise ModelError(
                 f"{path} was changed after its export: its sha256 is {digest[:12]}…, {FILE} says "
-                f"{expected[:12]}…; change services/dense_worker/model/segments.py instead, and export again"
+                f"{expected[:12]}…; change services/dense_worker/model/ instead, and export again"
             )
         networks[name] = network
     return networks

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends.segment_runner import SegmentRunner
+from services.dense_worker.backends import DenseBackend
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
@@ -18,19 +18,19 @@ SIZES = tuple(2**power for power in range(20))
 MAX_ROWS = 1024  # of logits, which take much memory
 NUM_CALLS, NUM_REPLAYS = 10, 5
 Call = Callable[[], object]
-MakeCall = Callable[[SegmentRunner], Call]
+MakeCall = Callable[[DenseBackend], Call]
 Timer = Callable[[Call], float]  # microseconds of one call
 
 
 def measure_segments(
-    runners: Mapping[str, SegmentRunner],
+    backends: Mapping[str, DenseBackend],
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     limits: Limits,
     time_us: Timer,
 ) -> Measurements:
-    """Microseconds of each segment, at the powers of two up to the limits and there, by each of `runners`.
+    """Microseconds of each segment, at the powers of two up to the limits and there, by each of `backends`.
 
     Inputs are random: on zeros a GPU is faster.
     """
@@ -40,7 +40,7 @@ def measure_segments(
         for size in (*(size for size in SIZES if size < max_size), max_size):
             make_call = _CALLS[segment](config, dtype, device, size)
             measured[segment][size] = {
-                name: round(time_us(make_call(runner)), 2) for name, runner in runners.items()
+                name: round(time_us(make_call(backend)), 2) for name, backend in backends.items()
             }
     return measured
 
@@ -93,19 +93,19 @@ def _max_sizes(segments: Iterable[str], limits: Limits) -> dict[str, int]:
 def _first(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:
     token_ids = torch.randint(config.vocab_size, (size,), device=device)
     qkv_out = torch.empty(size, config.qkv_size, dtype=dtype, device=device)
-    return lambda runner: lambda: runner.first(token_ids, qkv_out)
+    return lambda backend: lambda: backend.first(token_ids, qkv_out)
 
 
 def _middle(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:
     attn_out, residual = _activations(config, dtype, device, size)
     qkv_out = torch.empty(size, config.qkv_size, dtype=dtype, device=device)
-    return lambda runner: lambda: runner.middle(0, attn_out, residual, qkv_out)
+    return lambda backend: lambda: backend.middle(0, attn_out, residual, qkv_out)
 
 
 def _last(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:
     attn_out, residual = _activations(config, dtype, device, size)
     rows = torch.arange(size, device=device)
-    return lambda runner: lambda: runner.last(attn_out, residual, rows)
+    return lambda backend: lambda: backend.last(attn_out, residual, rows)
 
 
 def _activations(

@@ -1,4 +1,4 @@
-"""The segments as ONNX graphs, lowered from what torch.export records of `segments.py`: no second definition.
+"""The segments as ONNX graphs, lowered from what torch.export records of `model/segments.py`: no second definition.
 
 No weight is needed: shapes come from the config, and what is traced lies on the meta device. Weights are
 graph inputs. Opset 17 is what TensorRT 8.6 and everything after it can read.
@@ -15,7 +15,9 @@ import torch
 from onnx import TensorProto, helper
 
 from services.common.model_config import ModelConfig
-from services.dense_worker.model.segments import First, Last, Middle, segment_names
+from services.dense_worker.model.parameters import tensors_by_name
+from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
+from services.dense_worker.model.traced_segment import TracedSegment
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.onnx_lowering import ONNX_DTYPES, Lowering
 
@@ -28,9 +30,8 @@ NUM_TOKENS, NUM_ROWS = "num_tokens", "num_rows"  # the graphs' dynamic dimension
 class _Example:
     """A segment, and inputs on the meta device to trace it with."""
 
-    module: First | Middle | Last
+    segment: First | Middle | Last
     activations: dict[str, tuple[str, torch.Tensor]]  # name -> name of dimension 0, tensor
-    weights: tuple[torch.Tensor, ...]
     outputs: tuple[str, ...]
     output_rows: str  # name of their dimension 0
 
@@ -39,25 +40,25 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
     """One of `segment_names(config)`, checked. Takes a second and no memory, whatever the model's size.
 
     Inputs: the activations (`token_ids` and `rows` are int32, because TensorRT 8.6 has no int64), then the
-    weights in the order of the segment's `weight_names`. Outputs: `qkv` and `residual_out`, or `logits`.
+    weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
     The same arguments give the same bytes.
     """
     # Quantization will start here: Q/DQ pairs (FP8, INT8) around the Gemms of `onnx_lowering`, or an INT4
     # weight input and its scales, dequantized before the Gemm (both need a later opset and TensorRT 10).
     example = _EXAMPLES[name](config, dtype)
+    weights = tensors_by_name(example.segment)
     sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}
     program = torch.export.export(
-        example.module,
-        (*(tensor for _, tensor in example.activations.values()), *example.weights),
+        TracedSegment(example.segment),
+        (*(tensor for _, tensor in example.activations.values()), *weights.values()),
         dynamic_shapes=(
-            *({0: sizes[dim]} for dim, _ in example.activations.values()),
-            (None,) * len(example.weights),
+            (*({0: sizes[dim]} for dim, _ in example.activations.values()), *(None for _ in weights)),
         ),
     )
-    names = (*example.activations, *example.module.weight_names)
+    names = (*example.activations, *weights)
     lowering = Lowering(program.graph, dtype, names, example.outputs)
     inputs = [_value(name, tensor, dim) for name, (dim, tensor) in example.activations.items()]
-    inputs += map(_value, example.module.weight_names, example.weights)
+    inputs += map(_value, weights.keys(), weights.values())
     outputs = [
         _value(*output, example.output_rows) for output in zip(example.outputs, lowering.results, strict=True)
     ]
@@ -101,27 +102,20 @@ def _value(name: str, tensor: torch.Tensor, dynamic: str | None = None) -> onnx.
 
 
 def _first(config: ModelConfig, dtype: torch.dtype) -> _Example:
-    module = First(config)
-    return _Example(
-        module,
-        {"token_ids": (NUM_TOKENS, torch.empty(_TOKENS, dtype=torch.int64, device="meta"))},
-        module.select(empty_weights(config, dtype, _META)),
-        ("qkv", "residual_out"),
-        NUM_TOKENS,
-    )
+    token_ids = (NUM_TOKENS, torch.empty(_TOKENS, dtype=torch.int64, device="meta"))
+    segment = segments_of(empty_weights(config, dtype, _META)).first
+    return _Example(segment, {"token_ids": token_ids}, ("qkv", "residual_out"), NUM_TOKENS)
 
 
 def _middle(config: ModelConfig, dtype: torch.dtype) -> _Example:
-    module = Middle(config)
-    weights = module.select(empty_weights(config, dtype, _META), 0)
-    return _Example(module, _stream(config, dtype), weights, ("qkv", "residual_out"), NUM_TOKENS)
+    segment = segments_of(empty_weights(config, dtype, _META)).middle[0]
+    return _Example(segment, _stream(config, dtype), ("qkv", "residual_out"), NUM_TOKENS)
 
 
 def _last(config: ModelConfig, dtype: torch.dtype) -> _Example:
-    module = Last(config)
+    segment = segments_of(empty_weights(config, dtype, _META)).last
     rows = (NUM_ROWS, torch.empty(_ROWS, dtype=torch.int64, device="meta"))
-    weights = module.select(empty_weights(config, dtype, _META))
-    return _Example(module, _stream(config, dtype) | {"rows": rows}, weights, ("logits",), NUM_ROWS)
+    return _Example(segment, _stream(config, dtype) | {"rows": rows}, ("logits",), NUM_ROWS)
 
 
 def _stream(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[str, torch.Tensor]]:

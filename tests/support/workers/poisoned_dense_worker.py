@@ -15,10 +15,10 @@ POISON = [1000, 1000, 1000]  # which no other prompt and no answer has
 first = TorchBackend.first
 
 
-def poisoned_first(backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor) -> None:
+def poisoned_first(backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
     if str(POISON)[1:-1] in str(token_ids.tolist()):
         os.kill(os.getpid(), signal.SIGKILL)
-    first(backend, token_ids, qkv)
+    return first(backend, token_ids, qkv)
 
 
 if __name__ == "__main__":

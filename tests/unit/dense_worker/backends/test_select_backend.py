@@ -16,7 +16,8 @@ from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import select
 from services.dense_worker.backends.select import SelectedBackend, select_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.weights import ModelWeights, load_weights
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import load_weights
 from services.dense_worker.tensorrt import engine_segments, measure
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
@@ -85,9 +86,9 @@ def segments_run(machine: Machine, selected: SelectedBackend, num_tokens: int) -
     config, backend = machine.config, selected.backend
     machine.trt.calls.clear()
     qkv, attn_out = torch.empty(num_tokens, config.qkv_size), torch.zeros(num_tokens, config.attn_size)
-    backend.first(torch.zeros(num_tokens, dtype=torch.int64), qkv)
-    backend.middle(0, attn_out, qkv)
-    backend.last(attn_out, torch.tensor([0]))
+    residual = backend.first(torch.zeros(num_tokens, dtype=torch.int64), qkv)
+    residual = backend.middle(0, attn_out, residual, qkv)
+    backend.last(attn_out, residual, torch.tensor([0]))
     return [segment for _, segment, *_ in machine.trt.named("execute_async_v3")]
 
 

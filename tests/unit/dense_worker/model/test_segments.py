@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.segments import First, Last, Middle
+from services.dense_worker.model.segments import bind_weights, segments_of
+from services.dense_worker.model.torch_operations import TorchOperations
+from services.dense_worker.model.traced_segment import TracedSegment
 from services.dense_worker.model.weights import load_weights
 from tests.support.models import FAMILIES, make_model_dir
 
@@ -69,18 +71,18 @@ def logits_by_backend(
 ) -> torch.Tensor:
     """One step of the backend through buffers shaped like a channel's: larger than the step, and stale."""
     config = load_model_config(path)
-    backend = TorchBackend(load_weights(path, config, dtype, CPU), config)
+    backend = TorchBackend(load_weights(path, config, dtype, CPU))
     attention = HuggingFaceAttention(model, config)
     n = len(token_ids)
     channel_qkv = torch.full((n + 3, config.qkv_size), torch.nan, dtype=dtype)
     channel_attn_out = torch.full((n + 3, config.attn_size), torch.nan, dtype=dtype)
     qkv, attn_out = channel_qkv[:n], channel_attn_out[:n]
-    backend.first(token_ids, qkv)
+    residual = backend.first(token_ids, qkv)
     for layer in range(config.num_layers):
         attn_out.copy_(attention(layer, qkv))
         if layer + 1 < config.num_layers:
-            backend.middle(layer, attn_out, qkv)
-    logits = backend.last(attn_out, rows)
+            residual = backend.middle(layer, attn_out, residual, qkv)
+    logits = backend.last(attn_out, residual, rows)
     assert channel_qkv[n:].isnan().all()
     return logits
 
@@ -145,14 +147,14 @@ def test_cut_model_equals_transformers_with_fewer_layers(tmp_path: Path) -> None
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
     config = load_model_config(path, num_layers=2)
-    backend = TorchBackend(load_weights(path, config, torch.float32, CPU), config)
+    backend = TorchBackend(load_weights(path, config, torch.float32, CPU))
     attention = HuggingFaceAttention(model, config)
     qkv = torch.empty(NUM_TOKENS, config.qkv_size)
     with torch.inference_mode():
         expected = model(token_ids[None], use_cache=False).logits[0]
-        backend.first(token_ids, qkv)
-        backend.middle(0, attention(0, qkv), qkv)
-        found = backend.last(attention(1, qkv), torch.arange(NUM_TOKENS))
+        residual = backend.first(token_ids, qkv)
+        residual = backend.middle(0, attention(0, qkv), residual, qkv)
+        found = backend.last(attention(1, qkv), residual, torch.arange(NUM_TOKENS))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -161,17 +163,17 @@ def test_qkv_is_the_same_written_in_place_and_returned(tmp_path: Path, family: s
     path = make_model_dir(tmp_path, family)
     config = load_model_config(path)
     weights = load_weights(path, config, torch.float32, CPU)
-    first, middle = First(config), Middle(config)
+    segments, operations = segments_of(weights), TorchOperations()
     attn_out, residual = torch.randn(2, NUM_TOKENS, config.attn_size).unbind()
     kept = attn_out.clone(), residual.clone()
     calls = [
-        (first, (random_prompt(), *first.select(weights))),
-        (middle, (attn_out, residual, *middle.select(weights, 1))),
+        (segments.first, (random_prompt(),)),
+        (segments.middle[1], (attn_out, residual)),
     ]
     for segment, inputs in calls:
         qkv_out = torch.empty(NUM_TOKENS, config.qkv_size)
-        in_place, residual_beside = segment(*inputs, qkv_out=qkv_out)
-        returned, residual_alone = segment(*inputs)
+        in_place, residual_beside = segment.forward(operations, *inputs, qkv_out=qkv_out)
+        returned, residual_alone = segment.forward(operations, *inputs)
         assert in_place.data_ptr() == qkv_out.data_ptr()
         torch.testing.assert_close(qkv_out, returned, rtol=1e-6, atol=1e-6)
         assert torch.equal(residual_beside, residual_alone)
@@ -186,14 +188,16 @@ def test_weight_names_list_the_inputs_in_order(tmp_path: Path) -> None:
     before = ["input_norm", "qkv_weight", "qkv_bias", "q_norm", "k_norm"]
     after = ["o_weight", "o_bias", "post_norm", "gate_up_weight", "down_weight"]
     expected = {
-        First(config): ["embed"] + [f"layers.0.{name}" for name in before],
-        Middle(config): [f"layers.1.{name}" for name in after] + [f"layers.2.{name}" for name in before],
-        Last(config): [f"layers.2.{name}" for name in after] + ["final_norm", "lm_head"],
+        "first": ["embed"] + [f"layers.0.{name}" for name in before],
+        "middle": [f"layers.1.{name}" for name in after] + [f"layers.2.{name}" for name in before],
+        "last": [f"layers.2.{name}" for name in after] + ["final_norm", "lm_head"],
     }
-    for segment, names in expected.items():
-        selected = segment.select(weights, 1) if isinstance(segment, Middle) else segment.select(weights)
-        assert list(segment.weight_names) == [name.split(".")[-1] for name in names]
-        assert [tensor.data_ptr() for tensor in selected] == [tensors[name].data_ptr() for name in names]
+    parts, bound = segments_of(weights), bind_weights(weights)
+    for name, segment in (("first", parts.first), ("middle", parts.middle[1]), ("last", parts.last)):
+        names, selected = expected[name], bound[name][-1]
+        segment = TracedSegment(segment)
+        assert list(segment.weight_names) == list(selected) == [name.split(".")[-1] for name in names]
+        assert [tensor.data_ptr() for tensor in selected.values()] == [tensors[name].data_ptr() for name in names]
         assert not list(segment.parameters()) and not list(segment.buffers())
 
 
@@ -202,11 +206,11 @@ def test_segments_export_for_any_number_of_tokens(tmp_path: Path, family: str) -
     path = make_model_dir(tmp_path, family)
     config = load_model_config(path)
     weights = load_weights(path, config, torch.float32, CPU)
-    middle = Middle(config)
-    selected = middle.select(weights, 0)
+    middle = TracedSegment(segments_of(weights).middle[0])
+    selected = tuple(bind_weights(weights)["middle"][0].values())
     tokens = torch.export.Dim("tokens", min=2, max=64)
     inputs = (torch.randn(4, config.attn_size), torch.randn(4, config.hidden_size), *selected)
-    dynamic = {"attn_out": {0: tokens}, "residual": {0: tokens}, "weights": (None,) * len(selected)}
+    dynamic = {"inputs": ({0: tokens}, {0: tokens}, *(None for _ in selected))}
     exported = torch.export.export(middle, inputs, dynamic_shapes=dynamic).module()
     inputs = (torch.randn(37, config.attn_size), torch.randn(37, config.hidden_size), *selected)
     for found, expected in zip(exported(*inputs), middle(*inputs), strict=True):

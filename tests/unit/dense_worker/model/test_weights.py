@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from services.common.errors import ModelError
 from services.common.model_config import ModelConfig, load_model_config
-from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights, weights_hash
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from tests.support.models import FAMILIES, make_model_dir
 
 torch.set_num_threads(1)
@@ -104,7 +105,7 @@ def test_weights_are_converted_while_loading(tmp_path: Path, stored: torch.dtype
 def test_tied_lm_head_is_the_embedding_itself(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, "llama", tie_word_embeddings=True)
     weights = load(path)
-    assert weights.lm_head is weights.embed
+    assert weights.head.lm_head.weight.matrix.data is weights.embedding.table.data
     assert_equal_to_transformers(weights, path, torch.float32)
 
 
@@ -113,7 +114,8 @@ def test_lm_head_of_a_tied_model_is_used_where_it_differs_from_the_embedding(tmp
     path = make_model_dir(tmp_path, "llama", tie_word_embeddings=True)
     edit_tensors(path, lambda each: each.update({"lm_head.weight": each["model.embed_tokens.weight"] + shift}))
     weights = load(path)
-    assert (weights.lm_head is weights.embed) == (shift == 0.0)
+    lm_head = weights.head.lm_head.weight.matrix.data
+    assert (lm_head is weights.embedding.table.data) == (shift == 0.0)
     assert_equal_to_transformers(weights, path, torch.float32)
 
 

@@ -30,16 +30,22 @@ class NextNumber:
 
     def __init__(self) -> None:
         self.fed: list[list[int]] = []
+        self.begun: list[tuple[int, int]] = []  # id and number of tokens of each step
 
-    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor) -> None:
-        self._token_ids = token_ids
+    def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
+        self.begun.append((plan.step_id, num_tokens))
+
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
         self.fed.append(token_ids.tolist())
+        return token_ids[:, None]
 
-    def middle(self, layer: int, attn_out: torch.Tensor, qkv: torch.Tensor) -> None:
-        pass
+    def middle(
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        return residual
 
-    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot((self._token_ids[rows] + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot((residual[rows, 0] + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
 
 
 def make_runner(max_num_seqs: int = 2) -> tuple[ModelRunner, NextNumber]:

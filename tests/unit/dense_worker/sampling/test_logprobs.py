@@ -104,7 +104,7 @@ class RowBackend:
         self.logits = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
         self.asked: list[int] = []
 
-    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         self.asked.append(len(rows))
         return self.logits[rows]
 
@@ -128,7 +128,7 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
         entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
         if span := find_span(entry, sequence, first_row):
             backend = RowBackend(first_row + num_tokens)
-            ranked = rank_prompt_tokens(backend, torch.empty(0), [span], max_num_rows)
+            ranked = rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), [span], max_num_rows)
             [found] = read_prompt_logprobs([span], ranked)
             assert max(backend.asked) <= max_num_rows
             expected = exact_logprobs(backend.logits)
@@ -148,7 +148,7 @@ def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None
         find_span(PlanEntry(2, 2, 3, num_logits=0), second, 6),
     ]
     backend = RowBackend(9)
-    found = read_prompt_logprobs(spans, rank_prompt_tokens(backend, torch.empty(0), spans, 256))
+    found = read_prompt_logprobs(spans, rank_prompt_tokens(backend, torch.empty(0), torch.empty(0), spans, 256))
     assert [(each.seq_id, each.start, len(each.tokens)) for each in found] == [(1, 1, 3), (2, 3, 3)]
     assert [len(token.top) for each in found for token in each.tokens] == [0, 0, 0, 3, 3, 3]
     expected = exact_logprobs(backend.logits)

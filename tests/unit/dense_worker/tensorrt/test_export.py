@@ -22,10 +22,11 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
-from services.dense_worker.backends.segment_runner import TorchSegments
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.segments import First, Last, Middle, bind_weights
-from services.dense_worker.model.weights import ModelWeights, empty_weights, load_weights
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.segments import bind_weights, segments_of
+from services.dense_worker.model.traced_segment import TracedSegment
+from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.tensorrt import build, export
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
 from services.dense_worker.tensorrt.manifest import read_manifest, read_networks
@@ -73,41 +74,37 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_exported_segments_equal_the_torch_segments(variant: str, dtype: torch.dtype) -> None:
     config = config_of(variant)
     weights = noisy_weights(config, dtype)
-    torch_segments = TorchSegments(weights, config)
-    exported = OnnxRuntimeBackend(networks_of(variant, dtype), weights, config)
+    torch_backend = TorchBackend(weights)
+    exported = OnnxRuntimeBackend(networks_of(variant, dtype), weights)
     generator = torch.Generator().manual_seed(2)
     for n in (1, 17, 300):
         token_ids = torch.randint(config.vocab_size, (n,), generator=generator)
         rows = torch.randint(n, (5,), generator=generator)
         attn_out = torch.randn(n, config.attn_size, generator=generator).to(dtype)
         qkv, expected_qkv = torch.full((2, n, config.qkv_size), torch.nan, dtype=dtype)
-        expected_residual = torch_segments.first(token_ids, expected_qkv)
-        exported.first(token_ids, qkv)
-        assert torch.equal(torch.from_numpy(exported._residual), expected_residual)
+        expected_residual = torch_backend.first(token_ids, expected_qkv)
+        assert torch.equal(exported.first(token_ids, qkv), expected_residual)
         assert relative_error(qkv, expected_qkv) <= TOLERANCES[dtype]
         residual = torch.randn(n, config.hidden_size, generator=generator).to(dtype)
-        exported._residual = residual.numpy()
-        expected_residual = torch_segments.middle(1, attn_out, residual, expected_qkv)
-        exported.middle(1, attn_out, qkv)
-        assert relative_error(torch.from_numpy(exported._residual), expected_residual) <= TOLERANCES[dtype]
+        expected_residual = torch_backend.middle(1, attn_out, residual, expected_qkv)
+        next_residual = exported.middle(1, attn_out, residual, qkv)
+        assert relative_error(next_residual, expected_residual) <= TOLERANCES[dtype]
         assert relative_error(qkv, expected_qkv) <= TOLERANCES[dtype]
-        exported._residual = residual.numpy()
-        logits = exported.last(attn_out, rows)
+        logits = exported.last(attn_out, residual, rows)
         assert logits.dtype == torch.float32
-        assert relative_error(logits, torch_segments.last(attn_out, residual, rows)) <= TOLERANCES[dtype]
+        assert relative_error(logits, torch_backend.last(attn_out, residual, rows)) <= TOLERANCES[dtype]
 
 
 def test_norms_compute_in_float32() -> None:
     """Values whose squares are beyond float16, which a norm in float16 would turn into zeros."""
     config, dtype = config_of("llama"), torch.float16
     weights = noisy_weights(config, dtype)
-    exported = OnnxRuntimeBackend(networks_of("llama", dtype), weights, config)
+    exported = OnnxRuntimeBackend(networks_of("llama", dtype), weights)
     residual = torch.randn(3, config.hidden_size).mul(3000).to(dtype)
     qkv, expected_qkv = torch.zeros(2, 3, config.qkv_size, dtype=dtype)
     attn_out = torch.zeros(3, config.attn_size, dtype=dtype)
-    exported._residual = residual.numpy()
-    exported.middle(0, attn_out, qkv)
-    TorchSegments(weights, config).middle(0, attn_out, residual, expected_qkv)
+    exported.middle(0, attn_out, residual, qkv)
+    TorchBackend(weights).middle(0, attn_out, residual, expected_qkv)
     assert qkv.abs().max() > 0.1
     assert relative_error(qkv, expected_qkv) <= TOLERANCES[dtype]
     for segment in SEGMENTS:
@@ -134,13 +131,13 @@ def embedded() -> tuple[ModelConfig, ModelWeights, Any]:
 def test_generation_of_the_embedded_model_equals_torch_and_hugging_face(embedded: Any) -> None:
     config, weights, model = embedded
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    exported = OnnxRuntimeBackend(export_networks(config, torch.float32), weights, config)
+    exported = OnnxRuntimeBackend(export_networks(config, torch.float32), weights)
     for text in ("San Francisco is a", "Q: What", "The"):
         prompt = tokenizer(text)["input_ids"]
         with torch.inference_mode():
             found, by_torch = (
                 greedy(backend, OneSequenceAttention(model, config), config, torch.float32, prompt, 24)
-                for backend in (exported, TorchBackend(weights, config))
+                for backend in (exported, TorchBackend(weights))
             )
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[
                 0, len(prompt) :
@@ -171,18 +168,20 @@ def test_graphs_hold_projections_norms_and_swiglu_and_nothing_of_attention(varia
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_are_inputs_in_order_and_none_is_inside(variant: str) -> None:
     config = config_of(variant)
-    segments = {"first": First(config), "middle": Middle(config), "last": Last(config)}
+    weights = empty_weights(config, torch.float16, torch.device("meta"))
+    parts = segments_of(weights)
+    segments = {"first": parts.first, "middle": parts.middle[0], "last": parts.last}
     activations = {
         "first": ["token_ids"],
         "middle": ["attn_out", "residual"],
         "last": ["attn_out", "residual", "rows"],
     }
-    tensors = bind_weights(config, empty_weights(config, torch.float16, torch.device("meta")))
+    tensors = bind_weights(weights)
     for segment in SEGMENTS:
         graph = graph_of(variant, segment)
         assert [value.name for value in graph.input] == [
             *activations[segment],
-            *segments[segment].weight_names,
+            *TracedSegment(segments[segment]).weight_names,
         ]
         for value in graph.input[len(activations[segment]) :]:
             shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -338,7 +337,7 @@ def test_cut_model_is_compared_with_a_cut_hugging_face_model(family: str, tmp_pa
     config = load_model_config(path, num_layers=2)
     weights = load_weights(path, config, torch.float32, CPU)
     model = load_hugging_face(path, config, torch.float32)
-    exported = OnnxRuntimeBackend(export_networks(config, torch.float32), weights, config)
+    exported = OnnxRuntimeBackend(export_networks(config, torch.float32), weights)
     prompt = [5, 6, 7]
     with torch.inference_mode():
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0)

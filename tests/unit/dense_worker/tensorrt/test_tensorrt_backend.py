@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
-from services.dense_worker.backends.segment_runner import CudaSegments, TorchSegments
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.weights import ModelWeights, load_weights
+from services.dense_worker.model.head import Embedding
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import load_weights
 from services.dense_worker.tensorrt import engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
@@ -71,12 +72,12 @@ def build(trt: FakeTensorRT, networks: dict[str, bytes], directory: Path) -> dic
 def run_once(backend: Any, config: ModelConfig, num_tokens: int, rows: list[int]) -> torch.Tensor:
     """One step with a stand-in for attention that mixes the tokens."""
     qkv = torch.full((num_tokens + 2, config.qkv_size), torch.nan)[:num_tokens]
-    backend.first(torch.arange(num_tokens) % config.vocab_size, qkv)
+    residual = backend.first(torch.arange(num_tokens) % config.vocab_size, qkv)
     for layer in range(config.num_layers):
         attn_out = qkv[:, : config.attn_size].flip(0).contiguous()
         if layer + 1 < config.num_layers:
-            backend.middle(layer, attn_out, qkv)
-    return backend.last(attn_out, torch.tensor(rows))
+            residual = backend.middle(layer, attn_out, residual, qkv)
+    return backend.last(attn_out, residual, torch.tensor(rows))
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_logits_equal_torch_in_every_profile(
     segments: TensorRTSegments, weights: ModelWeights, config: ModelConfig, num_tokens: int, rows: list[int]
 ) -> None:
     found = run_once(TensorRTBackend(segments), config, num_tokens, rows)
-    expected = run_once(TorchBackend(weights, config), config, num_tokens, rows)
+    expected = run_once(TorchBackend(weights), config, num_tokens, rows)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -128,14 +129,15 @@ def test_weights_and_the_data_region_are_bound_by_their_own_addresses(
 ) -> None:
     qkv, attn_out = torch.empty(3, config.qkv_size), torch.zeros(3, config.attn_size)
     backend = TensorRTBackend(segments)
-    backend.first(torch.tensor([1, 2, 3]), qkv)
+    residual = backend.first(torch.tensor([1, 2, 3]), qkv)
     trt.calls.clear()
-    backend.middle(1, attn_out, qkv)
+    backend.middle(1, attn_out, residual, qkv)
     bound = {name: address for _, _, _, name, address in trt.named("set_tensor_address")}
     assert bound["qkv"] == qkv.data_ptr() and bound["attn_out"] == attn_out.data_ptr()
-    assert bound["o_weight"] == weights.layers[1].o_weight.data_ptr()
-    assert bound["gate_up_weight"] == weights.layers[1].gate_up_weight.data_ptr()
-    assert bound["qkv_weight"] == weights.layers[2].qkv_weight.data_ptr()
+    tensors = dict(weights.named_tensors())
+    assert bound["o_weight"] == tensors["layers.1.o_weight"].data_ptr()
+    assert bound["gate_up_weight"] == tensors["layers.1.gate_up_weight"].data_ptr()
+    assert bound["qkv_weight"] == tensors["layers.2.qkv_weight"].data_ptr()
     assert bound["residual"] != bound["residual_out"]
 
 
@@ -239,32 +241,21 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
         load(make_tensorrt("10.0.1", gpu="GPU B"), config, plans)
     with pytest.raises(ConfigError, match=r"plan of first: magic tag"):
         load(make_tensorrt("10.0.1"), config, plans | {"first": plans["first"][9:]})
-    smaller = replace(weights, embed=weights.embed[:100].contiguous())
+    table = weights.embedding.table
+    smaller = replace(weights, embedding=Embedding(replace(table, data=table.data[:100].contiguous())))
     with pytest.raises(ConfigError, match=r"of another model: embed is .*100, 64.*, not .*160, 64"):
         TensorRTSegments(
             TensorRT(make_tensorrt("10.0.1")), plans, PROFILES, smaller, config, LIMITS, lambda: STREAM
         )
 
 
-class WorkspaceBackend:
-    """Keeps its residual in a workspace, as CudaBackend does."""
+class InPlaceBackend(TorchBackend):
+    """Overwrites the residual that it is given, as CudaBackend does."""
 
-    def __init__(self, weights: ModelWeights, config: ModelConfig) -> None:
-        self._segments = TorchSegments(weights, config)
-        self._residual = torch.full((32, config.hidden_size), torch.nan)
-
-    def residual(self, num_tokens: int) -> torch.Tensor:
-        return self._residual[:num_tokens]
-
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> None:
-        self.residual(len(token_ids)).copy_(self._segments.first(token_ids, qkv_out))
-
-    def middle(self, layer: int, attn_out: torch.Tensor, qkv_out: torch.Tensor) -> None:
-        own = self.residual(len(attn_out))
-        own.copy_(self._segments.middle(layer, attn_out, own, qkv_out))
-
-    def last(self, attn_out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._segments.last(attn_out, self.residual(len(attn_out)), rows)
+    def middle(
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+    ) -> torch.Tensor:
+        return residual.copy_(super().middle(layer, attn_out, residual, qkv_out))
 
 
 @pytest.mark.parametrize("faster", [(), ("first",), ("middle",), ("last",), ("first", "last")])
@@ -280,11 +271,10 @@ def test_tensorrt_and_torch_take_turns_within_a_step(
         segment: {6: {"tensorrt": 10.0, "torch": 9.0 if segment in faster else 11.0}}
         for segment in ("first", "middle", "last")
     }
-    by_torch = CudaSegments(WorkspaceBackend(weights, config))
-    backend = TensorRTBackend(segments, by_torch, measured)
+    backend = TensorRTBackend(segments, InPlaceBackend(weights), measured)
     trt.calls.clear()
     found = run_once(backend, config, 6, [5, 0])
     torch.testing.assert_close(
-        found, run_once(TorchBackend(weights, config), config, 6, [5, 0]), rtol=0, atol=1e-5
+        found, run_once(TorchBackend(weights), config, 6, [5, 0]), rtol=0, atol=1e-5
     )
     assert {call[1] for call in trt.named("execute_async_v3")} == {"first", "middle", "last"} - set(faster)

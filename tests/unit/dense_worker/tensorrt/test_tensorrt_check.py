@@ -54,7 +54,7 @@ def test_sound_plans_pass(subject: tensorrt_check.Subject) -> None:
 
 def test_a_difference_is_a_failed_check_with_its_size(subject: tensorrt_check.Subject) -> None:
     results: dict[str, dict] = {}
-    lm_head = subject.weights.lm_head
+    lm_head = subject.weights.head.lm_head.weight.matrix.data
     kept = lm_head.clone()
     try:
         subject.tensorrt._weights["last"][0]["lm_head"] = kept.mul(1.1)

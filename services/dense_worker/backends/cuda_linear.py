@@ -1,0 +1,67 @@
+"""`CudaLinear`: every product of a linear layer on CUDA, by the kernel chosen for its format and number of rows.
+
+A format without streaming kernels is multiplied by its reference (of `PlainWeight`: cuBLAS). A new one gets its
+kernels in a file such as `streamed_plain.py` and an entry in the table here. An adapter's delta joins in `multiply`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.streamed_plain import StreamedPlain
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.plain_weight import PlainWeight
+
+
+class StreamingKernels(Protocol):
+    """Products of up to `linear_choice.ROW_BUCKETS[-1]` rows, bound by the reading of weights of one format."""
+
+    def can_multiply(self, linear: Linear) -> bool:
+        """Whether this layer's dtype and shape, and the GPU, are such as the kernels can do."""
+
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        norm: RmsNorm | None,
+        is_gated: bool,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """As `CudaLinear.multiply`; a norm comes with one row only."""
+
+
+class CudaLinear:
+    """For one stream, in which the kernels share their workspaces."""
+
+    def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
+        self.choice = LinearChoice()
+        self._streaming: dict[type, StreamingKernels] = {PlainWeight: StreamedPlain(launcher, device)}
+
+    def can_stream(self, linear: Linear) -> bool:
+        """Whether there are streaming kernels for this layer; only then may they be chosen."""
+        kernels = self._streaming.get(type(linear.weight))
+        return kernels is not None and kernels.can_multiply(linear)
+
+    def multiply(
+        self,
+        kernel: LinearKernel,
+        linear: Linear,
+        x: torch.Tensor,  # [n, in_features]
+        out: torch.Tensor,  # [n, out_features], half of them if is_gated; x's dtype, or float32
+        *,
+        norm: RmsNorm | None = None,  # x is first normalised; only streamed, and only one row
+        is_gated: bool = False,  # SiLU of the first half times the second; only streamed
+        residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only streamed
+    ) -> None:
+        """out = W x + b and what is fused. `kernel` is what `choice` has for this layer and number of rows."""
+        if kernel is LinearKernel.STREAMED:
+            self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
+        else:
+            assert norm is None and not is_gated and residual is None, "the reference fuses nothing"
+            linear.multiply(x, out)

@@ -1,0 +1,119 @@
+"""`CudaOperations`: what a layer is written in, by fused kernels, in few passes over memory.
+
+All work goes to the current stream, at fixed addresses and without waiting, so that it can be captured in a CUDA
+graph. A product that its kernel cannot add to the residual is left in `Residual.delta`, for the next norm to add.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends.cuda_linear import CudaLinear
+from services.dense_worker.backends.linear_choice import LinearKernel
+from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.operations import Residual
+from services.dense_worker.model.parameters import Parameter
+
+
+class CudaOperations:
+    """Operations for up to `max_num_tokens` tokens, on one stream. Residuals are written in place.
+
+    Workspaces hold what lives within a half of a layer; logits, residuals and selected rows are new tensors, which
+    under capture come from the graph's pool.
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def workspace(width: int) -> torch.Tensor:
+            return torch.empty(max_num_tokens, width, dtype=dtype, device=device)
+
+        self._hidden = workspace(config.hidden_size)  # normalised, or about to be added to the residual
+        self._gate_up = workspace(2 * config.intermediate_size)
+        self.launcher = KernelLauncher(device)
+        self.linear = CudaLinear(self.launcher, device)
+
+    def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
+        """See Operations."""
+        return Residual(torch.index_select(table.data, 0, token_ids))
+
+    def norm_linear(
+        self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
+    ) -> tuple[Residual, torch.Tensor]:
+        """See Operations."""
+        hidden = residual.hidden
+        if out is None:
+            out = torch.empty(len(hidden), linear.out_features, dtype=hidden.dtype, device=hidden.device)
+        kernel = self.linear.choice.kernel(linear, len(hidden))
+        return self._norm_multiply(kernel, residual, norm, linear, out, is_gated=False), out
+
+    def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
+        """See Operations. The result lies in the left half of a workspace."""
+        num_rows = len(residual.hidden)
+        both = self._gate_up[:num_rows]
+        activation = both[:, : gate_up.out_features // 2]
+        kernel = self.linear.choice.kernel(gate_up, num_rows)
+        if kernel is LinearKernel.STREAMED:
+            return self._norm_multiply(kernel, residual, norm, gate_up, activation, is_gated=True), activation
+        residual = self._norm_multiply(kernel, residual, norm, gate_up, both, is_gated=False)
+        silu_mul(self.launcher, both, activation)
+        return residual, activation
+
+    def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
+        """See Operations."""
+        hidden, num_rows = self.settle(residual), len(x)
+        kernel = self.linear.choice.kernel(linear, num_rows)
+        if kernel is LinearKernel.STREAMED:
+            self.linear.multiply(kernel, linear, x, hidden, residual=hidden)
+            return Residual(hidden)
+        delta = self._hidden[:num_rows]
+        self.linear.multiply(kernel, linear, x, delta)
+        return Residual(hidden, delta)
+
+    def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
+        """See Operations. Always in place: a product that is not the caller's is this operation's to write."""
+        weights = norms.q.weight.data, norms.k.weight.data
+        head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, norms.q.eps)
+        return qkv
+
+    def select_rows(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """See Operations."""
+        selected = Residual(residual.index_select(0, rows))
+        return attn_out.index_select(0, rows), selected
+
+    def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
+        """See Operations."""
+        hidden = residual.hidden
+        out = torch.empty(len(hidden), lm_head.out_features, dtype=torch.float32, device=hidden.device)
+        return self.norm_linear(residual, norm, lm_head, out)[1]
+
+    def settle(self, residual: Residual) -> torch.Tensor:
+        """See Operations."""
+        hidden, delta = residual
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _norm_multiply(
+        self,
+        kernel: LinearKernel,
+        residual: Residual,
+        norm: RmsNorm,
+        linear: Linear,
+        out: torch.Tensor,
+        is_gated: bool,
+    ) -> Residual:
+        """Norm and product, in one kernel where it can be. Nothing is left to be added to the residual."""
+        hidden, delta = residual
+        if kernel is LinearKernel.STREAMED and len(hidden) == 1 and delta is None:
+            self.linear.multiply(kernel, linear, hidden, out, norm=norm, is_gated=is_gated)
+            return residual
+        normed = self._hidden[: len(hidden)]  # may be `delta`
+        add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, normed)
+        self.linear.multiply(kernel, linear, normed, out, is_gated=is_gated)
+        return Residual(hidden)

@@ -1,0 +1,51 @@
+"""`WeightAllocator`: makes the parts that hold tensors, not yet filled. Here a linear layer gets its format."""
+
+from __future__ import annotations
+
+import torch
+
+from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
+from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.parameters import Parameter, Source
+from services.dense_worker.model.plain_weight import PlainWeight
+
+
+class WeightAllocator:
+    """Uninitialised tensors of one dtype on one device; on the meta device they take no memory."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+
+    def parameter(self, name: str, *shape: int, sources: tuple[Source, ...] = ()) -> Parameter:
+        """One tensor."""
+        return Parameter(name, torch.empty(shape, dtype=self._dtype, device=self._device), sources)
+
+    def norm(self, name: str, checkpoint_name: str, size: int, eps: float) -> RmsNorm:
+        """`checkpoint_name` is the module's, without ".weight"."""
+        return RmsNorm(self.parameter(name, size, sources=(Source(f"{checkpoint_name}.weight", size),)), eps)
+
+    def linear(
+        self, name: str, in_features: int, merged_from: tuple[Projection, ...], cut: Cut, has_bias: bool
+    ) -> Linear:
+        """A layer of the sum of the projections' out_features."""
+        bias = None
+        if has_bias:
+            sources = checkpoint_sources(merged_from, "bias")
+            bias = self.parameter(f"{name}_bias", sum_of_sizes(merged_from), sources=sources)
+        weight = self.weight(f"{name}_weight", in_features, merged_from)
+        return Linear(name, in_features, sum_of_sizes(merged_from), merged_from, cut, weight, bias)
+
+    def weight(self, name: str, in_features: int, merged_from: tuple[Projection, ...]) -> WeightFormat:
+        """The weight of one linear layer, its tensors called `name`, or after it."""
+        sources = checkpoint_sources(merged_from, "weight")
+        return PlainWeight(self.parameter(name, sum_of_sizes(merged_from), in_features, sources=sources))
+
+
+def checkpoint_sources(merged_from: tuple[Projection, ...], kind: str) -> tuple[Source, ...]:
+    """The tensors of a checkpoint that make one: `kind` is "weight", "bias", ..."""
+    return tuple(Source(f"{each.name}.{kind}", each.out_features) for each in merged_from)
+
+
+def sum_of_sizes(merged_from: tuple[Projection, ...]) -> int:
+    """The out_features of all projections together."""
+    return sum(projection.out_features for projection in merged_from)

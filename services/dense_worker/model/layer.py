@@ -1,0 +1,80 @@
+"""A decoder layer: two halves around attention, each put together from parts.
+
+Another family is another arrangement of parts: a class with the same method, built in `families.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.operations import Operations, Residual
+
+
+class BeforeAttention(Protocol):
+    """The half of a layer that ends in qkv."""
+
+    def forward(
+        self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Residual]:
+        """residual [n, hidden] -> qkv [n, qkv_size], the residual; qkv is `qkv_out`, where that is given."""
+
+
+class AfterAttention(Protocol):
+    """The half of a layer that begins with what attention gives."""
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+
+
+class Mlp(Protocol):
+    """What a layer computes beside attention."""
+
+    down: Linear
+
+    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
+        """The residual, and what `down` is to multiply [n, intermediate]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer of a model."""
+
+    before: BeforeAttention
+    after: AfterAttention
+
+
+@dataclass(frozen=True, slots=True)
+class NormedQkv:
+    """Norm, merged projection, and in some families a norm of each q and k head."""
+
+    norm: RmsNorm
+    qkv: Linear  # q rows, then k, then v
+    head_norms: HeadNorms | None
+
+    def forward(
+        self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Residual]:
+        """See BeforeAttention."""
+        residual, qkv = operations.norm_linear(residual, self.norm, self.qkv, qkv_out)
+        if self.head_norms is not None:
+            qkv = operations.norm_heads(qkv, self.head_norms, is_in_place=qkv_out is not None)
+        return qkv, residual
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialResidual:
+    """The output projection is added to the residual, then the MLP of the sum."""
+
+    o: Linear
+    mlp: Mlp
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """See AfterAttention."""
+        residual = operations.linear_add(residual, self.o, attn_out)
+        residual, activation = self.mlp.activate(operations, residual)
+        return operations.linear_add(residual, self.mlp.down, activation)

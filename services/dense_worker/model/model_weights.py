@@ -1,0 +1,46 @@
+"""`ModelWeights`: a model put together from its parts, which hold its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from services.dense_worker.model.head import Embedding, Head
+from services.dense_worker.model.layer import DecoderLayer
+from services.dense_worker.model.parameters import Parameter, parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """All weights of a model, contiguous, on one device; never written after loading."""
+
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    head: Head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model: of its activations, and of what is not quantized."""
+        return self.embedding.table.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.table.data.device
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Every parameter, such as ("layers.0.qkv_weight", ...). A tied lm_head has the embedding's tensor."""
+        for parameter in parameters(self.embedding):
+            yield parameter.name, parameter
+        for i, layer in enumerate(self.layers):
+            for parameter in parameters(layer):
+                yield f"layers.{i}.{parameter.name}", parameter
+        for parameter in parameters(self.head):
+            yield parameter.name, parameter
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor once: a tied lm_head is left out."""
+        for name, parameter in self.named_parameters():
+            if name == self.embedding.table.name or parameter.data is not self.embedding.table.data:
+                yield name, parameter.data

@@ -1,0 +1,69 @@
+"""What the parts of a model are made of: `Parameter`s, named tensors, found and exchanged by name.
+
+A part is a frozen dataclass whose fields are parameters, other parts, tuples of these, or plain values. So every
+part of every family can be listed, loaded, and put together again from tensors that come as inputs of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of a Hugging Face checkpoint, which fills so many rows of a parameter."""
+
+    name: str  # such as "model.layers.0.self_attn.q_proj.weight"
+    num_rows: int  # along dimension 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of a model. Never written after loading."""
+
+    name: str  # unique among the parameters of a segment, whose input it is: "qkv_weight"
+    data: torch.Tensor
+    sources: tuple[Source, ...] = ()  # in the order of their rows; empty: it is filled from elsewhere
+
+
+def parts_of_type(kind: type[Part], part: Any) -> Iterator[Part]:
+    """All parts of a class within `part`, in the order of its fields."""
+    if isinstance(part, kind):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from parts_of_type(kind, each)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from parts_of_type(kind, getattr(part, field.name))
+
+
+def parameters(part: Any) -> Iterator[Parameter]:
+    """All parameters of a part, in the order of its fields."""
+    return parts_of_type(Parameter, part)
+
+
+def tensors_by_name(part: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a part, in the order of its fields. Their names must differ."""
+    found = list(parameters(part))
+    tensors = {parameter.name: parameter.data for parameter in found}
+    assert len(tensors) == len(found), f"two of {[parameter.name for parameter in found]} have one name"
+    return tensors
+
+
+def with_tensors(part: Part, tensors: Mapping[str, torch.Tensor]) -> Part:
+    """The same part with other tensors, by the names of its parameters; `tensors` has them all."""
+    if isinstance(part, Parameter):
+        return replace(part, data=tensors[part.name])
+    if isinstance(part, tuple):
+        return tuple(with_tensors(each, tensors) for each in part)
+    if is_dataclass(part):
+        changes = {field.name: with_tensors(getattr(part, field.name), tensors) for field in fields(part)}
+        return replace(part, **changes)
+    return part

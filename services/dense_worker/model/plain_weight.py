@@ -1,0 +1,34 @@
+"""`PlainWeight`: a weight as it is, in the model's dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from services.dense_worker.model.parameters import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A WeightFormat of one matrix in float32, bfloat16 or float16."""
+
+    matrix: Parameter  # [out_features, in_features]
+
+    @property
+    def kind(self) -> torch.dtype:
+        return self.matrix.data.dtype
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See WeightFormat. On CUDA it is cuBLAS that multiplies."""
+        matrix = self.matrix.data
+        if out is None:
+            return F.linear(x, matrix, bias)
+        if out.dtype != x.dtype:
+            return out.copy_(F.linear(x, matrix, bias))
+        if bias is None:
+            return torch.mm(x, matrix.t(), out=out)
+        return torch.addmm(bias, x, matrix.t(), out=out)

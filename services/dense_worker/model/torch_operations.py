@@ -1,0 +1,66 @@
+"""`TorchOperations`: operator by operator in torch, on any device; the reference, and what torch.export records."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.operations import Residual
+from services.dense_worker.model.parameters import Parameter
+
+
+class TorchOperations:
+    """Operations that write nothing in place but `out`. Numerics follow Hugging Face: the residual has the model's
+    dtype, norms compute in float32."""
+
+    def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Every product of a layer: x [n, in_features] -> [n, out_features], in `out` where given."""
+        return linear.multiply(x, out)
+
+    def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
+        """See Operations."""
+        return Residual(F.embedding(token_ids, table.data))
+
+    def norm_linear(
+        self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
+    ) -> tuple[Residual, torch.Tensor]:
+        """See Operations."""
+        return residual, self.linear(linear, norm.normalize(residual.hidden), out)
+
+    def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
+        """See Operations."""
+        both = self.linear(gate_up, norm.normalize(residual.hidden))
+        gate, up = both.split(gate_up.out_features // 2, dim=1)
+        return residual, F.silu(gate) * up
+
+    def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
+        """See Operations."""
+        return Residual(residual.hidden + self.linear(linear, x))
+
+    def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
+        """See Operations."""
+        q_size, kv_size = norms.num_heads * norms.head_dim, norms.num_kv_heads * norms.head_dim
+        q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
+        normed_q = norms.q.normalize(q.view(-1, norms.num_heads, norms.head_dim)).view(-1, q_size)
+        normed_k = norms.k.normalize(k.view(-1, norms.num_kv_heads, norms.head_dim)).view(-1, kv_size)
+        if not is_in_place:
+            return torch.cat([normed_q, normed_k, v], dim=1)
+        q.copy_(normed_q)
+        k.copy_(normed_k)
+        return qkv
+
+    def select_rows(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """See Operations."""
+        return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
+
+    def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
+        """See Operations."""
+        return self.linear(lm_head, norm.normalize(residual.hidden)).float()
+
+    def settle(self, residual: Residual) -> torch.Tensor:
+        """See Operations."""
+        return residual.hidden
