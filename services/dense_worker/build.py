@@ -9,7 +9,8 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.backends.select import select_backend
 from services.dense_worker.engine.attachment import Attachment
-from services.dense_worker.model.weights import ModelWeights, load_weights, random_weights, weights_hash
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.tensorrt.profiles import Limits

@@ -1,6 +1,6 @@
 """RMSNorm kernels: one that also adds to the residual, and one for each q and k head.
 
-Reference: `segments._rms_norm`. They compute in float32 and round where Hugging Face rounds.
+Reference: `model.norm.RmsNorm.normalize`. They compute in float32 and round where Hugging Face rounds.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def test_missing_packages_are_named(
         assert command(["--model", str(EMBEDDED_MODEL), "--output-dir", "unused"]) == 1
         assert "onnx is not installed: `pip install -r requirements-export.txt`" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="onnxruntime is not installed"):
-        OnnxRuntimeBackend({}, empty_weights(config_of("llama"), torch.float32, CPU), config_of("llama"))
+        OnnxRuntimeBackend({}, empty_weights(config_of("llama"), torch.float32, CPU))
 
 
 def test_the_commands_and_the_worker_start_without_the_optional_packages() -> None:
