@@ -8,9 +8,9 @@ step when the one before has ended, where others plan it while that one runs (be
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Protocol
 
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 
@@ -22,15 +22,7 @@ class DraftSource(Protocol):
         """At most `max_num_tokens` token ids that may follow; called when all its tokens are known."""
 
 
-@dataclass(slots=True)
-class StepBudget:
-    """What is left of a step while it is planned."""
-
-    num_tokens: int
-    num_logits: int  # rows
-
-
-def room_for_drafts(sequence: Sequence, session: Session, budget: StepBudget) -> int:
+def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """How many drafts a step may have after a sequence's remaining tokens.
 
     Drafts take nothing from others: neither their place in the step, nor blocks. Sequences with penalties or bad
@@ -44,7 +36,7 @@ def room_for_drafts(sequence: Sequence, session: Session, budget: StepBudget) ->
     num_others = len(session.running) - 1
     return min(
         sequence.max_tokens - len(sequence.output_token_ids) - 1,
-        budget.num_tokens - num_remaining - num_others,
-        budget.num_logits - 1 - num_others,
+        step.num_tokens - num_remaining - num_others,
+        step.num_logits - 1 - num_others,
         num_blocks * ledger.block_size - sequence.num_computed_tokens - num_remaining,
     )

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
-from services.dense_worker.engine.drafts import DraftSource, StepBudget, room_for_drafts
+from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import NOWHERE, Opening, PlannedEntry, PublishedPlan, Session
+from services.dense_worker.engine.session import NOWHERE, Opening, PublishedPlan, Session
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
-from services.step import PlanAccepted, PlanEntry, SequenceOpened, StepPlan, StepResult
+from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult
 
 GATEWAY_SHIFT = 32  # of the gateway's number within a seq_id
 
@@ -171,7 +172,7 @@ class Scheduler:
         if opening is None:
             raise PeerError(f"sequence {answer.seq_id:x} is not being opened")
         sequence = opening.sequence
-        self._release_reservation(sequence)
+        self.session.release_reservation(sequence)
         if answer.error is not None:
             return self._refused(sequence, answer.error)
         session.held_blocks.pop(sequence.seq_id, None)
@@ -185,7 +186,7 @@ class Scheduler:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
-            self._close(sequence)
+            self.session.close(sequence)
             return None
         sequence.status = SequenceStatus.RUNNING
         session.request_ids[sequence.seq_id] = sequence.request_id
@@ -196,9 +197,7 @@ class Scheduler:
         """The next step, or None when there is nothing to do. Plans without entries only close sequences."""
         session = self.session
         session.is_short_of_blocks = False
-        budget = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
-        planned: list[tuple[PlanEntry, PlannedEntry]] = []
-        scheduled: set[int] = set()
+        step = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
         prefills = []
         suspect = self._suspects.open()
         for sequence in list(session.running):
@@ -208,21 +207,22 @@ class Scheduler:
             if num_remaining > 1:
                 prefills.append((sequence, num_remaining))
             elif num_remaining == 1:
-                self._plan(sequence, 1, True, budget, planned, scheduled)
+                self._plan(step, sequence, 1, is_last=True)
         for sequence, num_remaining in prefills:
-            if budget.num_tokens == 0:
+            if step.num_tokens == 0:
                 break
-            num_tokens = min(num_remaining, budget.num_tokens)
-            self._plan(sequence, num_tokens, num_tokens == num_remaining, budget, planned, scheduled)
-        if not planned and not session.to_close:
+            num_tokens = min(num_remaining, step.num_tokens)
+            self._plan(step, sequence, num_tokens, is_last=num_tokens == num_remaining)
+        if not step.entries and not session.to_close:
             return None
-        entries, own = zip(*planned, strict=True) if planned else ((), ())
-        plan = StepPlan(self._next_step_id, entries, tuple(session.to_close), tuple(session.confirmed))
+        plan = StepPlan(
+            self._next_step_id, tuple(step.entries), tuple(session.to_close), tuple(session.confirmed)
+        )
         self._next_step_id += 1
         session.num_closing_plans += bool(session.to_close)
         session.to_close.clear()
         session.confirmed.clear()
-        published = session.published[plan.step_id] = PublishedPlan(plan, own)
+        published = session.published[plan.step_id] = PublishedPlan(plan, tuple(step.planned))
         return published
 
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
@@ -263,20 +263,12 @@ class Scheduler:
         sequence.num_draft_tokens = 0
         if sequence.status is SequenceStatus.FINISHED:
             return None  # ended by an earlier step, or cancelled: the one wasted step
-        output_token_ids, first = sequence.output_token_ids, len(sequence.output_token_ids)
-        finish_reason = None
-        for token_id in token_ids:
-            output_token_ids.append(token_id)
-            if token_id in sequence.stop_token_ids:
-                finish_reason = FinishReason.STOP
-                break
-            if len(output_token_ids) == sequence.max_tokens:
-                finish_reason = FinishReason.LENGTH
-                break
+        first = len(sequence.output_token_ids)
+        finish_reason = sequence.append(token_ids)
         self._suspects.clear(sequence)
         if finish_reason is not None:
             self._finish(sequence)
-            return SequenceOutput(sequence, output_token_ids[first:], finish_reason)
+            return SequenceOutput(sequence, sequence.output_token_ids[first:], finish_reason)
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens += len(token_ids) - 1  # the drafts among them
             for token_id in token_ids:
@@ -286,79 +278,41 @@ class Scheduler:
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes the sequences of an earlier dense worker that nobody, or not this gateway, submitted again."""
         unclaimed = [seq_id for seq_id in self.session.held_blocks if seq_id not in self._sequences]
-        self._close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
+        self.session.close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
 
     def _drop_held_blocks(self) -> None:
         """Gives up what the last waiting sequence in order kept from before; it will be computed anew."""
         holders = [seq_id for seq_id in self.session.held_blocks if seq_id in self._sequences]
         if holders:
-            self._close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
-
-    def _close_held(self, seq_ids: SequenceOf[int]) -> None:
-        for seq_id in seq_ids:
-            del self.session.held_blocks[seq_id]
-        self.session.to_close.extend(seq_ids)
-        self.session.closing.update(seq_ids)
+            self.session.close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
 
     def _blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int) -> int:
         guaranteed = self.limits.policy == "guaranteed_no_evict"
         num_tokens = sequence.max_num_cached_tokens if guaranteed else sequence.num_tokens
         return max(0, self.session.ledger.blocks_for(num_tokens) - num_held_blocks)
 
-    def _plan(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        is_last: bool,
-        budget: StepBudget,
-        planned: list[tuple[PlanEntry, PlannedEntry]],
-        scheduled: set[int],
-    ) -> None:
+    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; after the last one, for drafts, if there is room."""
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
-            room = room_for_drafts(sequence, self.session, budget)
+            room = room_for_drafts(sequence, self.session, step)
             drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
-        num_blocks = self._allocate(sequence, num_tokens + len(drafts), scheduled)
-        if num_blocks is None:
-            return
-        num_logits = is_last + len(drafts)
-        entry = PlanEntry(sequence.seq_id, sequence.num_computed_tokens, num_tokens + len(drafts), num_logits, drafts)
-        sequence.num_computed_tokens += num_tokens
-        sequence.num_pending_tokens += is_last
-        sequence.num_draft_tokens = len(drafts)
-        budget.num_tokens -= entry.num_tokens
-        budget.num_logits -= num_logits
-        planned.append((entry, PlannedEntry(sequence, num_blocks)))
-        scheduled.add(sequence.seq_id)
-
-    def _allocate(self, sequence: Sequence, num_tokens: int, scheduled: Collection[int]) -> int | None:
-        """Takes the blocks for `num_tokens` more tokens, preempting those later in order if there are too few.
-
-        Returns how many it took; None: the sequence cannot advance now.
-        """
-        session = self.session
-        ledger = session.ledger
         if sequence.status is not SequenceStatus.RUNNING:
-            return None  # preempted in this very plan
-        num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks)
-        num_reserved = min(num_blocks, sequence.num_reserved_blocks)
-        if num_blocks - num_reserved > ledger.num_available_blocks:
-            session.is_short_of_blocks = True
-            if not session.num_closing_plans and not session.to_close:  # blocks on their way back come first
-                self._preempt_latest(scheduled)
-            return None
-        ledger.unreserve(num_reserved)
-        ledger.take(num_blocks)
-        sequence.num_reserved_blocks -= num_reserved
-        sequence.num_blocks += num_blocks
-        return num_blocks
+            return  # preempted in this very plan
+        session = self.session
+        num_blocks = session.take_blocks(sequence, num_tokens + len(drafts))
+        if num_blocks is not None:
+            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks)
+            return
+        session.is_short_of_blocks = True
+        if not session.num_closing_plans and not session.to_close:  # blocks on their way back come first
+            self._preempt_latest(step.seq_ids)
 
     def _preempt_latest(self, scheduled: Collection[int]) -> None:
         for victim in reversed(self.session.running[1:]):
             if victim.seq_id not in scheduled:
                 remove(self.session.running, victim)
-                self._close(victim)
+                self.session.close(victim)
                 self._waiting.push(victim)
                 self.num_preemptions += 1
                 return
@@ -371,11 +325,11 @@ class Scheduler:
         self._suspects.clear(sequence)
         if status is SequenceStatus.RUNNING:
             remove(self.session.running, sequence)
-            self._close(sequence)
+            self.session.close(sequence)
         elif status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
             if sequence.seq_id in self.session.held_blocks:
-                self._close_held([sequence.seq_id])
+                self.session.close_held([sequence.seq_id])
         else:
             self.session.closing.add(sequence.seq_id)  # being opened; closed as soon as it is
 
@@ -387,14 +341,3 @@ class Scheduler:
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
-
-    def _close(self, sequence: Sequence) -> None:
-        self._release_reservation(sequence)
-        sequence.leave_cache()
-        self.session.request_ids.pop(sequence.seq_id, None)
-        self.session.to_close.append(sequence.seq_id)
-        self.session.closing.add(sequence.seq_id)
-
-    def _release_reservation(self, sequence: Sequence) -> None:
-        self.session.ledger.unreserve(sequence.num_reserved_blocks)
-        sequence.num_reserved_blocks = 0

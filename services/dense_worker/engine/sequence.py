@@ -92,6 +92,16 @@ class Sequence:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
+    def append(self, token_ids: SequenceOf[int]) -> FinishReason | None:
+        """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why."""
+        for token_id in token_ids:
+            self.output_token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                return FinishReason.STOP
+            if len(self.output_token_ids) == self.max_tokens:
+                return FinishReason.LENGTH
+        return None
+
     def leave_cache(self) -> None:
         """Nothing of it is in the KV cache any more, nor promised to it."""
         self.num_computed_tokens = self.num_draft_tokens = self.num_blocks = self.num_reserved_blocks = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -112,3 +113,39 @@ class Session:
         self.in_flight = self.in_flight[1:]
         self.num_completed += 1
         self.last_end_s = now_s
+
+    def take_blocks(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """Takes the blocks for `num_tokens` more tokens of a sequence, those first that are reserved for it.
+
+        Returns how many; None: there are too few.
+        """
+        ledger = self.ledger
+        num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks)
+        num_reserved = min(num_blocks, sequence.num_reserved_blocks)
+        if num_blocks - num_reserved > ledger.num_available_blocks:
+            return None
+        ledger.unreserve(num_reserved)
+        ledger.take(num_blocks)
+        sequence.num_reserved_blocks -= num_reserved
+        sequence.num_blocks += num_blocks
+        return num_blocks
+
+    def release_reservation(self, sequence: Sequence) -> None:
+        """Takes back what is reserved for a sequence."""
+        self.ledger.unreserve(sequence.num_reserved_blocks)
+        sequence.num_reserved_blocks = 0
+
+    def close(self, sequence: Sequence) -> None:
+        """A running sequence leaves the cache with the next plan."""
+        self.release_reservation(sequence)
+        sequence.leave_cache()
+        self.request_ids.pop(sequence.seq_id, None)
+        self.to_close.append(sequence.seq_id)
+        self.closing.add(sequence.seq_id)
+
+    def close_held(self, seq_ids: Iterable[int]) -> None:
+        """Sequences of an earlier dense worker leave the cache with the next plan."""
+        for seq_id in seq_ids:
+            del self.held_blocks[seq_id]
+            self.to_close.append(seq_id)
+            self.closing.add(seq_id)
