@@ -333,7 +333,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         assert self._limits is not None, "plans need an attachment"
         if plan.lane not in attachment.channels:
             raise InvalidRequest(
-                f"plan {plan.step_id} is of lane {plan.lane}, the attachment has {len(attachment.channels)} lanes"
+                f"plan {plan.step_id} is of lane {plan.lane}, the attachment has lanes {list(attachment.channels)}"
             )
         num_seqs, max_num_seqs = len(plan.entries), self._limits.max_num_seqs
         limits = ((plan.num_tokens, attachment.max_num_tokens, "tokens"), (num_seqs, max_num_seqs, "sequences"))

@@ -145,3 +145,8 @@ def test_a_plan_that_is_too_large_ends_the_stream(num_tokens: list[int], message
 def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
     with pytest.raises(InvalidRequest, match="columns of plan 1 differ in length"):
         run([step_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)
+
+
+def test_a_plan_of_a_lane_that_is_not_there_ends_the_stream() -> None:
+    with pytest.raises(InvalidRequest, match=r"plan 1 is of lane 2, the attachment has lanes \[0\]"):
+        run([step_pb2.StepPlan(step_id=1, lane=2)], 1)

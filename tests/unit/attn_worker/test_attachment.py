@@ -1,0 +1,48 @@
+"""An attachment knows its lanes: how far the step of one of them has come, and that all of them end together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from services.attn_worker.attachment import Attachment
+from services.rpc.watchdog import Progress
+from services.step import PlanEntry, StepPlan
+
+NUM_LAYERS = 4
+
+
+def make_attachment() -> tuple[Attachment, list[str]]:
+    """One of two lanes, and what is done to their channels."""
+    deeds: list[str] = []
+
+    def channel(lane: int, num_waits: int) -> Any:
+        return SimpleNamespace(
+            num_waits=num_waits,
+            is_waiting=lane == 1,
+            abort=lambda: deeds.append(f"abort {lane}"),
+            close=lambda: deeds.append(f"close {lane}"),
+        )
+
+    return Attachment(7, {0: channel(0, 9), 1: channel(1, 14)}, max_num_tokens=16), deeds
+
+
+def test_progress_is_that_of_the_channel_of_the_steps_lane() -> None:
+    attachment, _ = make_attachment()
+    assert attachment.progress(3, NUM_LAYERS) is None
+    attachment.request_ids[5] = "named"
+    entries = (PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1))
+    attachment.launching = StepPlan(30, entries, lane=1)
+    assert attachment.progress(3, NUM_LAYERS) == Progress(
+        (7, 3, 30, 9, 14), step_id=30, layer=2, request_ids=("named", "ab"), waits_for="dense_worker"
+    )
+    attachment.launching = StepPlan(31, entries, lane=0)
+    progress = attachment.progress(3, NUM_LAYERS)
+    assert progress is not None and (progress.layer, progress.waits_for) == (1, "")
+
+
+def test_all_lanes_end_together() -> None:
+    attachment, deeds = make_attachment()
+    attachment.abort()
+    attachment.close()
+    assert deeds == ["abort 0", "abort 1", "close 0", "close 1"]

@@ -1,0 +1,191 @@
+"""The engine thread and its attachment: when it is ready, when it is given up, and what then becomes of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.attachment import AttachmentEnd
+from services.dense_worker.engine.sequence import Sequence
+from services.step import PlanAccepted, SequenceOpened, StepPlan
+from tests.support.scripted_attention import (
+    DELAY_S,
+    TIMEOUT_S,
+    FakeAttention,
+    FakeRunner,
+    FakeStep,
+    MuteAttention,
+    NotingAttention,
+    SlowRunner,
+    make_attachment,
+    started_engine,
+)
+
+
+def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
+    may_attach = threading.Event()
+
+    class CapturingRunner(FakeRunner):
+        def attach(self, channels: object) -> None:
+            assert may_attach.wait(TIMEOUT_S)
+
+    attention = FakeAttention(bad_step=0)
+    engine = started_engine(CapturingRunner(), attention, queue.Queue(), TIMEOUT_S)
+    time.sleep(DELAY_S)
+    assert attention.ready_for.empty()
+    may_attach.set()
+    assert attention.ready_for.get(timeout=TIMEOUT_S) == 1
+    engine.stop(TIMEOUT_S)
+
+
+def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> None:
+    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
+    for _ in range(2):
+        runner.launched.get(timeout=TIMEOUT_S)
+    engine.leave()
+    time.sleep(DELAY_S)
+    assert attention.dropped.empty(), "two steps are under way"
+    runner.has_ended.set()
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "another dense worker takes over"
+    engine.stop(TIMEOUT_S)
+    assert runner.launched.empty(), "nothing new was planned"
+    assert [output.token_ids for report in reports.queue for output in report.outputs] == [[9], [9]]
+
+
+def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> None:
+    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    for _ in range(2):
+        runner.launched.get(timeout=TIMEOUT_S)
+    assert attention.attachment is not None
+    engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
+    engine.on_attached(make_attachment(attention, 2))
+    runner.has_ended.set()
+    tokens: list[int] = []
+    while len(tokens) < 3:
+        for output in reports.get(timeout=TIMEOUT_S).outputs:
+            tokens += output.token_ids
+    engine.stop(TIMEOUT_S)
+    assert tokens == [9, 9, 9] and reports.empty(), "lost steps are run again, and told once"
+    assert list(attention.opened.queue) == [1, 1]
+
+
+def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_another() -> None:
+    """A step is under way: the channel is aborted first, so that a GPU ends it."""
+    runner, attention = SlowRunner(), NotingAttention()
+    deeds: queue.Queue[str] = queue.Queue()
+    attention.channel.abort = lambda: (deeds.put("abort"), runner.has_ended.set())
+    attention.channel.close = lambda: deeds.put("close")
+    engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    for _ in range(2):
+        runner.launched.get(timeout=TIMEOUT_S)
+    assert attention.attachment is not None
+    assert engine.spans_under_way() == {1: range(4)}, "the prompt's three tokens, and the one sampled from it"
+    engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
+    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
+    assert engine.spans_under_way() == {1: range(4)}, "gateways are told afterwards"
+    engine.stop(TIMEOUT_S)
+    assert "close" not in deeds.queue, "once is enough"
+
+
+def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
+    attention = NotingAttention()
+    engine = started_engine(SlowRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
+
+
+def test_a_step_that_never_ends_gives_the_attachment_up_however_much_comes_meanwhile() -> None:
+    class TalkingStep(FakeStep):
+        """Whenever it is looked at, something new has come."""
+
+        def is_done(self) -> bool:
+            assert attention.engine is not None
+            attention.engine.cancel(seq_id=99)
+            return False
+
+    class TalkingRunner(FakeRunner):
+        def launch(self, plan: StepPlan, channel: object) -> TalkingStep:
+            return TalkingStep(plan)
+
+    attention = NotingAttention()
+    engine = started_engine(TalkingRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
+
+
+def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_meanwhile() -> None:
+    class TalkingChannel(SimpleNamespace):
+        """Whenever it is asked for its errors, something new has come."""
+
+        @property
+        def num_errors(self) -> int:
+            assert attention.engine is not None
+            attention.engine.cancel(seq_id=99)
+            return 1
+
+    attention = NotingAttention()
+    attention.channel = TalkingChannel(
+        num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+    )
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert "errors up to step 1 are not here after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
+    engine.stop(TIMEOUT_S)
+
+
+def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
+    attention = MuteAttention()
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine.submit(Sequence(0xAB, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "sequence ab has not been opened after 0.15 s"
+    assert attention.opened.get(timeout=TIMEOUT_S) == 0xAB
+    engine.on_attached(make_attachment(attention, 2))
+    assert attention.opened.get(timeout=TIMEOUT_S) == 0xAB
+    engine.stop(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("answer", [SequenceOpened(0xAB), PlanAccepted(7)])
+def test_an_answer_that_nobody_waits_for_gives_the_attachment_up(answer: SequenceOpened | PlanAccepted) -> None:
+    attention = NotingAttention()
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
+    engine.on_answer(make_attachment(attention, 2), answer)  # of another attachment: nobody's business
+    attachment = make_attachment(attention, 3)
+    engine.on_attached(attachment)
+    engine.on_answer(attachment, answer)
+    assert attention.dropped.get(timeout=TIMEOUT_S) in (
+        "sequence ab is not being opened",
+        "step 7 was not published, or has been answered",
+    )
+    engine.stop(TIMEOUT_S)
+    assert attention.dropped.empty()
+
+
+def test_an_attachment_ends_in_all_its_lanes() -> None:
+    attention = NotingAttention()
+    deeds: queue.Queue[tuple[str, int]] = queue.Queue()
+    lanes = {
+        lane: SimpleNamespace(
+            abort=lambda lane=lane: deeds.put(("abort", lane)), close=lambda lane=lane: deeds.put(("close", lane))
+        )
+        for lane in (0, 1)
+    }
+    engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
+    attachment = dataclasses.replace(make_attachment(attention, 2), channels=lanes)
+    engine.on_attached(attachment)
+    engine.on_detached(attachment, AttachmentEnd("gone", is_crash=True))
+    expected = [("abort", 0), ("abort", 1), ("close", 0), ("close", 1)]
+    assert [deeds.get(timeout=TIMEOUT_S) for _ in expected] == expected
+    engine.stop(TIMEOUT_S)
