@@ -14,7 +14,7 @@ _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
 
 
 def collect_step(
-    step: InFlight, session: Session, thread: EngineThread, on_call: Callable[[], None], timeout_s: float
+    step: InFlight, session: Session, thread: EngineThread, on_call: Callable[[Session], None], timeout_s: float
 ) -> StepResult:
     """The result of a step, once the attention worker has reported its errors, too.
 
@@ -27,7 +27,7 @@ def collect_step(
     deadline = time.monotonic() + timeout_s
     while not step.running.is_done():
         if _make_call(session, thread, _POLL_S):
-            on_call()
+            on_call(session)
         if time.monotonic() > deadline:  # however much comes
             raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")
     result = step.running.collect()

@@ -127,9 +127,7 @@ class Engine:
             if published is not None:
                 self._publish(session, published)
             if ahead is not None:
-                result = collect_step(
-                    ahead, session, self._thread, lambda: self._open(session), self._result_timeout_s
-                )
+                result = collect_step(ahead, session, self._thread, self._open, self._result_timeout_s)
                 report = self._update(session, ahead, result)
                 self._tell(ahead, report)
         except PeerError as error:
