@@ -1,4 +1,4 @@
-"""`Attachment`: the dense worker's place at an attention worker, from Attach until the stream of plans breaks."""
+"""`Attachment`: the dense worker's connection to an attention worker, from Attach until the stream of plans ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Mapped data regions, which the engine closes, and what the attention worker said of its cache."""
+    """The mapped data regions, which the engine closes, and the attention worker's description of its cache."""
 
     epoch: int
     attachment_id: int
@@ -22,15 +22,15 @@ class Attachment:
     block_size: int
     num_blocks: int
     num_free_blocks: int
-    held_blocks: dict[int, int]  # by sequences that an earlier dense worker left open
+    held_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
 
     def abort(self) -> None:
-        """Releases whoever waits in one of the channels, for good. May be called from any thread."""
+        """Releases all waits in the channels, for good. May be called from any thread."""
         for channel in self.channels.values():
             channel.abort()
 
     def close(self) -> None:
-        """Unmaps all regions; nothing may use them any more."""
+        """Unmaps all regions; they must not be used afterwards."""
         for channel in self.channels.values():
             channel.close()
 
@@ -40,12 +40,12 @@ class AttachmentEnd:
     """Why an attachment ended."""
 
     reason: str
-    is_crash: bool  # the attention worker died, or broke off a step; else somebody wanted it so
+    is_crash: bool  # True if the attention worker died or aborted a step; False if the end was requested
     is_replaced: bool = False  # another dense worker has attached
 
 
 class AttentionPort(Protocol):
-    """The engine's way to the attention worker; see `AttentionClient`. Nothing blocks."""
+    """How the engine reaches the attention worker; see `AttentionClient`. No method blocks."""
 
     def ready(self, attachment: Attachment) -> None: ...
     def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...

@@ -1,7 +1,7 @@
 """`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
 
-Lives on the event loop. The engine thread calls `publish` from outside; everything that comes
-back goes through the `AttentionListener`, whose methods hand it to the engine thread.
+It runs on the event loop. The engine thread calls `publish` from outside. Answers go to the `AttentionListener`, whose
+methods pass them to the engine thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from services.step.codec import decode_answer, encode_plan
 log = structlog.get_logger()
 
 _RETRY_S = 0.2
-_REASON_S = 0.5  # how long the stream of plans may take to say why a handoff was broken off
-# What a later try may cure; any other answer is the attention worker's refusal. One that stops cancels its calls.
+_REASON_S = 0.5  # how long the stream of plans may take to give the reason of an aborted handoff
+# A retry may succeed after these; any other status is a refusal. An attention worker that stops cancels its calls.
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -39,7 +39,7 @@ _Message: TypeAlias = StepPlan | AttachmentEnd | Literal["ready"]  # from the en
 
 
 class AttentionListener(Protocol):
-    """What the engine wants to know; called on the event loop."""
+    """The engine's callbacks; called on the event loop."""
 
     def on_attached(self, attachment: Attachment) -> None: ...
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
@@ -47,7 +47,7 @@ class AttentionListener(Protocol):
 
 
 class AttachmentWatcher(Protocol):
-    """Who tells gateways whether there is an attention worker; see `Readiness`."""
+    """Informs gateways whether an attention worker is attached; see `Readiness`."""
 
     async def ready(self, attachment: Attachment) -> None: ...
     async def detached(self, end: AttachmentEnd) -> None: ...
@@ -55,7 +55,7 @@ class AttachmentWatcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttachOptions:
-    """What this dense worker tells the attention worker when it attaches."""
+    """The values that this dense worker sends to the attention worker when it attaches."""
 
     weights_hash: str
     model_fingerprint: str
@@ -66,9 +66,9 @@ class AttachOptions:
 
 
 class AttentionClient:
-    """One attachment at a time, renewed whenever it breaks, for `peers.connect_timeout_s` seconds at most.
+    """Keeps one attachment and renews it when it breaks, trying for at most `peers.connect_timeout_s` seconds.
 
-    `may_attach` is waited for before each one; it is cleared when another dense worker has attached.
+    Before each attachment it waits for `may_attach`, and clears it when another dense worker has attached.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AttentionClient:
         self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
-        """Attaches, serves until the attachment breaks, and again. Raises `PeerError` when nobody is there."""
+        """Attaches, serves until the attachment breaks, and repeats. Raises `PeerError` if it cannot attach in time."""
         try:
             while True:
                 await self._may_attach.wait()
@@ -94,19 +94,19 @@ class AttentionClient:
                 end = await self._serve(attachment, listener, watcher)
                 attachment.abort()
                 if end.is_replaced:
-                    self._may_attach.clear()  # to attach again would throw the other one out
+                    self._may_attach.clear()  # attaching again would replace the other worker
                 listener.on_detached(attachment, end)
                 await watcher.detached(end)
         finally:
             await self._grpc.close()
 
     def abort(self) -> None:
-        """Releases an engine thread that waits for the attention worker. Called when all ends."""
+        """Releases an engine thread that waits for the attention worker. Called at shutdown."""
         if self._attachment is not None:
             self._attachment.abort()
 
     def ready(self, attachment: Attachment) -> None:
-        """The engine can run steps. Called on the engine thread; never blocks."""
+        """Reports that the engine can run steps. Called on the engine thread; never blocks."""
         self._post(attachment, "ready")
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
@@ -114,7 +114,7 @@ class AttentionClient:
         self._post(attachment, plan)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
-        """Gives the attachment up and makes a new one. Called on the engine thread; never blocks."""
+        """Gives up the attachment; a new one follows. Called on the engine thread; never blocks."""
         self._post(attachment, end)
 
     def _post(self, attachment: Attachment, message: _Message) -> None:
@@ -136,7 +136,7 @@ class AttentionClient:
                 reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
                 return self._map(reply)
             except (ConfigError, DeviceError):
-                raise  # no later try can cure it
+                raise  # a retry cannot succeed
             except (grpc.aio.AioRpcError, TwostrokeError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _TRANSIENT:
                     raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error
@@ -172,12 +172,12 @@ class AttentionClient:
     async def _serve(
         self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
     ) -> AttachmentEnd:
-        """Until the attachment ends; returns why it did."""
+        """Runs until the attachment ends; returns the reason."""
         call = self._stub.Execute(
             metadata=(("epoch", str(attachment.epoch)), ("attachment-id", str(attachment.attachment_id)))
         )
         try:
-            # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
+            # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
                 self._receive(attachment, call, listener),
                 self._handle_inbox(attachment, call, watcher),
@@ -205,23 +205,23 @@ class AttentionClient:
     async def _handle_inbox(
         self, attachment: Attachment, call: grpc.aio.StreamStreamCall, watcher: AttachmentWatcher
     ) -> None:
-        """What the engine has posted, in order."""
+        """Handles the engine's messages in order."""
         while True:
             wanted_by, message = await self._inbox.get()
             if wanted_by is not attachment:
-                continue  # of an attachment that is gone
+                continue  # the message is for an earlier attachment
             if message == "ready":
                 await watcher.ready(attachment)
                 continue
             if isinstance(message, AttachmentEnd):
-                if message.is_crash:  # the engine saw a handoff broken off; the stream may be about to say why
+                if message.is_crash:  # the engine saw an aborted handoff; the stream may still give the reason
                     await asyncio.sleep(_REASON_S)
                 raise _Ended(message)
             try:
                 await call.write(encode_plan(message))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 log.debug("a plan could not be sent", reason=repr(error))
-                return  # the stream is over, and `_receive` knows why
+                return  # the stream has ended; `_receive` gets the reason
 
 
 class _Ended(Exception):

@@ -1,19 +1,18 @@
-"""`BlockLedger`: how many KV cache blocks the scheduler may still promise.
+"""`BlockLedger`: counts how many KV cache blocks the scheduler may still promise.
 
-The attention worker owns the blocks; the scheduler only counts them. All changes are deltas that commute
-with the messages still on their way, so the count here is never above the true one:
+The attention worker owns the blocks; the scheduler only counts them. All changes are deltas that commute with messages
+still being sent, so the count here is never above the true one:
 
-    opening     a reservation beforehand; the reply says how many blocks really left the free pool
-    a plan      allocates from a sequence's reservation or from what is available; both sides compute
-                the same number
-    a closing   returns blocks only when the attention worker's result says that they are free
+    opening     reserves blocks first; the answer says how many blocks really left the free pool
+    plan        allocates from a sequence's reservation or from available blocks; both sides compute the same number
+    closing     returns blocks only when the attention worker's answer says that they are free
 """
 
 from __future__ import annotations
 
 
 class BlockLedger:
-    """Counts for one attachment. `num_available` = free − reserved, never negative."""
+    """The counts of one attachment. Available blocks = free − reserved, never negative."""
 
     def __init__(self, block_size: int, num_blocks: int, num_free_blocks: int) -> None:
         self.block_size = block_size
@@ -30,21 +29,21 @@ class BlockLedger:
         return -(-num_tokens // self.block_size)
 
     def reserve(self, num_blocks: int) -> None:
-        """Promises free blocks; the caller has looked at `num_available_blocks`."""
+        """Promises free blocks, at most `num_available_blocks`."""
         assert num_blocks <= self.num_available_blocks, (num_blocks, self.num_available_blocks)
         self.num_reserved_blocks += num_blocks
 
     def unreserve(self, num_blocks: int) -> None:
-        """Takes a promise back."""
+        """Withdraws a promise."""
         assert num_blocks <= self.num_reserved_blocks, (num_blocks, self.num_reserved_blocks)
         self.num_reserved_blocks -= num_blocks
 
     def take(self, num_blocks: int) -> None:
-        """Blocks that leave the free pool."""
+        """Removes blocks from the free pool."""
         assert num_blocks <= self.num_free_blocks, (num_blocks, self.num_free_blocks)
         self.num_free_blocks -= num_blocks
 
     def give_back(self, num_blocks: int) -> None:
-        """Blocks that the attention worker reports free again."""
+        """Adds blocks to the free pool that the attention worker reports as free."""
         self.num_free_blocks += num_blocks
         assert self.num_free_blocks <= self.num_blocks, (self.num_free_blocks, self.num_blocks)

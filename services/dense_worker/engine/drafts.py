@@ -1,8 +1,8 @@
-"""Drafts: guesses of what comes next in a sequence, which a step verifies. Part of the scheduler.
+"""Drafts: guesses of a sequence's next tokens, which a step verifies. Part of the scheduler.
 
-A draft is kept while it equals what the sampler chooses at its place, so that guesses change how many steps a text
-takes and nothing else. How many are kept decides the next position: a scheduler with a source of drafts plans a
-step when the one before has ended, where others plan it while that one runs (bench/results/steps.md).
+A draft is accepted if it equals the token that the sampler chooses at its position, so drafts change only the number
+of steps, never the text. The number of accepted drafts decides the next position. So with a source of drafts, the
+scheduler plans a step only after the previous step has ended (bench/results/steps.md).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from services.dense_worker.engine.session import Session
 
 
 class DraftSource(Protocol):
-    """Knows, or guesses, how texts go on."""
+    """Guesses how texts continue."""
 
     def propose(self, sequence: Sequence, max_num_tokens: int) -> SequenceOf[int]:
-        """At most `max_num_tokens` token ids that may follow; called when all its tokens are known."""
+        """At most `max_num_tokens` token ids that may follow. Called when all tokens of the sequence are known."""
 
 
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
-    """How many drafts a step may have after a sequence's remaining tokens.
+    """The number of drafts that a step may have after a sequence's remaining tokens.
 
-    Drafts take nothing from others: neither their place in the step, nor blocks. Sequences with penalties or bad
-    words get none, because these depend on the tokens before, which after a draft are not settled.
+    Drafts never take budget or blocks from other sequences. Sequences with penalties or bad words get no drafts: these
+    options depend on the previous tokens, which are uncertain after a draft.
     """
     sampling = sequence.sampling
     if sequence.num_pending_tokens or sampling.has_penalties or sampling.bad_words:

@@ -2,8 +2,8 @@
 
     schedule → publish → collect → update → tell
 
-A plan is published before the step ahead of it has run, so that the attention worker never waits for one.
-What comes from outside is handled between two steps, and while a GPU runs one.
+A plan is published while the previous step still runs, so that the attention worker never waits for a plan. The thread
+handles calls from outside between two steps, and while a GPU runs a step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, sp
 
 log = structlog.get_logger()
 
-_IDLE_POLL_S = 1.0  # how long an idle engine sleeps at most, before it looks at its deadlines
-_STEPS_BEFORE_OPENING = 2  # that the attention worker may have to run first: one under way, and one planned ahead
+_IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
+_STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
 
 class Engine:
-    """Call `start`; then `submit`, `cancel` and the `on_...` methods from any thread; at last `stop`.
+    """Call `start`, then `submit`, `cancel` and the `on_...` methods from any thread, finally `stop`.
 
-    `deliver` gets every `StepReport` on the engine thread and must not block. `failure` holds the error that ended
+    `deliver` receives every `StepReport` on the engine thread and must not block. `failure` holds the error that ended
     the engine thread, if one did.
     """
 
@@ -64,16 +64,16 @@ class Engine:
 
     @property
     def counts(self) -> EngineCounts:
-        """As of now, from any thread."""
+        """The current counts. May be called from any thread."""
         return read_counts(self._scheduler, is_attached=self._session is not None)
 
     def progress(self, num_layers: int) -> Progress | None:
-        """For the watchdog, from any thread; None without work, or without an attention worker to do it with."""
+        """The progress for the watchdog; None without work or attention worker. May be called from any thread."""
         session = self._session
         return session and progress_of(session, self.counts, num_layers)
 
     def spans_under_way(self) -> dict[int, range]:
-        """What tokens of which sequences, by seq_id, are being computed, or were when the last attachment ended.
+        """The spans of tokens, by seq_id, that are being computed, or were when the last attachment ended.
 
         May be called from any thread.
         """
@@ -84,11 +84,11 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread after the step it is in; blocks up to `timeout_s` seconds."""
+        """Ends the thread after its current step; blocks up to `timeout_s` seconds."""
         self._thread.stop(timeout_s)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence; a refusal comes back as an output with an error."""
+        """Queues a sequence. If it is refused, `deliver` receives an output with an error."""
         self._thread.post(self._add, sequence)
 
     def cancel(self, seq_id: int) -> None:
@@ -96,11 +96,11 @@ class Engine:
         self._thread.post(self._scheduler.cancel, seq_id)
 
     def close_unclaimed(self, gateway: int) -> None:
-        """All sequences of this gateway have been submitted: what else is held of it can go."""
+        """Closes all other sequences of a gateway that has submitted its sequences again."""
         self._thread.post(self._scheduler.close_unclaimed, gateway)
 
     def leave(self) -> None:
-        """Gives the attachment up after the step under way, whose tokens are delivered."""
+        """Gives up the attachment after the running step, whose tokens are still delivered."""
         self._thread.post(self._leave)
 
     def on_attached(self, attachment: Attachment) -> None:
@@ -113,13 +113,13 @@ class Engine:
         self._thread.post(self._handle_answer, attachment, answer)
 
     def _work(self) -> float:
-        """One turn, between what comes from outside. Returns how long to wait for that."""
+        """Runs between calls from outside. Returns how many seconds to wait for the next call."""
         self._check_deadlines()
         session = self._session
         return 0.0 if session is not None and self._step(session) else _IDLE_POLL_S
 
     def _step(self, session: Session) -> bool:
-        """Publishes the next plan, then completes the oldest before it. Returns whether there was anything to do."""
+        """Publishes the next plan, then completes the oldest step. Returns whether there was any work."""
         ahead = next(iter(session.in_flight), None)
         try:
             self._open(session)
@@ -138,12 +138,12 @@ class Engine:
         return published is not None or ahead is not None
 
     def _open(self, session: Session) -> None:
-        """Asks the attention worker to open those that are near the head of the queue."""
+        """Asks the attention worker to open the sequences at the head of the queue."""
         if session.is_leaving or not (admitted := self._scheduler.next_to_open()):
             return
         new_sequences = tuple(session.openings[sequence.seq_id].new for sequence in admitted)
         self._attention.publish(session.attachment, StepPlan(0, new_sequences=new_sequences))
-        # The gateways know of it by the time that the attention worker has answered: before any step.
+        # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 
     def _schedule(self, session: Session) -> PublishedPlan | None:
@@ -152,7 +152,7 @@ class Engine:
         return self._scheduler.schedule()
 
     def _publish(self, session: Session, published: PublishedPlan) -> None:
-        """Sends the plan to the attention worker, and launches the step over the channel of its lane."""
+        """Sends the plan to the attention worker and launches the step on the channel of its lane."""
         plan, channel = published.plan, session.attachment.channels[published.plan.lane]
         step = InFlight(published, channel, time.monotonic())
         session.in_flight += (step,)
@@ -161,7 +161,7 @@ class Engine:
         step.launch_s = time.monotonic() - step.launch_start_s
 
     def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
-        """Hands the step's tokens to their sequences."""
+        """Appends the step's tokens to their sequences."""
         session.complete(step, time.monotonic())
         published = step.published
         sequences = [entry.sequence for entry in published.entries]
@@ -172,7 +172,7 @@ class Engine:
         return StepReport(published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs)
 
     def _tell(self, step: InFlight, report: StepReport) -> None:
-        """What the step gave goes to the gateways, and then to the observers."""
+        """Delivers the step's report to the gateways, then its figures to the observers."""
         if report.started or report.outputs or report.prompt_logprobs:
             self._deliver(report)
         stats = describe_step(step, self._scheduler)
@@ -180,7 +180,7 @@ class Engine:
             observer.on_step(stats, report.started, report.outputs)
 
     def _check_deadlines(self) -> None:
-        """Of sequences that wait, of blocks that nobody claims, and of openings without an answer."""
+        """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
         if expired := self._scheduler.expire(time.monotonic()):
             self._deliver(StepReport(0, outputs=expired))
         session, now_s = self._session, time.monotonic()
@@ -209,7 +209,7 @@ class Engine:
 
     def _attach(self, attachment: Attachment) -> None:
         self._runner.attach(attachment.channels.values())
-        self._session = Session(attachment)  # from now on the watchdog looks; on a GPU to get here takes its time
+        self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
         self._scheduler.begin(self._session)
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
         self._attention.ready(attachment)
@@ -218,8 +218,8 @@ class Engine:
         if self._session is not None and self._session.attachment is attachment:
             self._session.has_ended = True
             self._session = None
-            attachment.abort()  # lets what has been launched run through
-            attachment.close()  # now: the next attachment may need the room
+            attachment.abort()  # lets launched steps run through
+            attachment.close()  # at once, because the next attachment may need the memory
             for observer in self._observers:
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)

@@ -1,4 +1,4 @@
-"""What the engine tells of its work: to the metrics, and to the step log if there is one."""
+"""The figures that the engine reports to observers: the metrics, and the step log if it is on."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from services.dense_worker.engine.session import InFlight
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step that has run; counts of sequences and blocks are as of its end."""
+    """The figures of one completed step; counts of sequences and blocks are those at its end."""
 
     step_id: int
     num_seqs: int
     num_tokens: int  # computed in the step
-    num_sampled: int  # tokens that were sampled, rejected ones after a wrong draft included
+    num_sampled: int  # sampled tokens, including those after a rejected draft
     num_running: int
     num_waiting: int
-    num_preemptions: int  # in all, so far
-    num_blocks: int  # of the KV cache
+    num_preemptions: int  # total so far
+    num_blocks: int  # all blocks of the KV cache
     num_free_blocks: int  # as the scheduler counts them, reserved ones included
     num_reserved_blocks: int
     launch_s: float  # host time to publish the plan and launch the step
-    duration_s: float  # from the end of the step before, or the launch if that was later, until its tokens were here
-    wait_s: float | None  # of it, for the attention worker; None on CUDA, where no host sees it
+    duration_s: float  # from the end of the previous step (or its launch, if later) until its tokens came
+    wait_s: float | None  # part of it spent waiting for the attention worker; None on CUDA: the host cannot see it
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Of sequences now, and of steps and preemptions in all."""
+    """Present counts of sequences, and total counts of steps and preemptions."""
 
     num_waiting: int
     num_opening: int
@@ -43,17 +43,17 @@ class EngineCounts:
 
 
 class EngineObserver(Protocol):
-    """Called on the engine thread; must not block."""
+    """Receives figures on the engine thread; must not block."""
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
-        """A step has run. `started` ran for the first time, `outputs` are its tokens and ends."""
+        """Called after each step. `started` are sequences in their first step, `outputs` tokens and ends."""
 
     def on_handoff_abort(self) -> None:
-        """The attention worker was lost; steps in flight are void."""
+        """Called when the attention worker was lost; steps in flight are void."""
 
 
 def read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
-    """As of now, from any thread."""
+    """The present counts. May be called from any thread."""
     return EngineCounts(
         scheduler.num_waiting,
         scheduler.num_opening,

@@ -1,4 +1,4 @@
-"""`PlanBuilder`: a step while it is planned. Part of the scheduler."""
+"""`PlanBuilder`: a step that is being planned. Part of the scheduler."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from services.step import PlanEntry
 
 
 class PlanBuilder:
-    """The entries so far, and what is left of the step's budget."""
+    """The entries so far, and the rest of the step's budget."""
 
     def __init__(self, num_tokens: int, num_logits: int) -> None:
-        self.num_tokens = num_tokens  # left
-        self.num_logits = num_logits  # rows left
+        self.num_tokens = num_tokens  # the budget's remaining tokens
+        self.num_logits = num_logits  # the budget's remaining rows
         self.entries: list[PlanEntry] = []
         self.planned: list[PlannedEntry] = []  # aligned with the entries
         self.seq_ids: set[int] = set()  # of the entries
@@ -20,9 +20,9 @@ class PlanBuilder:
     def add(
         self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...], num_logits: int, num_blocks: int
     ) -> None:
-        """Lets the sequence advance by `num_tokens` known or pending tokens, and then by drafts.
+        """Adds an entry for `num_tokens` known or pending tokens of a sequence, and then for drafts.
 
-        num_logits: rows, its last ones; num_blocks: what it took for its tokens
+        num_logits: number of the entry's last rows that need logits; num_blocks: blocks taken for its tokens
         """
         num_planned = num_tokens + len(drafts)
         seq_id = sequence.seq_id

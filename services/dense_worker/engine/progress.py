@@ -1,4 +1,4 @@
-"""What the watchdog may know of the engine, from any thread."""
+"""The engine's progress for the watchdog; may be read from any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.rpc.watchdog import Progress
 
 
 def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Progress | None:
-    """How far the oldest step in flight has come, or None where there is nothing to do."""
+    """The progress of the oldest step in flight, or None without work."""
     num_waits = [channel.num_waits or 0 for channel in session.attachment.channels.values()]
     counter = (session.attachment.attachment_id, counts.num_steps, session.num_completed, *num_waits)
     oldest = next(iter(session.in_flight), None)
@@ -21,7 +21,7 @@ def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Prog
             request_ids=tuple(session.request_ids.get(entry.seq_id, f"{entry.seq_id:x}") for entry in plan.entries),
             waits_for="attn_worker" if channel.is_waiting else "",
         )
-    # Between two steps only an answer can be missing; or blocks are, that other gateways may still claim.
+    # Between two steps the engine waits for an answer, or for blocks that other gateways may still claim.
     if counts.num_running or counts.num_opening or (counts.num_waiting and session.claim_deadline_s is None):
         return Progress(counter, waits_for="attn_worker")
     return None

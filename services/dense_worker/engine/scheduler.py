@@ -1,9 +1,9 @@
-"""`Scheduler`: which sequences advance by how many tokens. No torch, no gRPC, no asyncio; one engine thread.
+"""`Scheduler`: decides which sequences advance by how many tokens. No torch, no gRPC, no asyncio; one engine thread.
 
-There is no prefill or decode phase. A sequence has tokens and computed tokens, and a step lets some
-sequences catch up, within a token budget; those that need a single token go first, so that a long prompt
-cannot stall running streams. A plan is made while the step before it still runs: it needs that step's
-lengths, not its tokens. Who goes first is `waiting_queue.py`'s to say.
+There is no prefill or decode phase. A sequence has tokens and computed tokens, and a step lets some sequences catch up,
+within a token budget. Sequences that need a single token go first, so that a long prompt cannot stall running streams.
+A plan is made while the previous step still runs: it needs that step's lengths, not its tokens. `waiting_queue.py`
+decides the order of sequences.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult
 
-GATEWAY_SHIFT = 32  # of the gateway's number within a seq_id
+GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of every step and of the queue; see `SchedulerSection` for their meaning."""
+    """Limits of a step and of the queue; `SchedulerSection` explains them."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -44,12 +44,13 @@ class SchedulerLimits:
 class Scheduler:
     """Continuous batching over one attention worker at a time: that of the `session`.
 
-    `guaranteed_no_evict` admits a sequence only when the cache can hold its last token; `max_utilization`
-    when it can hold the tokens it has now, and preempts the last one in order when blocks run out: that one is
-    closed and later computed anew. Both lists share one order, which no sequence ever changes, so the first of
-    all is never preempted: something always advances.
+    `guaranteed_no_evict` admits a sequence only if the cache can hold all tokens that it may get. `max_utilization`
+    admits it if the cache can hold its present tokens; when blocks run out, the last sequence in order is preempted: it
+    is closed and computed again later. Running and waiting sequences share one order that never changes, so the very
+    first sequence is never preempted and always advances.
 
-    Each plan goes through `schedule`, `accepted`, `update`, one ahead of another; all else may come at any time.
+    Each plan passes through `schedule`, `accepted` and `update`; the next plan may be scheduled before. Other methods
+    may be called at any time.
     """
 
     def __init__(self, limits: SchedulerLimits, drafts: DraftSource | None = None) -> None:
@@ -70,12 +71,12 @@ class Scheduler:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether a step can be planned while the one before it runs."""
+        """Whether a step can be planned while the previous one runs."""
         return self._drafts is None
 
     @property
     def num_steps(self) -> int:
-        """Plans made, in all."""
+        """Total number of plans."""
         return self._next_step_id - 1
 
     @property
@@ -84,13 +85,13 @@ class Scheduler:
 
     @property
     def num_opening(self) -> int:
-        """Those whose answer is still out, cancelled ones included."""
+        """Number of sequences being opened, cancelled ones included."""
         return len(self.session.openings)
 
     def begin(self, session: Session) -> None:
-        """A new attachment: nothing is open but what it holds, and every live sequence waits in its order.
+        """Starts a new attachment: all live sequences wait again, in their order.
 
-        Plans in flight are void; their tokens were never known and will be sampled again, alike.
+        Plans in flight are void. Their tokens were never known; sampling gives the same ones again.
         """
         self.session = session
         self._waiting.clear()
@@ -100,7 +101,7 @@ class Scheduler:
             self._waiting.push(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence; raises `CapacityError` or `InvalidRequest` when it can never run or not now."""
+        """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
         if sequence.seq_id in self._sequences:
             raise InvalidRequest(f"sequence {sequence.seq_id:#x} is already open")
         num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
@@ -121,13 +122,13 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def cancel(self, seq_id: int) -> None:
-        """Forgets a sequence; its blocks are closed by the next plan. Unknown ids are ignored."""
+        """Forgets a sequence; the next plan closes its blocks. Unknown ids are ignored."""
         sequence = self._sequences.get(seq_id)
         if sequence is not None:
             self._finish(sequence)
 
     def expire(self, now_s: float) -> list[SequenceOutput]:
-        """Ends those that have waited for their first step as long as they may; `now_s` on the monotonic clock."""
+        """Ends sequences that have waited too long for their first step; `now_s` is on the monotonic clock."""
         outputs = []
         for sequence, error in self._waiting.expired(now_s):
             self._finish(sequence)
@@ -135,10 +136,10 @@ class Scheduler:
         return outputs
 
     def next_to_open(self) -> list[Sequence]:
-        """Sequences, in order, that fit now: their blocks are reserved and they become OPENING.
+        """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
 
-        Those that hold blocks already, from before the attachment, come before all others: only they can make
-        good use of these blocks, and the others may need them. Suspects come first of all, one at a time.
+        Sequences that already hold blocks, from before the attachment, come before others: only they can use these
+        blocks, and the others may need the space. Suspects come before all, one at a time.
         """
         session, chosen = self.session, list[Sequence]()
         if session.is_short_of_blocks or self._suspects.open() is not None:
@@ -146,12 +147,12 @@ class Scheduler:
         while self._waiting and len(session.openings) + len(session.running) < self.limits.max_num_seqs:
             sequence = self._suspects.first() or self._waiting.first(session.held_blocks)
             if sequence.num_pending_tokens or sequence.seq_id in session.closing:
-                break  # preempted a moment ago: its last token or its close is still on the way
+                break  # just preempted: its last token, or the answer to its closing, has not arrived yet
             num_blocks = self._blocks_to_reserve(sequence, session.held_blocks.get(sequence.seq_id, 0))
             if num_blocks > session.ledger.num_available_blocks:
                 if not session.running and not session.openings and not session.closing:
-                    self._drop_held_blocks()  # nothing else can free any
-                break  # nobody overtakes: a small sequence would starve a large one
+                    self._drop_held_blocks()  # nothing else can free blocks
+                break  # no overtaking: small sequences would starve a large one
             self._waiting.remove(sequence)
             session.ledger.reserve(num_blocks)
             sequence.num_reserved_blocks = num_blocks
@@ -163,9 +164,9 @@ class Scheduler:
         return chosen
 
     def opened(self, answer: SequenceOpened) -> SequenceOutput | None:
-        """The attention worker knows the sequence now, or refused it: then it ends, unless it was cancelled.
+        """Handles the answer to an opening. Returns the error output of a refused sequence that was not cancelled.
 
-        Raises `PeerError` for an answer that nobody waits for.
+        Raises `PeerError` if the sequence was not being opened.
         """
         session = self.session
         opening = session.openings.pop(answer.seq_id, None)
@@ -177,7 +178,7 @@ class Scheduler:
             return self._refused(sequence, answer.error)
         session.held_blocks.pop(sequence.seq_id, None)
         session.ledger.give_back(answer.num_freed_blocks)
-        session.ledger.take(answer.num_pinned_blocks)  # among them what it may just have freed
+        session.ledger.take(answer.num_pinned_blocks)  # may include blocks that it has just freed
         num_missing = self._blocks_to_reserve(sequence, answer.num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, session.ledger.num_available_blocks)
         session.ledger.reserve(sequence.num_reserved_blocks)
@@ -194,7 +195,7 @@ class Scheduler:
         return None
 
     def schedule(self) -> PublishedPlan | None:
-        """The next step, or None when there is nothing to do. Plans without entries only close sequences."""
+        """Plans the next step; None if there is no work. A plan without entries only closes sequences."""
         session = self.session
         session.is_short_of_blocks = False
         step = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
@@ -226,7 +227,7 @@ class Scheduler:
         return published
 
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
-        """The attention worker took a plan: what it freed, and whose rows of it are meaningless."""
+        """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
         session = self.session
         published = session.published.pop(answer.step_id, None)
         if published is None:
@@ -247,9 +248,9 @@ class Scheduler:
         return outputs
 
     def update(self, published: PublishedPlan, result: StepResult) -> list[SequenceOutput]:
-        """The step ran: its tokens are appended, sequences go on or end."""
+        """Appends the tokens of a step; its sequences continue or end."""
         if not published.plan.close_seq_ids:
-            self.session.published.pop(published.plan.step_id, None)  # no answer comes any more
+            self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
         outputs = []
         for entry, token_ids in zip(published.entries, result.token_ids, strict=True):
             if token_ids:
@@ -262,7 +263,7 @@ class Scheduler:
         sequence.num_pending_tokens -= 1
         sequence.num_draft_tokens = 0
         if sequence.status is SequenceStatus.FINISHED:
-            return None  # ended by an earlier step, or cancelled: the one wasted step
+            return None  # ended by an earlier step, or cancelled: this step was wasted
         first = len(sequence.output_token_ids)
         finish_reason = sequence.append(token_ids)
         self._suspects.clear(sequence)
@@ -270,18 +271,18 @@ class Scheduler:
             self._finish(sequence)
             return SequenceOutput(sequence, sequence.output_token_ids[first:], finish_reason)
         if sequence.status is SequenceStatus.RUNNING:
-            sequence.num_computed_tokens += len(token_ids) - 1  # the drafts among them
+            sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
             for token_id in token_ids:
                 self.session.confirmed.append((sequence.seq_id, token_id))
         return SequenceOutput(sequence, token_ids, None)
 
     def close_unclaimed(self, gateway: int | None = None) -> None:
-        """Closes the sequences of an earlier dense worker that nobody, or not this gateway, submitted again."""
+        """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
         unclaimed = [seq_id for seq_id in self.session.held_blocks if seq_id not in self._sequences]
         self.session.close_held([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
 
     def _drop_held_blocks(self) -> None:
-        """Gives up what the last waiting sequence in order kept from before; it will be computed anew."""
+        """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
         holders = [seq_id for seq_id in self.session.held_blocks if seq_id in self._sequences]
         if holders:
             self.session.close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
@@ -292,20 +293,20 @@ class Scheduler:
         return max(0, self.session.ledger.blocks_for(num_tokens) - num_held_blocks)
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
-        """Adds an entry for `num_tokens` known or pending tokens; after the last one, for drafts, if there is room."""
+        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
             room = room_for_drafts(sequence, self.session, step)
             drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
         if sequence.status is not SequenceStatus.RUNNING:
-            return  # preempted in this very plan
+            return  # preempted in this plan
         session = self.session
         num_blocks = session.take_blocks(sequence, num_tokens + len(drafts))
         if num_blocks is not None:
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks)
             return
         session.is_short_of_blocks = True
-        if not session.num_closing_plans and not session.to_close:  # blocks on their way back come first
+        if not session.num_closing_plans and not session.to_close:  # first wait for blocks of sequences being closed
             self._preempt_latest(step.seq_ids)
 
     def _preempt_latest(self, scheduled: Collection[int]) -> None:
@@ -316,7 +317,7 @@ class Scheduler:
                 self._waiting.push(victim)
                 self.num_preemptions += 1
                 return
-        if not scheduled:  # else the others advance, and will end or find no block themselves
+        if not scheduled:  # otherwise the scheduled sequences advance
             self._drop_held_blocks()
 
     def _finish(self, sequence: Sequence) -> None:
@@ -331,7 +332,7 @@ class Scheduler:
             if sequence.seq_id in self.session.held_blocks:
                 self.session.close_held([sequence.seq_id])
         else:
-            self.session.closing.add(sequence.seq_id)  # being opened; closed as soon as it is
+            self.session.closing.add(sequence.seq_id)  # it is being opened, and will be closed then
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)

@@ -1,4 +1,4 @@
-"""`Sequence`: one prompt on its way to tokens, as the scheduler sees it. Plain Python, no torch."""
+"""`Sequence`: one prompt with its output, as the scheduler sees it. Plain Python, no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
 from services.step import NewSequence
 
-SUSPECT_CRASHES = 2  # once may be anybody's fault
+SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence stands; only RUNNING ones are known to hold blocks in the KV cache."""
+    """The state of a sequence. Only RUNNING sequences are known to hold blocks in the KV cache."""
 
     WAITING = enum.auto()  # in the queue; also after preemption
-    OPENING = enum.auto()  # blocks are reserved, the attention worker has been asked
+    OPENING = enum.auto()  # blocks are reserved, and the attention worker is opening it
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended. A cancelled one ends without a reason: nobody is told."""
+    """Why a sequence ended. A cancelled sequence has no reason, since nothing is reported."""
 
     STOP = enum.auto()
     LENGTH = enum.auto()
@@ -32,7 +32,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens and how far they have come. Owned by the scheduler, on the engine thread.
+    """The tokens of a request and how many are computed. Owned by the scheduler, on the engine thread.
 
     `num_computed_tokens` counts published plans as done. `num_pending_tokens` have been sampled, or will be
     by a published plan, but are not known on the host yet: lengths run ahead of tokens.
@@ -46,29 +46,29 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     output_token_ids: list[int] = field(default_factory=list)
-    num_logprobs: int | None = None  # report so many likeliest tokens beside each output token; None: nothing
-    num_prompt_logprobs: int | None = None  # the same for prompt tokens; None, too, once all have been reported
-    priority: int = 0  # lower goes earlier
-    arrival_s: float = 0.0  # when it came to this worker, on the monotonic clock
-    queue_timeout_s: float | None = None  # longest wait from then to its first step
+    num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
+    num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
+    priority: int = 0  # lower numbers go first
+    arrival_s: float = 0.0  # arrival at this worker, on the monotonic clock
+    queue_timeout_s: float | None = None  # longest time from arrival to the first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
-    num_crashes: int = 0  # of a worker, in a row, that it may have caused; 0 again with its first token here
+    num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
 
     status: SequenceStatus = SequenceStatus.WAITING
-    order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first, kept through preemption
-    num_cached_tokens: int | None = None  # found in the KV cache at first opening
+    order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
+    num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    num_draft_tokens: int = 0  # of a published plan; until its result is here, lengths are not known
-    num_blocks: int = 0  # held in the attention worker once all published plans have run
-    num_reserved_blocks: int = 0  # promised to it, not allocated yet
-    # On the monotonic clock. A sequence that was submitted again with tokens never has its first step here.
+    num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
+    num_blocks: int = 0  # blocks that it holds after all published plans have run
+    num_reserved_blocks: int = 0  # blocks promised to it but not allocated yet
+    # On the monotonic clock. A sequence that was submitted again with tokens has no first step here.
     started_s: float | None = None  # when its first step began
-    first_token_s: float | None = None  # when the first token was here that this worker computed
+    first_token_s: float | None = None  # when the first token computed by this worker was known
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what kills the workers: then it runs alone until it has a token."""
+        """Whether it may be the cause of the crashes; then it runs alone until it gets a token."""
         return self.num_crashes >= SUSPECT_CRASHES
 
     @property
@@ -77,7 +77,7 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has been opened once, here or, as its tokens tell, in an earlier dense worker."""
+        """Whether it has been opened before: here, or (if it has output tokens) in an earlier dense worker."""
         return self.num_cached_tokens is not None or bool(self.output_token_ids)
 
     @property
@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens to compute before the next one can be sampled; 0 when no further one is wanted."""
+        """Tokens to compute before the next one can be sampled; 0 if no further token is needed."""
         if len(self.output_token_ids) + self.num_pending_tokens >= self.max_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
@@ -103,11 +103,11 @@ class Sequence:
         return None
 
     def leave_cache(self) -> None:
-        """Nothing of it is in the KV cache any more, nor promised to it."""
+        """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
         self.num_computed_tokens = self.num_draft_tokens = self.num_blocks = self.num_reserved_blocks = 0
 
     def describe(self) -> NewSequence:
-        """What the workers need to know of it, with the tokens it has now."""
+        """The sequence with its present tokens, for the workers."""
         return NewSequence(
             seq_id=self.seq_id,
             request_id=self.request_id,
@@ -123,13 +123,13 @@ class Sequence:
 
     @property
     def max_num_cached_tokens(self) -> int:
-        """Most tokens it can ever have in the KV cache: the last token sampled is never computed."""
+        """Maximum number of its tokens in the KV cache; the last sampled token is never computed."""
         return self.num_prompt_tokens + self.max_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What a sequence got: tokens, an end, or both."""
+    """New tokens of a sequence, its end, or both."""
 
     sequence: Sequence
     token_ids: SequenceOf[int]

@@ -1,4 +1,4 @@
-"""`Session`: everything that lives as long as one attachment. A new attachment gets a new one; nothing is reset."""
+"""`Session`: all state that lives as long as one attachment. A new attachment gets a new session; nothing is reset."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.sequence import Sequence
 from services.step import NewSequence, StepPlan
 
-if TYPE_CHECKING:  # these need torch, which the scheduler does without
+if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.channel import Channel
     from services.dense_worker.runner.model_runner import RunningStep
 
-# How long after an attachment the sequences of an earlier dense worker may wait to be submitted again.
+# How long after an attachment gateways may submit the sequences of an earlier dense worker again.
 CLAIM_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A sequence that the attention worker has been asked to open."""
+    """A sequence that the attention worker is opening."""
 
     sequence: Sequence
-    new: NewSequence  # what was sent
+    new: NewSequence  # the message that was sent
     asked_s: float  # on the monotonic clock
 
 
 class PlannedEntry(NamedTuple):
-    """The scheduler's side of a plan's entry; a tuple, like that."""
+    """The scheduler's data about an entry of a plan."""
 
     sequence: Sequence
-    num_taken_blocks: int  # that left the ledger for it
+    num_taken_blocks: int  # blocks taken from the ledger for the entry
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedPlan:
-    """A plan on its way, until its result and, if it closes sequences, its answer are here."""
+    """A published plan that still lacks its result or, if it closes sequences, its answer."""
 
     plan: StepPlan
-    entries: tuple[PlannedEntry, ...]  # aligned with the plan's
+    entries: tuple[PlannedEntry, ...]  # aligned with the plan's entries
 
 
 @dataclass(slots=True, eq=False)
@@ -60,14 +60,14 @@ class InFlight:
     wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
 
 
-# Of a worker that has not attached yet. It has no blocks, so that nothing runs.
+# The attachment of a worker that has not attached yet. It has no blocks, so that nothing runs.
 NOWHERE = Attachment(
     epoch=0, attachment_id=0, channels={}, block_size=1, num_blocks=0, num_free_blocks=0, held_blocks={}
 )
 
 
 class Session:
-    """Owned by the engine thread; the scheduler keeps here what is true of this attachment alone."""
+    """Owned by the engine thread. The scheduler keeps its state of this attachment here."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -75,20 +75,20 @@ class Session:
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
-        self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; those left when the session ends are void
-        self.num_completed = 0  # steps
-        self.last_end_s = 0.0  # of the step completed last, on the monotonic clock
-        self.is_leaving = False  # to end when nothing is in flight; nothing new begins
+        self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
+        self.num_completed = 0  # number of completed steps
+        self.last_end_s = 0.0  # end of the last completed step, on the monotonic clock
+        self.is_leaving = False  # ends when no step is in flight; no new step begins
         self.has_ended = False
-        self.num_errors = Counter[int]()  # in the answers that have come, by lane
-        self.request_ids: dict[int, str] = {}  # by seq_id, of those running; for messages, from any thread
+        self.num_errors = Counter[int]()  # errors in the answers so far, by lane
+        self.request_ids: dict[int, str] = {}  # by seq_id, of running sequences; for messages, from any thread
 
-        # Sequences of an earlier dense worker, their blocks, and until when they may be claimed.
+        # Blocks of sequences of an earlier dense worker, and the time until which gateways may claim them.
         self.held_blocks = dict(attachment.held_blocks)  # by seq_id
         self.claim_deadline_s = time.monotonic() + CLAIM_S if attachment.held_blocks else None
 
-        self.to_close: list[int] = []  # by the next plan
-        self.closing: set[int] = set()  # not to be opened again before the attention worker closed them
+        self.to_close: list[int] = []  # seq_ids that the next plan closes
+        self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them
         self.num_closing_plans = 0  # published ones with closes, whose answer is still out
         self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
@@ -107,7 +107,7 @@ class Session:
             raise PeerError(f"sequence {oldest.sequence.seq_id:x} has not been opened after {timeout_s:g} s")
 
     def complete(self, step: InFlight, now_s: float) -> None:
-        """The oldest step in flight has ended."""
+        """Notes that the oldest step in flight has ended."""
         assert self.in_flight[0] is step, "steps are completed in the order of their plans"
         step.begin_s, step.end_s = max(self.last_end_s, step.launch_start_s), now_s
         self.in_flight = self.in_flight[1:]

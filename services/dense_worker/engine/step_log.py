@@ -1,7 +1,7 @@
-"""`StepLog`: one JSON line for every step, for those who want to see each of them.
+"""`StepLog`: writes one JSON line for every step.
 
-The engine thread only puts a step's figures into a bounded queue; a thread of its own writes them. When the disk
-cannot keep up, or is full, lines are dropped and the next one says how many.
+The engine thread only puts a step's figures into a bounded queue; a separate thread writes them. If the disk is too
+slow or full, lines are dropped, and the next line has their number.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class StepLog:
     """An `EngineObserver`; see `writing_step_log`."""
 
     def __init__(self, write: Callable[[str], None], max_num_pending: int = MAX_NUM_PENDING) -> None:
-        """`write` takes a line; see `LineWriter`."""
+        """`write` writes a line; see `LineWriter`."""
         self._write_line = write
         self._pending: queue.Queue[tuple[float, StepStats, int] | None] = queue.Queue(max_num_pending)
-        self._num_dropped = 0  # since the last line that found room in the queue
-        self._has_failed = False  # to write a line; that is told once
+        self._num_dropped = 0  # since the last line that fitted into the queue
+        self._has_failed = False  # whether a write has failed; logged only once
         self._thread = threading.Thread(target=self._write, name="step-log", daemon=True)
 
     def start(self) -> None:
@@ -45,14 +45,14 @@ class StepLog:
         self._thread.start()
 
     def stop(self) -> bool:
-        """Writes what is left, for `STOP_TIMEOUT_S` at most. Returns whether nothing is being written any more."""
+        """Writes the remaining lines, for at most `STOP_TIMEOUT_S`. Returns whether the thread has ended."""
         with contextlib.suppress(queue.Full):
             self._pending.put(None, timeout=STOP_TIMEOUT_S)
         self._thread.join(STOP_TIMEOUT_S)
         return not self._thread.is_alive()
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
-        """See `EngineObserver`."""
+        """Queues the step's figures; counts them as dropped if the queue is full."""
         try:
             self._pending.put_nowait((time.time(), stats, self._num_dropped))
             self._num_dropped = 0
@@ -60,7 +60,7 @@ class StepLog:
             self._num_dropped += 1
 
     def on_handoff_abort(self) -> None:
-        """See `EngineObserver`. The gap in the step numbers tells it."""
+        """Writes nothing: the log shows it as a gap in the step numbers."""
 
     def _write(self) -> None:
         num_lost = 0  # since the last line that was written
@@ -96,12 +96,12 @@ def writing_step_log(path: Path | None) -> Iterator[list[StepLog]]:
         yield [step_log]
     finally:
         if step_log.stop():
-            with contextlib.suppress(OSError):  # where a disk tells only now that it is full
+            with contextlib.suppress(OSError):  # a full disk may report its error only now
                 os.close(file)
 
 
 def line_of(timestamp: float, stats: StepStats, num_dropped: int) -> dict[str, Any]:
-    """The step as JSON: counts as they are, times in milliseconds, `timestamp` in seconds since 1970."""
+    """The step as JSON: counts, times in milliseconds, `timestamp` in seconds since 1970."""
     line = {
         "timestamp": round(timestamp, 6),
         "step_id": stats.step_id,

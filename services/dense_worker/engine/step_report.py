@@ -1,4 +1,4 @@
-"""`StepReport`: what the engine thread tells of a step, and what it notes of the step's sequences for it."""
+"""`StepReport`: what gateways learn about a step, and what the engine notes in the step's sequences."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from services.step import PromptLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step means to the gateways."""
+    """The results of a step for the gateways."""
 
     step_id: int
     started: SequenceOf[Sequence] = ()
     outputs: SequenceOf[SequenceOutput] = ()
-    logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # of the tokens, by seq_id
+    logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # by seq_id
     prompt_logprobs: SequenceOf[tuple[Sequence, PromptLogprobs]] = ()
-    admitted: SequenceOf[Sequence] = ()  # steps may have them from now on
+    admitted: SequenceOf[Sequence] = ()  # sequences that steps may run from now on
 
 
 def note_started(sequences: Iterable[Sequence], begin_s: float) -> list[Sequence]:
-    """Those whose first step this is, which began at `begin_s`. One with tokens was submitted again with them."""
+    """Sequences in their first step, which began at `begin_s`; not those submitted again with tokens."""
     started = [each for each in sequences if each.started_s is None and not each.output_token_ids]
     for sequence in started:
         sequence.started_s = begin_s
@@ -32,7 +32,7 @@ def note_started(sequences: Iterable[Sequence], begin_s: float) -> list[Sequence
 
 
 def note_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None:
-    """Keeps with each sequence when its first token was here."""
+    """Stores in each sequence when its first token was known."""
     for output in outputs:
         if output.sequence.first_token_s is None:
             output.sequence.first_token_s = end_s
@@ -41,7 +41,7 @@ def note_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None:
 def note_prompt_logprobs(
     sequences: Iterable[Sequence], found: Iterable[PromptLogprobs]
 ) -> list[tuple[Sequence, PromptLogprobs]]:
-    """Of live ones of a step's sequences. What was told to the end is not wanted again when one starts over."""
+    """Log-probabilities of live sequences. A sequence whose prompt is complete does not report it again."""
     live = {each.seq_id: each for each in sequences if each.status is not SequenceStatus.FINISHED}
     noted = [(live[each.seq_id], each) for each in found if each.seq_id in live]
     for sequence, each in noted:

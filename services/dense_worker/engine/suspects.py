@@ -1,7 +1,7 @@
-"""`Suspects`: sequences that were running in several crashes of a worker in a row. Part of the scheduler.
+"""`Suspects`: sequences that were running in several consecutive crashes of a worker. Part of the scheduler.
 
-They run one at a time, and nobody else meanwhile, each until it has a token: if a worker dies once more, the
-gateway knows which of them it was.
+They run one at a time without other sequences, each until it gets a token. If a worker dies again, the gateway knows
+which sequence was the cause.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 
 
 class Suspects:
-    """Live suspects, in the order in which they came."""
+    """Live suspects, in the order of arrival."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}  # by seq_id
@@ -21,15 +21,15 @@ class Suspects:
             self._sequences[sequence.seq_id] = sequence
 
     def clear(self, sequence: Sequence) -> None:
-        """It has a token and the worker lives, or it is gone: no suspect any more."""
+        """Clears a sequence of suspicion: it got a token while the worker lives, or it has ended."""
         if self._sequences:
             sequence.num_crashes = 0
             self._sequences.pop(sequence.seq_id, None)
 
     def open(self) -> Sequence | None:
-        """The one that is OPENING or RUNNING: nobody else may run."""
+        """The suspect that is OPENING or RUNNING; no other sequence may run meanwhile."""
         return next((each for each in self._sequences.values() if each.status is not SequenceStatus.WAITING), None)
 
     def first(self) -> Sequence | None:
-        """The one to be opened next."""
+        """The suspect to open next."""
         return next(iter(self._sequences.values()), None)

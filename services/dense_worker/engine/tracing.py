@@ -1,7 +1,7 @@
 """`SequenceTracer`: the dense worker's part of a request's trace. Runs on the event loop.
 
-A sequence is one span, from its arrival to its end, with queue, prefill and decode below it; the engine thread only
-leaves their times in the sequence.
+A sequence is one span, from its arrival to its end, with queue, prefill and decode below it. The engine thread only
+stores their times in the sequence.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from services.rpc.spans import Span, Tracer
 
 
 class SequenceTracer:
-    """Knows the spans of all sequences that have not ended."""
+    """Holds the spans of all sequences that have not ended."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, tuple[Sequence, Span]] = {}  # by seq_id
 
     def begin(self, sequence: Sequence, traceparent: str) -> None:
-        """It has arrived, as part of the gateway's trace; from now on `sequence.traceparent` names its own span."""
+        """Starts the span of an arrived sequence in the gateway's trace and stores its context in the sequence."""
         if not self._tracer.is_enabled:
             return
         self.end(sequence.seq_id, "replaced")
@@ -37,7 +37,7 @@ class SequenceTracer:
         self._open[sequence.seq_id] = sequence, span
 
     def end(self, seq_id: int, outcome: str, error: str | None = None) -> None:
-        """It is over; unknown ones are ignored."""
+        """Ends the span of a sequence; unknown ones are ignored."""
         sequence, span = self._open.pop(seq_id, (None, None))
         if sequence is None or span is None:
             return

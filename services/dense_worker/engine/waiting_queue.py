@@ -1,11 +1,11 @@
-"""`WaitingQueue`: who goes first, who waits too long, and how many may wait. Part of the scheduler.
+"""`WaitingQueue`: the order of sequences, their time limits, and the size of the queue. Part of the scheduler.
 
     order = arrival_s + priority · priority_ageing_s
 
-The lowest goes first, equals as they came. A sequence thus moves up against newcomers by one priority for every
-`priority_ageing_s` it has waited: that both age alike is why the order of two never changes, and a sorted list
-suffices. It is overtaken only by what arrives within `(priority - lowest priority) · priority_ageing_s` after it,
-with priorities from -100 to 100 and 1 s within 200 s at the most: nobody starves.
+The lowest order goes first; equal ones go in the order of arrival. For every `priority_ageing_s` of waiting, a sequence
+gains one priority over newcomers. All sequences age at the same rate, so the order of two sequences never changes and a
+sorted list suffices. Only sequences that arrive within `(priority - lowest priority) · priority_ageing_s` after a
+sequence can overtake it. With priorities from -100 to 100 and 1 s that is at most 200 s, so no sequence starves.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from collections.abc import Collection
 from services.common.errors import CapacityError, QueueTimeout
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 
-CHECK_INTERVAL_S = 0.25  # looking at 10,000 sequences takes about 1 ms
+CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
 
 
 class WaitingQueue:
-    """Waiting sequences in order. The limits count those that never ran: others cannot be sent away."""
+    """Waiting sequences in order. The limits count only sequences that never ran: others cannot be refused."""
 
     def __init__(self, max_num_sequences: int, max_num_tokens: int, priority_ageing_s: float) -> None:
         self._max_num_sequences = max_num_sequences
-        self._max_num_tokens = max_num_tokens  # of prompts
+        self._max_num_tokens = max_num_tokens  # tokens of their prompts
         self._priority_ageing_s = priority_ageing_s
         self._sequences: list[Sequence] = []
-        self._num_new = 0  # of them, those that never ran
-        self._num_new_tokens = 0  # of their prompts
-        self._next_check_s = 0.0  # of who waits too long, on the monotonic clock
-        self._numbers = itertools.count()  # of arrivals; no two sequences compare equal
+        self._num_new = 0  # number of waiting sequences that never ran
+        self._num_new_tokens = 0  # tokens of the prompts of these
+        self._next_check_s = 0.0  # next check for expired sequences, on the monotonic clock
+        self._numbers = itertools.count()  # arrival numbers, so that no two sequences compare equal
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def admit(self, sequence: Sequence) -> None:
-        """Gives a new sequence its place in the order. Raises `CapacityError` when the queue is full.
+        """Sets the order of a new sequence. Raises `CapacityError` if the queue is full.
 
-        The limit of tokens never refuses the only one, however long it is.
+        The limit of tokens does not apply to an otherwise empty queue.
         """
         if not sequence.has_started:
             if self._num_new >= self._max_num_sequences:
@@ -53,18 +53,18 @@ class WaitingQueue:
         sequence.order = sequence.arrival_s + sequence.priority * self._priority_ageing_s, next(self._numbers)
 
     def push(self, sequence: Sequence) -> None:
-        """Lets an admitted sequence wait, for the first time or again."""
+        """Adds an admitted sequence, for the first time or again."""
         sequence.status = SequenceStatus.WAITING
         insert(self._sequences, sequence)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no longer."""
+        """Removes a sequence."""
         remove(self._sequences, sequence)
         self._count(sequence, -1)
 
     def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
-        """The first of the preferred ones, or of all if none of them waits."""
+        """The first of the preferred sequences, or of all if no preferred one waits."""
         if preferred_seq_ids:
             for sequence in self._sequences:
                 if sequence.seq_id in preferred_seq_ids:
@@ -72,7 +72,7 @@ class WaitingQueue:
         return self._sequences[0]
 
     def expired(self, now_s: float) -> list[tuple[Sequence, QueueTimeout]]:
-        """Those whose time is over, with the error to tell; looked for every `CHECK_INTERVAL_S`."""
+        """Sequences that have waited too long, with their errors. Checks only every `CHECK_INTERVAL_S`."""
         if now_s < self._next_check_s:
             return []
         self._next_check_s = now_s + CHECK_INTERVAL_S
@@ -85,7 +85,7 @@ class WaitingQueue:
         ]
 
     def clear(self) -> None:
-        """Forgets who waits."""
+        """Removes all sequences."""
         self._sequences.clear()
         self._num_new = self._num_new_tokens = 0
 
@@ -96,12 +96,12 @@ class WaitingQueue:
 
 
 def insert(ordered: list[Sequence], sequence: Sequence) -> None:
-    """Puts a sequence where its order says."""
+    """Inserts a sequence at the position given by its order."""
     bisect.insort(ordered, sequence, key=_order)
 
 
 def remove(ordered: list[Sequence], sequence: Sequence) -> None:
-    """Takes a sequence out of a list in order, without looking at all of it."""
+    """Removes a sequence from an ordered list by binary search."""
     index = bisect.bisect_left(ordered, sequence.order, key=_order)
     assert ordered[index] is sequence
     del ordered[index]
