@@ -53,6 +53,7 @@ class Harness:
         heads: tuple[int, int] = (8, 2),
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
+        windows: tuple[int | None, ...] | None = None,
         **overrides: Any,
     ) -> None:
         num_heads, num_kv_heads = heads
@@ -71,6 +72,8 @@ class Harness:
         self.dtype = dtype
         self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
         self.spec = KVCacheSpec.of_model(self.config, cache_dtype or dtype, NUM_BLOCKS, BLOCK_SIZE)
+        if windows is not None:
+            self.spec = dataclasses.replace(self.spec, windows=windows)
         self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
         self.inputs: dict[int, torch.Tensor] = {}  # [num_layers, prompt and output, qkv_size]
         self.prompt_lens: dict[int, int] = {}
@@ -135,7 +138,7 @@ class Harness:
         group_size = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(group_size, dim=0), v.repeat_interleave(group_size, dim=0)
         distance = torch.arange(length)[:, None] - torch.arange(length)
-        window = config.sliding_windows[layer] or length
+        window = self.spec.windows[layer] or length
         scores = q @ k.transpose(1, 2) / config.head_dim**0.5
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
         return (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1)
@@ -318,6 +321,18 @@ def test_a_step_without_rows_is_nothing(tmp_path: Path) -> None:
     harness.backend.begin_step(harness.cache.plan_step(make_plan([])).metadata)
     config = harness.config
     harness.backend.forward(0, torch.empty(0, config.qkv_size), torch.empty(0, config.attn_size))
+
+
+@pytest.mark.parametrize("windows", [(1, None), (7, 3), (BLOCK_SIZE, MAX_MODEL_LEN)], ids=str)
+def test_the_specs_windows_count_not_the_models(tmp_path: Path, windows: tuple[int | None, ...]) -> None:
+    harness = Harness(tmp_path, windows=windows)
+    assert harness.config.sliding_windows == (None, None)
+    harness.open(0, 20)
+    harness.open(1, 5)
+    harness.check((0, 13), (1, 2))
+    harness.check((1, 3), (0, 7))
+    for _ in range(4):
+        harness.check((0, 1), (1, 1))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16])
