@@ -29,6 +29,7 @@ WARM_SERVER = "tests.support.warm_server"
 MAX_COMMAND_BYTES = 1 << 14  # of one process's command line
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_POLL_S = 0.02
+START_TIMEOUT_S = 90.0  # the first has to wait for the imports
 RUN_TIMEOUT_S = 100.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -37,6 +38,7 @@ class WarmServer:
     """A client of one process that forks, at the other end of `connection`."""
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(START_TIMEOUT_S)
         self._connection = connection
         self._lock = threading.Lock()
 
