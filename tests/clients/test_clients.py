@@ -78,7 +78,7 @@ class Truth:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     address = f"gateway.http_address=127.0.0.1:{free_port()}"
-    with running_cluster(tmp_path_factory.mktemp("clients"), address, is_warm=False) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("clients"), address) as cluster:
         yield cluster
 
 

@@ -24,7 +24,7 @@ def gpu_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
     """On the first GPU unless `overrides` say otherwise. At the end no process of its MPS daemon may be left."""
     # TensorRT would build plans first, and choose between itself and torch by measurement.
     settings = (f"dense.device={DEVICE}", f"attention.device={DEVICE}", "dense.backend=torch")
-    with running_cluster(directory, *settings, *overrides, is_warm=False) as cluster:
+    with running_cluster(directory, *settings, *overrides) as cluster:
         pipe = pipe_of(cluster.pid_of("dense_worker"))
         yield cluster
     deadline = time.monotonic() + END_TIMEOUT_S

@@ -13,7 +13,8 @@ from tests.support.observed import Observed, running_observed
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     http_address = f"gateway.http_address=127.0.0.1:{free_port()}"  # browsers know no Unix sockets
-    with running_cluster(tmp_path_factory.mktemp("shared-cluster"), "log.level=debug", http_address) as cluster:
+    directory = tmp_path_factory.mktemp("shared-cluster")
+    with running_cluster(directory, "log.level=debug", http_address, is_warm=True) as cluster:
         yield cluster
 
 

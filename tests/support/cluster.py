@@ -136,12 +136,12 @@ def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> 
 
 @contextlib.contextmanager
 def running_cluster(
-    directory: Path, *overrides: str, wrapper: Sequence[str] = (), is_warm: bool = True
+    directory: Path, *overrides: str, wrapper: Sequence[str] = (), is_warm: bool = False
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
-    `wrapper` is a command that becomes the one that follows it. With it, or if not `is_warm`, every process starts
-    from nothing and has memory of its own.
+    `wrapper` is a command that becomes the one that follows it. With `is_warm` the processes are forked from
+    `tests.support.warm_server`: for tests that measure neither a start nor memory.
     """
     regions_before = stale_regions()
     command = [*wrapper, sys.executable, "-m", "services.launch"]
@@ -152,7 +152,8 @@ def running_cluster(
         command += ["--set", f"{key}={value}"]
     log_file = directory / "log"
     with log_file.open("w") as log:
-        if is_warm and not wrapper:
+        if is_warm:
+            assert not wrapper
             process = WarmProcess(warm_server(), command, stderr=log.fileno())
         else:
             process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)

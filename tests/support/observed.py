@@ -55,7 +55,7 @@ def running_observed(directory: Path) -> Iterator[Observed]:
     settings += [f"gateway.http_address={http_address}", f"dense.step_log={step_log}"]
     with (
         running_collector() as collector,
-        running_cluster(directory, *settings, f"tracing.endpoint={collector.endpoint}") as cluster,
+        running_cluster(directory, *settings, f"tracing.endpoint={collector.endpoint}", is_warm=True) as cluster,
     ):
         with pytest.raises(grpc.RpcError):
             cluster.generate("a", 5, temperature=-1.0)

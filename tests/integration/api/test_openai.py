@@ -34,7 +34,7 @@ EXTENSIONS = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("openai")) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("openai"), is_warm=True) as cluster:
         yield cluster
 
 

@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "attention.num_blocks=40",
         f"gateway.max_logprobs={VOCAB_SIZE}",
     )
-    with running_cluster(tmp_path_factory.mktemp("options"), *settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("options"), *settings, is_warm=True) as cluster:
         yield cluster
 
 

@@ -64,7 +64,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "attention.block_size=8",
         "attention.num_blocks=28",
     )
-    with running_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
         yield path, cluster
 
 
@@ -90,7 +90,7 @@ def test_random_model_of_each_family_equals_hugging_face(variant: tuple[Path, Cl
 def embedded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The embedded model, with steps of so many tokens at most."""
     settings = (f"scheduler.max_num_batched_tokens={request.param}", "scheduler.max_num_seqs=16")
-    with running_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
         yield cluster
 
 

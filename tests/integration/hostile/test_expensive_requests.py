@@ -27,7 +27,7 @@ MAX_GROWTH_BYTES = 160 * 2**20  # of large answers, some of it stays with the al
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Short steps: the gateway must keep nobody waiting, and a step with many prompt tokens takes long itself.
     directory = tmp_path_factory.mktemp("expensive")
-    with running_cluster(directory, "scheduler.max_num_batched_tokens=128", is_warm=False) as cluster:
+    with running_cluster(directory, "scheduler.max_num_batched_tokens=128") as cluster:
         yield cluster
         cluster.wait_idle()
 

@@ -52,7 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         port = probe.getsockname()[1]
     limits = (f"model.max_model_len={MAX_MODEL_LEN}", "gateway.max_n=3", "gateway.max_prompts=4")
     directory = tmp_path_factory.mktemp("fuzz")
-    with running_cluster(directory, f"gateway.http_address=127.0.0.1:{port}", *limits) as cluster:
+    with running_cluster(directory, f"gateway.http_address=127.0.0.1:{port}", *limits, is_warm=True) as cluster:
         yield cluster
 
 

@@ -47,7 +47,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         "gateway.metrics_address": f"127.0.0.1:{free_metrics_ports()}",
         "launch.gateway_processes": "2",
     }
-    with running_cluster(tmp_path, *(f"{key}={value}" for key, value in overrides.items())) as cluster:
+    with running_cluster(tmp_path, *(f"{key}={value}" for key, value in overrides.items()), is_warm=True) as cluster:
         yield cluster
 
 

@@ -46,7 +46,7 @@ def test_one_prompt_is_answered_on_stdout_alone() -> None:
 
 
 def test_the_chat_client_streams_from_a_running_gateway_and_stops_early(tmp_path: Path) -> None:
-    with running_cluster(tmp_path, is_warm=False) as cluster:
+    with running_cluster(tmp_path) as cluster:
         address = f"unix:{tmp_path}/gateway.sock"
         client = ("services.gateway.chat_client", "--address", address)
         answer = run(*client, "--prompt", "San Francisco is a", "--max_tokens=7")
@@ -57,7 +57,7 @@ def test_the_chat_client_streams_from_a_running_gateway_and_stops_early(tmp_path
 
 
 def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(tmp_path: Path) -> None:
-    with running_cluster(tmp_path, is_warm=False) as cluster:
+    with running_cluster(tmp_path) as cluster:
         stream = cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True))
         next(stream)
         start = time.monotonic()
@@ -169,7 +169,7 @@ def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
     shutil.copy(EMBEDDED_MODEL / "config.json", tmp_path)
     (tmp_path / "sockets").mkdir()
     settings = (f"model.path={tmp_path}", "model.load_format=dummy", "model.num_layers=2")
-    with running_cluster(tmp_path / "sockets", *settings) as cluster:
+    with running_cluster(tmp_path / "sockets", *settings, is_warm=True) as cluster:
         assert len(cluster.generate([5, 6, 7], 9, ignore_eos=True).token_ids) == 9
 
 
@@ -183,7 +183,7 @@ def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path)
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
     options = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, is_warm=True) as cluster:
         expected = cluster.generate("Count from 1", 400, **options).token_ids
         for role in ("dense_worker", "attn_worker"):
             stream = cluster.gateway.GenerateStream(request("Count from 1", 400, **options))
@@ -210,7 +210,7 @@ def test_a_second_cluster_on_a_taken_port_ends_at_once(tmp_path: Path) -> None:
     with socket.socket() as finder:
         finder.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{finder.getsockname()[1]}"
-    with running_cluster(tmp_path, f"gateway.address={address}"):
+    with running_cluster(tmp_path, f"gateway.address={address}", is_warm=True):
         second = run_warm("services.launch", "--sample-prompt", "a", "--set", f"gateway.address={address}")
     assert second.returncode == 1 and second.stdout == ""
     assert "port in use" in second.stderr and "restarting" not in second.stderr

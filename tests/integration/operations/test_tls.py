@@ -71,7 +71,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
         "peers.tls_ca": peers.file,
     }
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    with running_cluster(directory, *overrides) as cluster:
+    with running_cluster(directory, *overrides, is_warm=True) as cluster:
         yield Locked(
             cluster,
             overrides,

@@ -36,7 +36,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("stalls")
-    with running_cluster(directory, f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}") as cluster:
+    with running_cluster(directory, f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}", is_warm=True) as cluster:
         yield cluster
 
 
