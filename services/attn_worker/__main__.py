@@ -11,8 +11,8 @@ from services.rpc.server import run_service, serve
 
 
 def main() -> None:
-    config = parse_service_args("services.attn_worker", sys.argv[1:])
-    configure_logs(config.log, "attn_worker")
+    config, options = parse_service_args("services.attn_worker", sys.argv[1:])
+    configure_logs(config.log, "attn_worker", options.error_file)
     with importing():
         from services.attn_worker.service import AttentionWorker
     run_service(serve(AttentionWorker(config)))

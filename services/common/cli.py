@@ -6,21 +6,32 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import ConfigError
 from services.common.process import die_with_parent
 
 
-def parse_service_args(prog: str, argv: Sequence[str]) -> Config:
-    """The config of `python -m PROG ARGV...`. An invalid one ends the process with an error line and status 1."""
+def parse_service_args(prog: str, argv: Sequence[str]) -> tuple[Config, ChildOptions]:
+    """The config of `python -m PROG ARGV...`, and the launcher's options for it.
+
+    An invalid config ends the process with an error line and status 1.
+    """
     parser = argparse.ArgumentParser(prog=prog)
     add_config_arguments(parser)
-    parser.add_argument("--die-with-parent", type=int, metavar="PID", help="stop when the parent process PID ends")
+    parser.add_argument(
+        "--child",
+        type=ChildOptions.model_validate_json,
+        default=ChildOptions(),
+        metavar="JSON",
+        help="what the launcher tells its children",
+    )
     arguments = parser.parse_args(dashed(argv))
-    if arguments.die_with_parent is not None:
-        die_with_parent(arguments.die_with_parent)
+    options: ChildOptions = arguments.child
+    if options.launcher_pid is not None:
+        die_with_parent(options.launcher_pid)
     try:
-        return load_config(arguments.config, arguments.set)
+        return load_config(arguments.config, arguments.set), options
     except ConfigError as error:
         parser.exit(1, f"{prog}: {error}\n")
 

@@ -122,8 +122,6 @@ class GatewaySection(Section):
     tls_key: Path | None = None  # PEM file; the key of tls_certificate
     tls_client_ca: Path | None = None  # PEM file; if set, clients must present a certificate signed by this CA
     local_address: SocketAddress | None = None  # gRPC without TLS, for this machine's probes, launcher and gateways
-    shares_ports: bool = False  # whether several gateway processes share the ports (SO_REUSEPORT); set by the launcher
-    sibling_addresses: tuple[SocketAddress, ...] = ()  # local_address of these gateways; they also get every Abort
     # time that running requests have to finish after SIGTERM; SIGINT ends them at once
     drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
     api_keys_file: Path | None = None  # TOML file, read again when it changes; see services/gateway/access/api_keys.py
@@ -157,7 +155,6 @@ class DenseSection(Section):
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
-    standby: bool = False  # whether the worker attaches only on the launcher's command, for a planned take-over
     profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
@@ -238,7 +235,6 @@ class LogSection(Section):
 
     level: Literal["debug", "info", "warning", "error"] = "info"  # least severe level that is written
     format: Literal["logfmt", "json"] = "logfmt"  # format of the log lines
-    error_file: Path | None = None  # file that keeps the last error, for the launcher
 
 
 class TracingSection(Section):

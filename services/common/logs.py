@@ -20,13 +20,12 @@ from services.common.config import LogSection
 from services.common.line_writer import LineWriter
 
 
-def configure_logs(section: LogSection, service: str) -> None:
-    """Sets up this process's logs; every line carries `service`."""
+def configure_logs(section: LogSection, service: str, error_file: Path | None = None) -> None:
+    """Sets up this process's logs; every line carries `service`. `error_file` keeps the last error."""
     renderers = {
         "logfmt": structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "service", "event"]),
         "json": structlog.processors.JSONRenderer(),
     }
-    error_file = section.error_file
     lines = LogLines(sys.stderr.fileno())
     structlog.configure(
         processors=[

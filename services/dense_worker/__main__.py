@@ -11,11 +11,11 @@ from services.rpc.server import run_service, serve
 
 
 def main() -> None:
-    config = parse_service_args("services.dense_worker", sys.argv[1:])
-    configure_logs(config.log, "dense_worker")
+    config, options = parse_service_args("services.dense_worker", sys.argv[1:])
+    configure_logs(config.log, "dense_worker", options.error_file)
     with importing():
         from services.dense_worker.service import DenseWorker
-    run_service(serve(DenseWorker(config)))
+    run_service(serve(DenseWorker(config, options)))
 
 
 if __name__ == "__main__":

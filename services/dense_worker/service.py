@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from services.channel import ChannelSpec
+from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.build import LoadedModel, load_model
@@ -43,8 +44,9 @@ MAX_CONNECTION_AGE_MS = 60_000
 class DenseWorker:
     """A `Service`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
+        self._is_standby = options.is_standby
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
         self._metrics = DenseMetrics(self._registry)
@@ -52,7 +54,7 @@ class DenseWorker:
     async def start(self) -> None:
         """Answers health checks from now on, loads the weights, and starts the engine."""
         config = self._config
-        address = None if config.dense.standby else config.dense.metrics_address
+        address = None if self._is_standby else config.dense.metrics_address
         self._opened.enter_context(serving_metrics(address, self._registry))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
@@ -140,7 +142,7 @@ class DenseWorker:
         servicer.set_engine(self._engine, self._watchdog)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.state = state.STANDBY
-        if not self._config.dense.standby:
+        if not self._is_standby:
             servicer.may_attach.set()
             servicer.status.state = state.ATTACHING
         log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
@@ -150,7 +152,7 @@ class DenseWorker:
 
     async def _serve_late_metrics(self) -> None:
         """Of a worker in standby, once it is its turn: until then the address is the present worker's."""
-        if self._config.dense.standby:
+        if self._is_standby:
             await self._servicer.may_attach.wait()
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry)
 

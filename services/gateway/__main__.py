@@ -12,12 +12,12 @@ from services.rpc.server import run_service, serve
 
 
 def main() -> None:
-    config = parse_service_args("services.gateway", sys.argv[1:])
-    configure_logs(config.log, "gateway")
+    config, options = parse_service_args("services.gateway", sys.argv[1:])
+    configure_logs(config.log, "gateway", options.error_file)
     with importing():
         from services.gateway.service import Gateway
     drain = asyncio.Event()
-    run_service(serve(Gateway(config, drain)), drain)
+    run_service(serve(Gateway(config, drain, options)), drain)
 
 
 if __name__ == "__main__":

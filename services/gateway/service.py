@@ -7,6 +7,7 @@ import contextlib
 
 import structlog
 
+from services.common.child_options import ChildOptions
 from services.common.config import Config, api_keys_of_environment
 from services.common.errors import PeerError
 from services.common.model_config import load_model_config
@@ -44,8 +45,9 @@ STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 class Gateway:
     """A `Service`. Once `drain` is set, it refuses new requests, finishes those that run, and `run` returns."""
 
-    def __init__(self, config: Config, drain: asyncio.Event) -> None:
+    def __init__(self, config: Config, drain: asyncio.Event, options: ChildOptions) -> None:
         self._config = config
+        self._options = options
         self._drain = drain
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("gateway")
@@ -96,7 +98,8 @@ class Gateway:
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
         self._opened.push_async_callback(worker_load.close)
-        http_server = HttpServer(build_app(frontend, section, self._registry, worker_load), section, tls)
+        app = build_app(frontend, section, self._registry, worker_load)
+        http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # By then there is no stream, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
@@ -145,10 +148,10 @@ class Gateway:
                 ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
                 ("grpc.max_concurrent_streams", section.max_grpc_streams),
             ],
-            shares_port=section.shares_ports,
+            shares_port=self._options.shares_ports,
             interceptors=[Reception(self._access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
         )
-        siblings = Siblings(section.sibling_addresses, section.max_message_bytes)
+        siblings = Siblings(self._options.sibling_addresses, section.max_message_bytes)
         servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
         return server

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common.child_options import ChildOptions
 from services.common.config import Config, dump_config
 from services.common.errors import PeerError
 from services.rpc.client import PeerTls, read_peer_tls
@@ -27,16 +28,26 @@ class Child:
     """One service as a child process, restarted when it dies, up to the configured number of times."""
 
     def __init__(
-        self, name: str, role: str, config: Config, run_dir: Path, environment: Mapping[str, str] | None
+        self,
+        name: str,
+        role: str,
+        config: Config,
+        options: ChildOptions,
+        *,
+        run_dir: Path,
+        environment: Mapping[str, str] | None,
     ) -> None:
+        """`options`: those of this child alone; the rest is filled in here."""
         self.name = name  # of its files
         self.role = role
         self.last_end = ""
         self._environment = environment
         self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
+        self.options = options.model_copy(update={"launcher_pid": os.getpid(), "error_file": self._error_file})
         self._section = config.launch
-        self.configure(config)
+        self.config = config
+        self.config_file.write_text(dump_config(config))
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = ThreadPoolExecutor(MAX_WAITERS, thread_name_prefix=name)
         self._exits: list[float] = []  # times of unexpected ends, within the window that counts
@@ -44,12 +55,6 @@ class Child:
         self._kill_reason = ""  # why the launcher ended it
         self.num_restarts = 0
         self.may_restart = False  # until all have served once, an end is a mistake that would repeat itself
-
-    def configure(self, config: Config) -> None:
-        """What its next process is started with."""
-        self.config = config
-        log_section = config.log.model_copy(update={"error_file": self._error_file})
-        self.config_file.write_text(dump_config(config.model_copy(update={"log": log_section})))
 
     async def watch(self) -> None:
         """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` when it ends too often."""
@@ -59,7 +64,7 @@ class Child:
             command = [sys.executable, "-m", f"services.{self.role}", "--config", str(self.config_file)]
             # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [*command, "--die-with-parent", str(os.getpid())],
+                [*command, "--child", self.options.model_dump_json()],
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the services
@@ -104,6 +109,10 @@ class Child:
     def keep(self) -> None:
         """Takes `retire` back; if it has ended meanwhile, `watch` starts it."""
         self._is_stopping = False
+
+    def leave_standby(self) -> None:
+        """It serves now: when it is started again, it attaches by itself."""
+        self.options = self.options.model_copy(update={"is_standby": False})
 
     def stop(self, *, drains: bool = False) -> None:
         """Asks the service to stop, with `drains` a gateway once it has no requests; it will not be restarted."""

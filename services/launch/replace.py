@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import structlog
 
+from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
 from services.launch.child import Child
@@ -33,7 +34,7 @@ log = structlog.get_logger()
 
 ROLE = "dense_worker"
 SECTIONS = ("dense", "model")  # in which the new worker may differ
-RESERVED = ("dense.address", "dense.standby")  # the launcher's own
+RESERVED = "dense.address"  # the launcher's own
 POLL_S = 0.02
 LAST_WORDS_S = 3.0  # for a worker that breaks to end, so that its own error can be told
 
@@ -49,14 +50,14 @@ class Replaced:
 
 
 class DenseReplacer:
-    """One replacement at a time. `make_child(name, role, config)` makes the new one; `children` change."""
+    """One replacement at a time. `make_child(name, role, config, options)` makes the new one; `children` change."""
 
     def __init__(
         self,
         children: Children,
         dense_address: DenseAddress,
         attention_address: str,
-        make_child: Callable[[str, str, Config], Child],
+        make_child: Callable[[str, str, Config, ChildOptions], Child],
     ) -> None:
         self._children = children
         self._dense_address = dense_address
@@ -74,7 +75,7 @@ class DenseReplacer:
         self._task = asyncio.current_task()
         try:
             self._num_started += 1
-            new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config)
+            new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config, ChildOptions(is_standby=True))
             return await self._replace(old, new, drops_caches=drops_caches)
         finally:
             self._task = None
@@ -92,14 +93,14 @@ class DenseReplacer:
             )
         for override in overrides:
             key = override.partition("=")[0].strip()
-            if key.partition(".")[0] not in SECTIONS or key in RESERVED:
+            if key.partition(".")[0] not in SECTIONS or key == RESERVED:
                 raise InvalidRequest(
                     f"--set {override!r}: only keys of the sections {' and '.join(SECTIONS)} can change, and not "
-                    f"{' or '.join(RESERVED)}"
+                    f"{RESERVED}"
                 )
-        own = [f'dense.address="{self._dense_address.new_address()}"', "dense.standby=true"]
+        own = f'dense.address="{self._dense_address.new_address()}"'
         try:
-            return load_config(old.config_file, [*overrides, *own])
+            return load_config(old.config_file, [*overrides, own])
         except ConfigError as error:
             raise InvalidRequest(str(error)) from error
 
@@ -120,7 +121,7 @@ class DenseReplacer:
             if isinstance(error, TwostrokeError | grpc.aio.AioRpcError):
                 raise RolledBack(f"{reason}; the present dense worker, process {old.pid}, goes on") from error
             raise
-        new.configure(new.config.model_copy(update={"dense": new.config.dense.model_copy(update={"standby": False})}))
+        new.leave_standby()
         new.may_restart, new.num_restarts = True, old.num_restarts
         self._children.exchange(old, new, watcher)
         old.stop()

@@ -65,8 +65,8 @@ class Launcher:
         self._opened.push_async_callback(self._children.stop, config.launch.stop_grace_s)
         environment = None if self._mps is None else self._mps.environment
         make_child = partial(Child, run_dir=run_dir, environment=environment)
-        for name, role, own_config in services:
-            self._children.start(make_child(name, role, own_config))
+        for service in services:
+            self._children.start(make_child(*service))
         [dense] = self._children.of_role("dense_worker")
         dense_address.point_to(dense.address)
         replacer = DenseReplacer(self._children, dense_address, config.attention.address, make_child)

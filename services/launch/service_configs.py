@@ -7,7 +7,9 @@ for itself is a Unix socket, where the launcher and its siblings reach it and no
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
+from services.common.child_options import ChildOptions
 from services.common.config import MAX_PORT, Config
 from services.common.errors import ConfigError
 from services.launch.dense_address import DenseAddress
@@ -15,15 +17,24 @@ from services.launch.dense_address import DenseAddress
 METRICS_PORT_STEP = 10  # 9100, 9110, ...: the ports between belong to the other services by custom
 
 
-def service_configs(config: Config, run_dir: Path, dense_address: DenseAddress) -> list[tuple[str, str, Config]]:
-    """Name, role and config of each, in starting order. Gateways look for the dense worker at `dense_address`."""
+class ServiceStart(NamedTuple):
+    """What a `Child` is made of."""
+
+    name: str  # of its files
+    role: str
+    config: Config
+    options: ChildOptions
+
+
+def service_configs(config: Config, run_dir: Path, dense_address: DenseAddress) -> list[ServiceStart]:
+    """Every service, in starting order. Gateways look for the dense worker at `dense_address`."""
     dense = with_dense_address(config, dense_address.new_address())
     gateways = gateway_configs(config, run_dir)
     names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
     return [
-        ("attn_worker", "attn_worker", config),
-        ("dense_worker", "dense_worker", dense),
-        *((name, "gateway", gateway) for name, gateway in zip(names, gateways, strict=True)),
+        ServiceStart("attn_worker", "attn_worker", config, ChildOptions()),
+        ServiceStart("dense_worker", "dense_worker", dense, ChildOptions()),
+        *(ServiceStart(name, "gateway", *gateway) for name, gateway in zip(names, gateways, strict=True)),
     ]
 
 
@@ -32,30 +43,26 @@ def with_dense_address(config: Config, address: str) -> Config:
     return config.model_copy(update={"dense": config.dense.model_copy(update={"address": address})})
 
 
-def gateway_configs(config: Config, run_dir: Path) -> list[Config]:
-    """One a process. Raises `ConfigError` for an address that only one process can have."""
+def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOptions]]:
+    """One of each a process. Raises `ConfigError` for an address that only one process can have."""
     section, num_processes = config.gateway, config.launch.gateway_processes
     if num_processes == 1:
-        return [config]
+        return [(config, ChildOptions())]
     for key in ("address", "http_address"):
         _check_shareable(f"gateway.{key}", getattr(section, key), num_processes)
     own = [f"unix:{run_dir}/gateway-{index}.sock" for index in range(num_processes)]
     own[0] = section.local_address or own[0]
-    return [
-        config.model_copy(
-            update={
-                "gateway": section.model_copy(
-                    update={
-                        "shares_ports": True,
-                        "local_address": own[index],
-                        "sibling_addresses": tuple(address for address in own if address != own[index]),
-                        "metrics_address": _metrics_address(section.metrics_address, index),
-                    }
-                )
-            }
+    pairs = []
+    for index, address in enumerate(own):
+        changes = {"local_address": address, "metrics_address": _metrics_address(section.metrics_address, index)}
+        siblings = tuple(other for other in own if other != address)
+        pairs.append(
+            (
+                config.model_copy(update={"gateway": section.model_copy(update=changes)}),
+                ChildOptions(shares_ports=True, sibling_addresses=siblings),
+            )
         )
-        for index in range(num_processes)
-    ]
+    return pairs
 
 
 def _check_shareable(key: str, address: str, num_processes: int) -> None:

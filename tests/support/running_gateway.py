@@ -15,6 +15,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
 from services.common.errors import TwostrokeError
 from services.gateway.service import Gateway
@@ -135,7 +136,7 @@ async def running_gateway(
     )
     if dense is not None:
         await dense.start(dense_address)
-    service = asyncio.create_task(serve(Gateway(config, drain=asyncio.Event())))
+    service = asyncio.create_task(serve(Gateway(config, asyncio.Event(), ChildOptions())))
     async with grpc.aio.insecure_channel(gateway_options.get("local_address", address)) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)

@@ -32,9 +32,13 @@ START_TIMEOUT_S = 10.0
 class HttpServer:
     """Serves one ASGI application at `section.address`."""
 
-    def __init__(self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None = None, *, shares_port: bool = False
+    ) -> None:
+        """`shares_port`: with other processes."""
         self._section = section
         self._tls = tls
+        self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
         config = uvicorn.Config(
@@ -55,7 +59,7 @@ class HttpServer:
 
     async def start(self) -> str:
         """Binds and serves; returns the address with the real port. Raises `ConfigError` if the address is in use."""
-        self._socket = bind(self._section.http_address, shares_port=self._section.shares_ports)
+        self._socket = bind(self._section.http_address, shares_port=self._shares_port)
         if self._tls is None:
             warn_if_exposed(self._section.http_address)
         self._task = asyncio.create_task(self._server.serve([self._socket]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.child_options import ChildOptions
 from services.common.cli import dashed, parse_service_args
 
 
@@ -13,9 +14,10 @@ def test_later_settings_win_over_earlier_ones_and_the_file(tmp_path: Path) -> No
     file = tmp_path / "config.toml"
     file.write_text('[gateway]\naddress = "127.0.0.1:1000"\n[scheduler]\nmax_num_seqs = 8\n')
     arguments = ["--config", str(file), "--set", "scheduler.max_num_seqs=4", "--set=scheduler.max_num_seqs=2"]
-    config = parse_service_args("prog", arguments)
+    config, options = parse_service_args("prog", arguments)
     assert config.gateway.address == "127.0.0.1:1000"
     assert config.scheduler.max_num_seqs == 2
+    assert options == ChildOptions(), "no launcher has started it"
 
 
 def test_underscores_in_flags_are_dashes_and_values_stay() -> None:

@@ -27,7 +27,7 @@ def stderr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
     with (tmp_path / "stderr").open("w") as file:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", file)
-            configure_logs(LogSection(format="json", error_file=tmp_path / "error"), "test")
+            configure_logs(LogSection(format="json"), "test", tmp_path / "error")
         yield file.fileno()
     structlog.configure(**config)
 

@@ -16,7 +16,7 @@ from services.common.cli import parse_service_args
 parent = int(sys.argv[1])
 while os.getppid() == parent:
     time.sleep(0.01)
-parse_service_args("child", ["--die-with-parent", sys.argv[1]])
+parse_service_args("child", ["--child", f'{{"launcher_pid": {sys.argv[1]}}}'])
 print("goes on")
 """
 PARENT = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, str(os.getpid())])"
@@ -38,7 +38,7 @@ async def serve():
         await asyncio.Event().wait()
     finally:
         print("cleaned up", flush=True)
-parse_service_args("child", ["--die-with-parent", sys.argv[1]])
+parse_service_args("child", ["--child", f'{{"launcher_pid": {sys.argv[1]}}}'])
 run_service(serve())
 """
 LAUNCHER = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {SERVICE!r}, str(os.getpid())])"

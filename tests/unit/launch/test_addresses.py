@@ -35,7 +35,8 @@ def test_a_port_that_nobody_would_find_is_refused() -> None:
 def test_the_launcher_has_a_socket_of_its_own_to_every_gateway(tmp_path: Path, num_processes: int) -> None:
     config = load_config(None, [f"launch.gateway_processes={num_processes}"])
     configs = gateway_configs(place_sockets(config, tmp_path, is_private=False), tmp_path)
-    addresses = [Child("gateway", "gateway", each, tmp_path, None).address for each in configs]
+    children = [Child("gateway", "gateway", *each, run_dir=tmp_path, environment=None) for each in configs]
+    addresses = [child.address for child in children]
     assert addresses == [f"unix:{tmp_path}/gateway-{index}.sock" for index in range(num_processes)]
 
 

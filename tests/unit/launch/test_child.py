@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.child_options import ChildOptions
 from services.common.config import Config, LaunchSection
 from services.common.errors import PeerError
 from services.launch.child import Child
@@ -23,7 +24,8 @@ def test_an_end_is_noticed_however_busy_the_loops_own_threads_are(tmp_path: Path
     async def watch() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         busy = asyncio.ensure_future(asyncio.to_thread(is_over.wait))
-        child = Child("nobody", "nobody", Config(), tmp_path, None)  # a module that does not exist
+        # A module that does not exist.
+        child = Child("nobody", "nobody", Config(), ChildOptions(), run_dir=tmp_path, environment=None)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await child.watch()
@@ -39,7 +41,8 @@ def test_nobody_waits_for_a_restart_to_stop(tmp_path: Path) -> None:
     config = Config(launch=LaunchSection(restart_delay_s=TIMEOUT_S))
 
     async def run() -> None:
-        child, children = Child("nobody", "nobody", config, tmp_path, None), Children()
+        child = Child("nobody", "nobody", config, ChildOptions(), run_dir=tmp_path, environment=None)
+        children = Children()
         child.may_restart = True
         async with asyncio.timeout(TIMEOUT_S / 2):
             children.start(child)

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from services.common.child_options import ChildOptions
 from services.common.config import Config, dump_config, load_config
 from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
 from services.launch.children import Children
@@ -25,14 +26,15 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
 
     tls = None
 
-    def __init__(self, name: str, config: Config, calls: list[str], directory: Path) -> None:
+    def __init__(self, name: str, config: Config, options: ChildOptions, calls: list[str], directory: Path) -> None:
         self.name, self.role, self.calls = name, "dense_worker", calls
         self.config_file = directory / f"{name}.toml"
-        self.configure(config)
+        self.config, self.options = config, options
+        self.config_file.write_text(dump_config(config))
         self.pid = sum(name.encode())
         self.last_end = ""
         self.may_restart, self.num_restarts, self.num_starts = False, 0, 0
-        self.state = State.STANDBY if config.dense.standby else State.SERVING
+        self.state = State.STANDBY if options.is_standby else State.SERVING
         self.weights_hash = "c0ffee"
         self.refuses: set[str] = set()  # calls that fail
         self.on_call: dict[str, Callable[[], Awaitable[None]]] = {}
@@ -40,9 +42,8 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         self._is_stopping = False
         self._is_over = asyncio.Event()
 
-    def configure(self, config: Config) -> None:
-        self.config = config
-        self.config_file.write_text(dump_config(config))
+    def leave_standby(self) -> None:
+        self.options = ChildOptions()
 
     async def watch(self) -> None:
         server = grpc.aio.server()
@@ -138,15 +139,15 @@ class World:
         dense_address = DenseAddress(f"unix:{self.link}", directory)
         address = dense_address.new_address()
         dense_address.point_to(address)
-        self.old = FakeChild("old", with_dense_address(config, address), self.calls, directory)
+        self.old = FakeChild("old", with_dense_address(config, address), ChildOptions(), self.calls, directory)
         self.new: FakeChild | None = None
         self.attention = FakeAttention()
         self.children = Children()
         self.spoil_new: Callable[[FakeChild], None] = lambda child: None
 
-        def make_child(name: str, role: str, config: Config) -> FakeChild:
-            assert self.new is None and config.dense.standby
-            self.new = FakeChild("new", config, self.calls, directory)
+        def make_child(name: str, role: str, config: Config, options: ChildOptions) -> FakeChild:
+            assert self.new is None and options.is_standby
+            self.new = FakeChild("new", config, options, self.calls, directory)
             self.spoil_new(self.new)
             return self.new
 
@@ -205,9 +206,8 @@ def test_the_new_worker_takes_over_when_the_old_one_has_left(tmp_path: Path) -> 
     assert world.calls[:4] == ["old leave", "new take over", "new compute", "old stop"]
     assert world.serves == "new" and world.members == ["new"]
     assert world.new is not None
-    restarted = load_config(world.new.config_file)
-    assert not restarted.dense.standby, "a restart must not wait for anybody"
-    assert restarted.dense.num_threads == 1
+    assert not world.new.options.is_standby, "a restart must not wait for anybody"
+    assert load_config(world.new.config_file).dense.num_threads == 1
     assert world.new.may_restart
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from services.common.child_options import ChildOptions
+from services.common.cli import parse_service_args
 from services.common.config import dump_config, load_config
 from services.common.errors import ConfigError
 from services.launch.service_configs import gateway_configs
@@ -15,23 +17,24 @@ RUN_DIR = Path("/run/x")
 
 def test_each_process_shares_the_ports_and_has_a_socket_and_metrics_of_its_own(tmp_path: Path) -> None:
     config = load_config(None, ["launch.gateway_processes=3", "gateway.metrics_address=127.0.0.1:9100"])
-    configs = gateway_configs(config, RUN_DIR)
+    configs, options = zip(*gateway_configs(config, RUN_DIR), strict=True)
     assert {(each.gateway.address, each.gateway.http_address) for each in configs} == {
         ("127.0.0.1:50051", "127.0.0.1:8080")
     }
-    assert all(each.gateway.shares_ports for each in configs)
+    assert all(each.shares_ports for each in options)
     own = [each.gateway.local_address for each in configs]
     assert own == ["unix:/run/x/gateway-0.sock", "unix:/run/x/gateway-1.sock", "unix:/run/x/gateway-2.sock"]
-    assert configs[1].gateway.sibling_addresses == (own[0], own[2])
+    assert options[1].sibling_addresses == (own[0], own[2])
     assert [each.gateway.metrics_address for each in configs] == [f"127.0.0.1:{port}" for port in (9100, 9110, 9120)]
     file = tmp_path / "config.toml"
     file.write_text(dump_config(configs[1]))
-    assert load_config(file) == configs[1], "as the process reads it"
+    arguments = ["--config", str(file), "--child", options[1].model_dump_json()]
+    assert parse_service_args("gateway", arguments) == (configs[1], options[1]), "as the process reads it"
 
 
 def test_one_process_shares_nothing() -> None:
     config = load_config(None)
-    assert gateway_configs(config, RUN_DIR) == [config]
+    assert gateway_configs(config, RUN_DIR) == [(config, ChildOptions())]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""`ChildOptions`: what the launcher tells a service that it starts, beside the config that all services share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pydantic
+
+from services.common.config import SocketAddress
+
+
+class ChildOptions(pydantic.BaseModel):
+    """Private: it travels as JSON in the argument `--child`, and no user sets it. The defaults are for no launcher."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    launcher_pid: int | None = None  # the service ends when this process, its parent, does
+    error_file: Path | None = None  # keeps the last error that the service has logged
+    is_standby: bool = False  # of a dense worker: it loads, and attaches only when it is told to take over
+    shares_ports: bool = False  # of a gateway: with other gateways of this machine, by SO_REUSEPORT
+    sibling_addresses: tuple[SocketAddress, ...] = ()  # where these gateways are reached: an Abort is passed on to them
