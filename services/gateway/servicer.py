@@ -33,7 +33,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     Errors leave as `TwostrokeError` and become statuses in `services.rpc.server`.
     """
 
-    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings | None = None) -> None:
+    def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings) -> None:
         """`siblings`: the gateways at the same port, whose requests an Abort may be meant for."""
         self._frontend = frontend
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
@@ -91,7 +91,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> gateway_pb2.AbortResponse:
         """Ends a running request of the same caller, in whichever process it runs."""
         was_running = self._frontend.abort(request.request_id, current_caller())
-        if self._siblings is not None and await self._siblings.abort(request, context.invocation_metadata() or ()):
+        if await self._siblings.abort(request, context.invocation_metadata() or ()):
             was_running = True
         return gateway_pb2.AbortResponse(was_running=was_running)
 

@@ -25,7 +25,6 @@ from services.rpc.tls import TlsFiles, warn_if_exposed
 
 log = structlog.get_logger()
 
-BACKLOG = 2048
 START_TIMEOUT_S = 10.0
 
 

@@ -94,11 +94,6 @@ class DensePool:
         """From dense workers, in all."""
         return sum(client.num_messages for client in self._clients)
 
-    @property
-    def num_workers(self) -> int:
-        """Dense workers that streams reach now."""
-        return len({client.worker for client in self._clients if client.is_connected})
-
     def unready_reason(self) -> str | None:
         """Why no sequence could run now; None: they can."""
         if not self.is_connected:

@@ -42,6 +42,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self.cancelled_seq_ids: list[int] = []
         self._running: list[dict[int, _Sequence]] = []  # one a stream
         self.num_streams = 0
+        self.num_ready_streams = 0  # to which the gateway may give sequences: it has said what it resumes
         self._updates = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -71,7 +72,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self._running.append(running)
         self.num_streams += 1
         step_id = 0
-        reader = asyncio.create_task(self._read(requests, running))
+        is_ready = asyncio.Event()
+        reader = asyncio.create_task(self._read(requests, running, is_ready))
         try:
             while not reader.done():
                 output = self._step(running)
@@ -85,6 +87,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                     await self._updates.wait()
         finally:
             self.num_streams -= 1
+            self.num_ready_streams -= is_ready.is_set()
             self._running = [other for other in self._running if other is not running]
             reader.cancel()
 
@@ -94,7 +97,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         return {seq_id: sequence for running in self._running for seq_id, sequence in running.items()}
 
     async def _read(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], running: dict[int, _Sequence]
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], running: dict[int, _Sequence], is_ready: asyncio.Event
     ) -> None:
         async for message in requests:
             kind = message.WhichOneof("message")
@@ -105,6 +108,9 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             elif kind == "cancel":
                 self.cancelled_seq_ids.append(message.cancel.seq_id)
                 running.pop(message.cancel.seq_id, None)
+            elif kind == "resumed":
+                is_ready.set()
+                self.num_ready_streams += 1
             self._updates.set()
         self._updates.set()
 

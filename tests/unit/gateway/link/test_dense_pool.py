@@ -53,6 +53,7 @@ class Replica(FakeDense):
 class Gateway:
     def __init__(self, address: str, num_streams: int, connect_timeout_s: float = 20.0) -> None:
         self.journal = Journal()
+        self.replicas: Sequence[Replica] = ()  # behind its address
         self.connections: list[bool] = []
         peers = PeerSection(connect_timeout_s=connect_timeout_s)
         self.pool = DensePool(
@@ -78,6 +79,7 @@ async def replicas(
         await replica.start()
     address = "ipv4:" + ",".join(replica.address for replica in replicas)
     gateway = Gateway(address, num_streams, connect_timeout_s)
+    gateway.replicas = replicas
     task = asyncio.create_task(gateway.pool.run())
     try:
         await gateway.pool.wait_connected()
@@ -104,7 +106,7 @@ async def all_tokens(entry: JournalEntry) -> list[int]:
 
 async def found(gateway: Gateway, num_workers: int) -> None:
     """Once the gateway has a stream to so many replicas."""
-    await until(lambda: gateway.pool.num_workers == num_workers)
+    await until(lambda: sum(replica.num_ready_streams > 0 for replica in gateway.replicas) == num_workers)
 
 
 def test_each_replica_gets_its_share_of_the_sequences() -> None:
