@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
-from services.common.token_logprobs import TokenLogprobs
 from services.gateway.access.admission import Ticket
+from services.gateway.chunks import Chunk, Completion, Finish, Prompt, Timings
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
-from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.text_builder import TextBuilder
 from services.gateway.text.tokenizer import Tokenizer
 from services.rpc.spans import NoSpan, Span
 
 log = structlog.get_logger()
-
-MAX_INLINE_VALUES = 1000  # tokens and log-probabilities that the event loop encodes itself
 
 
 class Submitter(Protocol):
@@ -35,71 +31,6 @@ class Submitter(Protocol):
 
     def submit(self, entry: JournalEntry) -> None: ...
     def cancel(self, entry: JournalEntry) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Durations of one answer, in seconds; those before the first token are None if there was none."""
-
-    queue_s: float | None  # until it first took part in a step
-    first_token_s: float | None
-    per_token_s: float | None  # mean time from one token to the next; None for fewer than two
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """How and why an answer ended; counts are tokens."""
-
-    reason: FinishReason
-    stop_string: str | None
-    stop_token_id: int | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    seed: int
-    timings: Timings
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt of a request that asked to see it again."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if asked for and computed
-
-
-@dataclass(slots=True)  # not frozen: that takes three times as long to make, and there is one for every token
-class Chunk:
-    """What is new since the last chunk of the same answer."""
-
-    index: int  # of the answer
-    text: str  # whole characters; may lag behind `token_ids`
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if asked for
-    num_output_tokens: int  # of the answer so far, these included
-    finish: Finish | None  # on the last chunk, which has the last tokens, too, unless more became known only later
-    prompt: Prompt | None  # on the first chunk of answer 0, if asked for
-
-
-@dataclass(slots=True)
-class Completion:
-    """One whole answer."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
-
-
-def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
-    """Whether these take more than a millisecond to encode: then a thread does it, and the event loop goes on."""
-    num_values = sum(len(each.token_ids) for each in pieces)
-    for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
-        if logprobs:
-            num_values += len(logprobs) * (1 + len(logprobs[-1].top))
-    return num_values > MAX_INLINE_VALUES
 
 
 class Generation:
@@ -321,34 +252,3 @@ def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
     if request.prompt_text is not None:
         return request.prompt_text
     return tokenizer.decode(request.prompt_token_ids, request.skip_special_tokens)
-
-
-class TextBuilder:
-    """Turns the tokens of one answer into its text: whole characters, up to the first stop string."""
-
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        self._detokenizer = Detokenizer(
-            tokenizer.hf_tokenizer, request.prompt_token_ids, request.skip_special_tokens
-        )
-        self._stop_strings: StopStrings | None = None  # most requests have none, and do not pay for them
-        if request.stop:
-            self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
-
-    def append(self, token_ids: list[int], is_last: bool) -> tuple[str, int, str | None]:
-        """New text, how many of `token_ids` it took, and the stop string that ended it, if one did."""
-        if self._stop_strings is None:
-            text = self._detokenizer.append(token_ids)
-            return text + self._detokenizer.flush() if is_last else text, len(token_ids), None
-        pieces = []
-        for num_tokens, token_id in enumerate(token_ids, start=1):
-            text, stop_string = self._stop_strings.feed(self._detokenizer.append([token_id]))
-            pieces.append(text)
-            if stop_string is not None:
-                return "".join(pieces), num_tokens, stop_string
-        stop_string = None
-        if is_last:
-            text, stop_string = self._stop_strings.feed(self._detokenizer.flush())
-            pieces.append(text)
-            if stop_string is None:
-                pieces.append(self._stop_strings.flush())
-        return "".join(pieces), len(token_ids), stop_string

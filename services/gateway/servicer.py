@@ -13,8 +13,9 @@ from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.gateway import __version__
 from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
+from services.gateway.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Chunk, Completion, Finish, Generation, Prompt, is_large
+from services.gateway.generation import Generation
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.siblings import Siblings
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2

@@ -66,9 +66,9 @@ def error_object(message: str, *, status: int, code: str | None, param: str | No
     return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
 
 
-def error_body(message: str, *, status: int, code: str | None, param: str | None = None) -> bytes:
+def error_body(message: str, *, status: int, code: str | None) -> bytes:
     """An error body as JSON."""
-    return to_json(error_object(message, status=status, code=code, param=param))
+    return to_json(error_object(message, status=status, code=code, param=None))
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:

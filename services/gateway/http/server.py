@@ -32,7 +32,7 @@ class HttpServer:
     """Serves one ASGI application at `section.address`."""
 
     def __init__(
-        self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None = None, *, shares_port: bool = False
+        self, app: ASGIApp, section: GatewaySection, tls: TlsFiles | None, *, shares_port: bool
     ) -> None:
         """`shares_port`: with other processes."""
         self._section = section

@@ -13,7 +13,8 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
-from services.gateway.generation import Chunk, Generation, Prompt
+from services.gateway.chunks import Chunk, Prompt
+from services.gateway.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics import GatewayMetrics

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
+from services.gateway.chunks import Chunk, Completion, Prompt, is_large
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Chunk, Completion, Prompt, is_large
 from services.gateway.http.answers.generations import Generations
 from services.gateway.http.answers.json_pieces import json_pieces
 from services.gateway.http.connection import ClientGone, while_connected

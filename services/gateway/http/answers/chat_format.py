@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Chunk, Completion, Prompt
 from services.gateway.http.answers.head import UsageCounter, head, running_usage, stop_reason
 from services.gateway.http.answers.logprobs import chat_logprobs, prompt_logprobs
 from services.gateway.http.request_id import REQUEST_ID_HEADER

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
+from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Chunk, Completion, Generation, Prompt
+from services.gateway.generation import Generation
 from services.pb import gateway_pb2
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ import time
 from collections.abc import Container
 from typing import Any
 
+from services.gateway.chunks import Finish
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Finish
 from services.gateway.http.schemas.answers import UsageObject
 
 
