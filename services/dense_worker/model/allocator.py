@@ -14,11 +14,13 @@ class WeightAllocator:
     """Uninitialised tensors of one dtype on one device; on the meta device they take no memory."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
 
-    def parameter(self, name: str, *shape: int, sources: tuple[Source, ...] = ()) -> Parameter:
-        """One tensor."""
-        return Parameter(name, torch.empty(shape, dtype=self._dtype, device=self._device), sources)
+    def parameter(
+        self, name: str, *shape: int, sources: tuple[Source, ...] = (), dtype: torch.dtype | None = None
+    ) -> Parameter:
+        """One tensor, of the model's dtype unless a format needs another."""
+        return Parameter(name, torch.empty(shape, dtype=dtype or self.dtype, device=self.device), sources)
 
     def norm(self, name: str, checkpoint_name: str, size: int, eps: float) -> RmsNorm:
         """`checkpoint_name` is the module's, without ".weight"."""

@@ -88,6 +88,7 @@ def test_a_fork_goes_on_from_its_parents_tokens_with_a_slot_of_its_own() -> None
     assert runner.launch(plan, CHANNEL).collect().token_ids == [[8], [8]]
     runner.launch(StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [7, 7, 20], [8]]
+    assert backend.begun == [(1, 2), (2, 3), (3, 1)]
 
 
 def test_an_id_that_is_used_again_while_a_step_of_its_first_use_is_under_way_is_another_sequence() -> None:
@@ -101,6 +102,7 @@ def test_an_id_that_is_used_again_while_a_step_of_its_first_use_is_under_way_is_
     assert closing.collect().token_ids == ()
     assert runner.launch(StepPlan(3, (PlanEntry(1, 0, 3, 1),)), CHANNEL).collect().token_ids == [[43]]
     assert backend.fed == [[5, 6], [40, 41, 42]]
+    assert backend.begun == [(1, 2), (3, 3)], "a plan that only closes runs nothing"
 
 
 def test_slots_of_closed_sequences_are_used_again_and_one_that_never_ran_has_none() -> None:

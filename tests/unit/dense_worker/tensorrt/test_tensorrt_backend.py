@@ -26,6 +26,8 @@ from services.dense_worker.tensorrt.export_check import OneSequenceAttention, gr
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
+from services.step import StepPlan
+from tests.support.dense_steps import Step, run_step
 from tests.support.models import make_model_dir
 from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
 
@@ -247,6 +249,29 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
         TensorRTSegments(
             TensorRT(make_tensorrt("10.0.1")), plans, PROFILES, smaller, config, LIMITS, lambda: STREAM
         )
+
+
+def test_steps_in_turn_do_not_disturb_each_other(segments: TensorRTSegments, config: ModelConfig) -> None:
+    """No residual is kept: two steps under way, segment by segment, give what each gives alone."""
+    inputs = [([5, 6, 7], [2, 0]), ([8], [0])]
+    expected = [run_step(segments, config, torch.float32, *each) for each in inputs]
+    steps = [Step(segments, config, torch.float32, token_ids) for token_ids, _ in inputs]
+    for step in steps:
+        step.begin()
+    for layer in range(config.num_layers - 1):
+        for step in reversed(steps):
+            step.middle(layer)
+    assert all(
+        torch.equal(step.logits(rows), alone)
+        for step, (_, rows), alone in zip(steps, inputs, expected, strict=True)
+    )
+
+
+def test_a_step_beyond_the_profiles_in_use_is_refused_before_it_runs(segments: TensorRTSegments) -> None:
+    backend = TensorRTBackend(segments)
+    backend.begin_step(StepPlan(1), LIMITS.num_tokens)
+    with pytest.raises(AssertionError, match="17 tokens need profile 2 of 2 in use"):
+        backend.begin_step(StepPlan(2), LIMITS.num_tokens + 1)
 
 
 class InPlaceBackend(TorchBackend):

@@ -1,0 +1,154 @@
+"""CudaBackend with its kernels by torch: which it launches, in which order, and that they compute the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import empty_weights
+from services.step import StepPlan
+from tests.support.dense_steps import Step, make_noisy, relative_error, run_step
+from tests.support.fake_triton_kernels import LaunchRecorder, fake_triton_kernels
+from tests.support.model_configs import VARIANTS, small_config
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MAX_NUM_TOKENS = 100
+# What a step of n tokens and r sampled rows launches: its beginning, once per further layer, its end.
+CUBLAS = """
+index_select {n}x64, add_rms_norm {n}x64, mm {n}x128
+mm {n}x64, add_rms_norm add {n}x64, mm {n}x192, silu_mul {n}x96, mm {n}x64, add_rms_norm add {n}x64, mm {n}x128
+index_select {r}x64, index_select {r}x64, mm {r}x64, add_rms_norm add {r}x64, mm {r}x192, silu_mul {r}x96, mm {r}x64,\
+ add_rms_norm add {r}x64, mm {r}x160, copy_ {r}x160
+"""
+ONE_ROW = """
+index_select 1x64, gemv norm 1x96, head_rms_norm 1x96
+gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x96, head_rms_norm 1x96
+index_select 1x64, index_select 1x64, gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x160
+"""
+FEW_ROWS = """
+index_select {n}x64, add_rms_norm {n}x64, skinny_linear {n}x192
+skinny_linear add {n}x64, add_rms_norm {n}x64, skinny_linear gated {n}x96, skinny_linear add {n}x64,\
+ add_rms_norm {n}x64, skinny_linear {n}x192
+index_select {r}x64, index_select {r}x64, skinny_linear add {r}x64, add_rms_norm {r}x64,\
+ skinny_linear gated {r}x96, skinny_linear add {r}x64, add_rms_norm {r}x64, skinny_linear {r}x160
+"""
+# A long prompt by cuBLAS, the one row of it that is sampled by the streaming kernels.
+LONG_PROMPT = """
+index_select {n}x64, add_rms_norm {n}x64, addmm {n}x128
+mm {n}x64, add_rms_norm add {n}x64, mm {n}x192, silu_mul {n}x96, mm {n}x64, add_rms_norm add {n}x64, addmm {n}x128
+index_select 1x64, index_select 1x64, gemv add 1x64, gemv norm gated 1x96, gemv add 1x64, gemv norm 1x160
+"""
+
+
+@pytest.fixture
+def launches() -> Iterator[LaunchRecorder]:
+    with fake_triton_kernels() as recorder:
+        yield recorder
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, kernel: LinearKernel) -> None:
+    """Whatever would be measured, every layer takes the one kernel."""
+    monkeypatch.setattr(LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, kernel))
+
+
+@pytest.fixture(params=LinearKernel, ids=lambda kernel: kernel.value)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinearKernel:
+    choose(monkeypatch, request.param)
+    return request.param
+
+
+def make(variant: str, dtype: torch.dtype = torch.float16) -> tuple[ModelConfig, ModelWeights]:
+    family, overrides = VARIANTS[variant]
+    config = small_config(family, **overrides)
+    return config, make_noisy(empty_weights(config, dtype, CPU))
+
+
+def make_backend(weights: ModelWeights, config: ModelConfig) -> DenseBackend:
+    from services.dense_worker.backends.cuda_backend import CudaBackend
+
+    return CudaBackend(weights, config, MAX_NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("variant", "chosen", "num_tokens", "num_rows", "expected"),
+    [
+        ("llama", LinearKernel.CUBLAS, 5, 3, CUBLAS),
+        ("llama", LinearKernel.CUBLAS, 1, 1, CUBLAS),
+        ("qwen3", LinearKernel.STREAMED, 1, 1, ONE_ROW),
+        ("llama-biased", LinearKernel.STREAMED, 5, 3, FEW_ROWS),
+        ("llama-biased", LinearKernel.STREAMED, 64, 2, FEW_ROWS),
+        ("qwen2", LinearKernel.STREAMED, 65, 1, LONG_PROMPT),
+    ],
+)
+def test_a_step_launches_these_kernels_in_this_order(
+    launches: LaunchRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    chosen: LinearKernel,
+    num_tokens: int,
+    num_rows: int,
+    expected: str,
+) -> None:
+    choose(monkeypatch, chosen)
+    config, weights = make(variant)
+    backend = make_backend(weights, config)
+    qkv, attn_out = (torch.zeros(num_tokens, size).half() for size in (config.qkv_size, config.attn_size))
+    token_ids, rows = torch.arange(num_tokens), torch.arange(num_rows)
+    launches.launches.clear()
+    with launches:
+        residual = backend.first(token_ids, qkv)
+        for layer in range(config.num_layers - 1):
+            residual = backend.middle(layer, attn_out, residual, qkv)
+        backend.last(attn_out, residual, rows)
+    first, middle, last = expected.format(n=num_tokens, r=num_rows).strip().splitlines()
+    lines = [first, *[middle] * (config.num_layers - 1), last]
+    assert launches.launches == [launch for line in lines for launch in line.split(", ")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_torch_backend(
+    launches: LaunchRecorder, kernel: LinearKernel, variant: str, dtype: torch.dtype
+) -> None:
+    config, weights = make(variant, dtype)
+    backend, reference = make_backend(weights, config), TorchBackend(weights)
+    for num_tokens, rows in ((1, [0]), (5, [4, 1, 1]), (64, [63, 0]), (MAX_NUM_TOKENS, [7, 99])):
+        token_ids = list(range(num_tokens))
+        expected = run_step(reference, config, dtype, token_ids, rows)
+        found = run_step(backend, config, dtype, token_ids, rows)
+        assert found.dtype == torch.float32
+        assert relative_error(found, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert run_step(backend, config, dtype, [1, 2], []).shape == (0, config.vocab_size)
+
+
+def test_steps_in_turn_do_not_disturb_each_other(launches: LaunchRecorder, kernel: LinearKernel) -> None:
+    """The backend keeps no residual: two steps under way, segment by segment, give what each gives alone."""
+    config, weights = make("qwen3")
+    backend = make_backend(weights, config)
+    inputs = [([5, 6, 7], [2, 0]), ([8], [0]), (list(range(70)), [69])]
+    expected = [run_step(backend, config, torch.float16, *each) for each in inputs]
+    steps = [Step(backend, config, torch.float16, token_ids) for token_ids, _ in inputs]
+    for step in steps:
+        step.begin()
+    for layer in range(config.num_layers - 1):
+        for step in reversed(steps):
+            step.middle(layer)
+    for step, (_, rows), alone in zip(steps, inputs, expected, strict=True):
+        assert torch.equal(step.logits(rows), alone)
+        assert torch.equal(step.logits(rows), alone), "asked again, as for a prompt's log-probabilities"
+
+
+def test_a_step_beyond_the_workspaces_is_refused_before_it_runs(launches: LaunchRecorder) -> None:
+    config, weights = make("llama", torch.float32)
+    backend = make_backend(weights, config)
+    backend.begin_step(StepPlan(1), MAX_NUM_TOKENS)
+    with pytest.raises(AssertionError, match="101 tokens, workspaces for 100"):
+        backend.begin_step(StepPlan(2), MAX_NUM_TOKENS + 1)
