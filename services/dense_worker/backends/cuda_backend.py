@@ -43,21 +43,21 @@ class CudaBackend:
             self._random_step(num_tokens)()
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """See DenseBackend. The kernels would write beyond workspaces that are too small."""
+        """Refuses a step that the workspaces do not hold: the kernels would write beyond them."""
         assert num_tokens <= self._max_num_tokens, f"{num_tokens} tokens, workspaces for {self._max_num_tokens}"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Enqueues the first segment -> a new residual."""
         return self._segments.first.forward(self._operations, token_ids, qkv_out)[1]
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
     ) -> torch.Tensor:
-        """See DenseBackend. The result is `residual` itself."""
+        """Enqueues a middle segment -> the very residual it was given, overwritten."""
         return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Enqueues the last segment for the selected rows -> a new tensor of logits."""
         if not len(rows):
             return torch.empty(0, self._config.vocab_size, dtype=torch.float32, device=rows.device)
         return self._segments.last.forward(self._operations, attn_out, residual, rows)

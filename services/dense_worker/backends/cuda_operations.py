@@ -39,13 +39,13 @@ class CudaOperations:
         self.linear = CudaLinear(self.launcher, device)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
-        """See Operations."""
+        """Copies a row of the table for each token into a new tensor."""
         return Residual(torch.index_select(table.data, 0, token_ids))
 
     def norm_linear(
         self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
     ) -> tuple[Residual, torch.Tensor]:
-        """See Operations."""
+        """One kernel for one streamed row; otherwise the norm's, which also adds the delta, and the product's."""
         hidden = residual.hidden
         if out is None:
             out = torch.empty(len(hidden), linear.out_features, dtype=hidden.dtype, device=hidden.device)
@@ -53,7 +53,7 @@ class CudaOperations:
         return self._norm_multiply(kernel, residual, norm, linear, out, is_gated=False), out
 
     def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
-        """See Operations. The result lies in the left half of a workspace."""
+        """Like `norm_linear`, with the activation. The result lies in the left half of a workspace."""
         num_rows = len(residual.hidden)
         both = self._gate_up[:num_rows]
         activation = both[:, : gate_up.out_features // 2]
@@ -65,7 +65,7 @@ class CudaOperations:
         return residual, activation
 
     def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
-        """See Operations."""
+        """A streaming kernel adds to the residual in place; any other leaves the product as the delta."""
         hidden, num_rows = self.settle(residual), len(x)
         kernel = self.linear.choice.kernel(linear, num_rows)
         if kernel is LinearKernel.STREAMED:
@@ -76,7 +76,7 @@ class CudaOperations:
         return Residual(hidden, delta)
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
-        """See Operations. Always in place: a product that is not the caller's is this operation's to write."""
+        """Always in place: a product that is not the caller's is this operation's to write."""
         weights = norms.q.weight.data, norms.k.weight.data
         head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, norms.q.eps)
         return qkv
@@ -84,18 +84,18 @@ class CudaOperations:
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:
-        """See Operations."""
+        """Copies the rows of both into new tensors."""
         selected = Residual(residual.index_select(0, rows))
         return attn_out.index_select(0, rows), selected
 
     def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
-        """See Operations."""
+        """Like `norm_linear`, into a new tensor in float32."""
         hidden = residual.hidden
         out = torch.empty(len(hidden), lm_head.out_features, dtype=torch.float32, device=hidden.device)
         return self.norm_linear(residual, norm, lm_head, out)[1]
 
     def settle(self, residual: Residual) -> torch.Tensor:
-        """See Operations."""
+        """Adds the delta in a kernel of its own, if there is one."""
         hidden, delta = residual
         return hidden if delta is None else hidden.add_(delta)
 

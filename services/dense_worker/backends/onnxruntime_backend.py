@@ -40,7 +40,7 @@ class OnnxRuntimeBackend:
         """Nothing to prepare."""
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Runs the first segment, copies its qkv -> the residual."""
         qkv, residual = self._run("first", 0, token_ids=token_ids.int())
         qkv_out.copy_(qkv)
         return residual
@@ -48,13 +48,13 @@ class OnnxRuntimeBackend:
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
     ) -> torch.Tensor:
-        """See DenseBackend."""
+        """Runs a middle segment, copies its qkv -> the next residual."""
         qkv, residual = self._run("middle", layer, attn_out=attn_out, residual=residual)
         qkv_out.copy_(qkv)
         return residual
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Runs the last segment -> the logits."""
         return self._run("last", 0, attn_out=attn_out, residual=residual, rows=rows.int())[0]
 
     def _run(self, segment: str, layer: int, **activations: torch.Tensor) -> list[torch.Tensor]:

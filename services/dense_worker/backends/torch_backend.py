@@ -25,15 +25,15 @@ class TorchBackend:
         """Nothing to prepare: no two steps share anything but weights."""
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Writes qkv in place -> a new residual."""
         return self._segments.first.forward(self._operations, token_ids, qkv_out)[1]
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
     ) -> torch.Tensor:
-        """See DenseBackend."""
+        """Writes qkv in place -> a new residual; the given one stays as it is."""
         return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Computes the selected rows -> their logits."""
         return self._segments.last.forward(self._operations, attn_out, residual, rows)

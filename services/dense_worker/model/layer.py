@@ -59,7 +59,7 @@ class NormedQkv:
     def forward(
         self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Residual]:
-        """See BeforeAttention."""
+        """residual [n, hidden] -> qkv [n, qkv_size], in `qkv_out` where given, and the residual."""
         residual, qkv = operations.norm_linear(residual, self.norm, self.qkv, qkv_out)
         if self.head_norms is not None:
             qkv = operations.norm_heads(qkv, self.head_norms, is_in_place=qkv_out is not None)
@@ -74,7 +74,7 @@ class SequentialResidual:
     mlp: Mlp
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """See AfterAttention."""
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
         residual = operations.linear_add(residual, self.o, attn_out)
         residual, activation = self.mlp.activate(operations, residual)
         return operations.linear_add(residual, self.mlp.down, activation)

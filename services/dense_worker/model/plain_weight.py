@@ -23,7 +23,7 @@ class PlainWeight:
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See WeightFormat. On CUDA it is cuBLAS that multiplies."""
+        """x [n, in_features] -> [n, out_features] by torch; on CUDA that is cuBLAS."""
         matrix = self.matrix.data
         if out is None:
             return F.linear(x, matrix, bias)

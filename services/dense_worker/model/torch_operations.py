@@ -20,27 +20,27 @@ class TorchOperations:
         return linear.multiply(x, out)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
-        """See Operations."""
+        """Looks up a row of the table for each token."""
         return Residual(F.embedding(token_ids, table.data))
 
     def norm_linear(
         self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
     ) -> tuple[Residual, torch.Tensor]:
-        """See Operations."""
+        """Norm, then product; the residual stays as it is."""
         return residual, self.linear(linear, norm.normalize(residual.hidden), out)
 
     def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
-        """See Operations."""
+        """Norm, product, then SiLU(gate) * up."""
         both = self.linear(gate_up, norm.normalize(residual.hidden))
         gate, up = both.split(gate_up.out_features // 2, dim=1)
         return residual, F.silu(gate) * up
 
     def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
-        """See Operations."""
+        """A new tensor: the residual plus the product."""
         return Residual(residual.hidden + self.linear(linear, x))
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
-        """See Operations."""
+        """Splits qkv, normalises the heads of q and k, and joins or writes them back."""
         q_size, kv_size = norms.num_heads * norms.head_dim, norms.num_kv_heads * norms.head_dim
         q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
         normed_q = norms.q.normalize(q.view(-1, norms.num_heads, norms.head_dim)).view(-1, q_size)
@@ -54,13 +54,13 @@ class TorchOperations:
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:
-        """See Operations."""
+        """Copies the rows of both."""
         return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
 
     def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
-        """See Operations."""
+        """Norm, then product, then to float32."""
         return self.linear(lm_head, norm.normalize(residual.hidden)).float()
 
     def settle(self, residual: Residual) -> torch.Tensor:
-        """See Operations."""
+        """Nothing is ever left to be added here."""
         return residual.hidden

@@ -26,7 +26,7 @@ FEW_SAMPLED = 16  # rows
 
 
 class CudaModelRunner(ModelRunner):
-    """See `ModelRunner`. Graphs belong to one attachment, whose addresses they hold."""
+    """A `ModelRunner` for a GPU. Graphs belong to one attachment, whose addresses they hold."""
 
     def __init__(
         self,

@@ -62,12 +62,12 @@ class TensorRTSegments:
         self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}  # that each context was last set to
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """See DenseBackend. A step must be within the profiles that have contexts."""
+        """Refuses a step beyond the profiles that have contexts."""
         profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._contexts["first"])
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Enqueues the engine of the first segment -> a new residual."""
         residual = self._new_residual(qkv_out)
         inputs = [("token_ids", token_ids.to(torch.int32))]
         outputs = [("qkv", qkv_out), ("residual_out", residual)]
@@ -77,7 +77,7 @@ class TensorRTSegments:
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
     ) -> torch.Tensor:
-        """See DenseBackend."""
+        """Enqueues the engine of the middle segments with this layer's weights -> a new residual."""
         next_residual = self._new_residual(qkv_out)
         inputs = [("attn_out", attn_out), ("residual", residual)]
         outputs = [("qkv", qkv_out), ("residual_out", next_residual)]
@@ -85,7 +85,7 @@ class TensorRTSegments:
         return next_residual
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See DenseBackend."""
+        """Enqueues the engine of the last segment -> a new tensor of logits."""
         logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
         inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
         self._run("last", len(rows), inputs, [("logits", logits)], self._weights["last"][0])

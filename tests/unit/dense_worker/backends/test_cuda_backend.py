@@ -14,8 +14,8 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.step import StepPlan
-from tests.support.dense_steps import Step, make_noisy, relative_error, run_step
-from tests.support.fake_triton_kernels import LaunchRecorder, fake_triton_kernels
+from tests.support.dense.fake_triton_kernels import LaunchRecorder, fake_triton_kernels
+from tests.support.dense.steps import Step, make_noisy, relative_error, run_step
 from tests.support.model_configs import VARIANTS, small_config
 
 torch.set_num_threads(1)

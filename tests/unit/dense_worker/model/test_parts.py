@@ -34,8 +34,8 @@ from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter, parts_of_type, with_tensors
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.tensorrt.onnx_segments import export_networks
-from tests.support.dense_steps import attend, make_noisy, relative_error, run_step
-from tests.support.fake_triton_kernels import fake_triton_kernels
+from tests.support.dense.fake_triton_kernels import fake_triton_kernels
+from tests.support.dense.steps import attend, make_noisy, relative_error, run_step
 from tests.support.model_configs import small_config
 from tests.support.models import make_model_dir
 

@@ -27,7 +27,7 @@ from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
 from services.step import StepPlan
-from tests.support.dense_steps import Step, run_step
+from tests.support.dense.steps import Step, run_step
 from tests.support.models import make_model_dir
 from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
 
