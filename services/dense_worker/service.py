@@ -87,7 +87,7 @@ class DenseWorker:
         await self._opened.aclose()
 
     def draft_source(self) -> DraftSource | None:
-        """Where drafts come from; with None steps are planned ahead."""
+        """Where drafts come from. With None, each step is planned while the one before it runs."""
         return None
 
     async def _start_server(self, tracer: Tracer) -> str:
