@@ -375,18 +375,12 @@ def _parser() -> argparse.ArgumentParser:
         help="milliseconds between the steps of paced cases (%(default)g)",
     )
     add(
-        "--max-backlog",
-        type=whole_number,
-        default=2,
-        metavar="STEPS",
+        "--max-backlog", type=whole_number, default=2, metavar="STEPS",
         help="steps in flight in free-running cases (%(default)s)",
     )
     add("--sockets", choices=["tcp", "unix"], default="tcp", help="transport between gateway and clients (%(default)s)")
     add(
-        "--connections",
-        type=whole_number,
-        default=8,
-        metavar="N",
+        "--connections", type=whole_number, default=8, metavar="N",
         help="connections that gRPC streams share (%(default)s)",
     )
     add("--duration", type=positive, default=5.0, metavar="S", help="seconds of each measurement (%(default)g)")

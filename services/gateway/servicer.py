@@ -53,13 +53,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         generation = await self._start(request, context)
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
-                news = await generation.next_chunk()
-                if (news.logprobs or news.prompt) and is_large([news], [news.prompt]):
-                    chunk = await asyncio.to_thread(_encode_chunk, generation.request_id, news)
+                chunk = await generation.next_chunk()
+                if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
+                    message = await asyncio.to_thread(_encode_chunk, generation.request_id, chunk)
                 else:
-                    chunk = _encode_chunk(generation.request_id, news)
+                    message = _encode_chunk(generation.request_id, chunk)
                 call.sending_since = time.monotonic()
-                yield chunk
+                yield message
                 call.sending_since = None
 
     async def Generate(
