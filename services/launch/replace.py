@@ -95,8 +95,8 @@ class DenseReplacer:
             key = override.partition("=")[0].strip()
             if key.partition(".")[0] not in SECTIONS or key == RESERVED:
                 raise InvalidRequest(
-                    f"--set {override!r}: only keys of the sections {' and '.join(SECTIONS)} can change, and not "
-                    f"{RESERVED}"
+                    f"--set {override!r}: only keys of the sections {' and '.join(SECTIONS)} can change, "
+                    f"and not {RESERVED}"
                 )
         own = f'dense.address="{self._dense_address.new_address()}"'
         try:

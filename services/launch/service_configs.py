@@ -44,7 +44,10 @@ def with_dense_address(config: Config, address: str) -> Config:
 
 
 def gateway_configs(config: Config, run_dir: Path) -> list[tuple[Config, ChildOptions]]:
-    """One of each a process. Raises `ConfigError` for an address that only one process can have."""
+    """The config and the options of every gateway process.
+
+    Raises `ConfigError` for an address that only one process can have.
+    """
     section, num_processes = config.gateway, config.launch.gateway_processes
     if num_processes == 1:
         return [(config, ChildOptions())]

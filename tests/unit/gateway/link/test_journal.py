@@ -92,6 +92,20 @@ def test_only_sequences_without_an_end_are_continued() -> None:
     assert list(journal.unfinished()) == [entries[3]]
 
 
+def test_one_stream_at_a_time_runs_a_sequence_until_it_is_closed() -> None:
+    journal = Journal()
+    first, second = journal.new_stream(), journal.new_stream()
+    moved, kept = (open_entry(journal, make_request(name)) for name in ("moved", "kept"))
+    for entry in (moved, kept):
+        journal.assign(entry, first)
+    journal.assign(moved, second)
+    assert (list(first.unfinished()), list(second.unfinished())) == ([kept], [moved])
+    assert journal.stream_of(moved) is second and first.get(moved.seq_id) is None
+    journal.close(moved)
+    assert second.get(moved.seq_id) is None and len(second) == 0
+    assert first.gateway == second.gateway == kept.seq_id >> 32
+
+
 def test_a_shut_journal_ends_old_sequences_and_refuses_new_ones() -> None:
     journal = Journal()
     entry = open_entry(journal, make_request("old"))
