@@ -1,8 +1,8 @@
-"""`CudaModelRunner`: the dense worker's steps on a GPU, one step enqueued while the one before it runs.
+"""`CudaModelRunner`: the dense worker's steps on a GPU, each enqueued while the previous one runs.
 
-Steps are captured CUDA graphs, one per number of tokens, handoffs included: to launch a step kernel by kernel
-takes longer than to run it, up to a prompt of a few hundred tokens. The token a sequence got stays on the
-device as the input of its next step; the host reads it from pinned memory when an event says so.
+Steps are captured CUDA graphs, one per number of tokens, handoffs included: up to a few hundred tokens, launching a
+step kernel by kernel takes longer than running it. The token of a sequence stays on the device as the input of its
+next step; the host reads it from pinned memory after an event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import StepPlan, StepResult
 
-_NUM_STAGES = 3  # pinned buffers in turn: one being filled, up to two whose copies may not have run yet
+_NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
 FEW_SAMPLED = 16  # rows
 
 
@@ -48,16 +48,16 @@ class CudaModelRunner(ModelRunner):
         self._stages = [
             torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)
         ]
-        # Graphs leave their logits here, so that they can share all other memory.
+        # All graphs write their logits here, so that they can share all other memory.
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """Captures the graphs, unless they shall be captured when they are needed."""
-        torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
+        """Captures the graphs, unless `captures_lazily` is on."""
+        torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         super().attach(channels)
-        self._graphs.clear()  # their memory is free before the new ones need it
+        self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
 
@@ -87,18 +87,18 @@ class CudaModelRunner(ModelRunner):
 
     def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
-        # Prompts' log-probabilities ask for `last` again, but a graph's residual lies in memory that graphs share.
+        # Prompt log-probabilities call `last` again, but a graph's residual is in memory that graphs share.
         is_captured = num_tokens <= self._buckets[-1] and not step.spans
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         graph = self._find_graph(channel, num_rows, num_sampled) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
-        token_ids[num_tokens:] = 0  # padding: any token will do, and any row
+        token_ids[num_tokens:] = 0  # padding: any valid token and row
         fed_slots.fill_(-1)
         fed_slots[step.fed_rows] = step.fed_slots
         sampled_rows[:num_sampled] = step.sampled_rows
         sampled_rows[num_sampled:] = 0
-        # Both sides are contiguous and the host's is pinned: the copy is asynchronous.
+        # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
         self._backend.begin_step(step.bound.plan, num_rows)
         if graph is not None:
@@ -114,21 +114,21 @@ class CudaModelRunner(ModelRunner):
     def _run_rows(
         self, channel: Channel, num_rows: int, num_sampled: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feeds `num_rows` tokens through all layers; logits float32 [num_sampled, vocab_size], residual."""
+        """Runs all layers for `num_rows` tokens; returns logits float32 [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
         return run_layers(self._backend, channel, self._num_layers, token_ids, sampled_rows[:num_sampled])
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
-        """Numbers of sampled rows to capture: most prompts' steps yield few tokens, decode steps one a row."""
+        """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row."""
         most = min(num_rows, self._max_num_seqs)
         return sorted({min(most, FEW_SAMPLED), most})
 
     def _warm_up(self, channel: Channel, num_rows: int, num_sampled: int) -> None:
-        """Each segment once without handoffs: compiles kernels and lets libraries choose theirs."""
+        """Runs each segment once without handoffs, so that kernels are compiled and libraries choose theirs."""
         qkv, attn_out = channel.qkv[:num_rows], channel.attn_out[:num_rows]
-        self._input.zero_()  # an earlier attachment's steps, packed for other numbers of rows, are no token ids
+        self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
         token_ids, _, sampled_rows = _unpack(self._input, num_rows)
         attn_out.zero_()
         residual = self._backend.first(token_ids, qkv)
@@ -138,7 +138,7 @@ class CudaModelRunner(ModelRunner):
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids; the slot each is fed from, or -1; rows to sample: views of int64 [num_rows] each."""
+    """Views, int64 [num_rows] each: token ids, the slot that each token comes from (or -1), and rows to sample."""
     token_ids, fed_slots, sampled_rows = packed[: 3 * num_rows].view(3, num_rows)
     return token_ids, fed_slots, sampled_rows
 

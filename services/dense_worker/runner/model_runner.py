@@ -1,8 +1,8 @@
-"""`ModelRunner`: turns a plan into one dense stroke after another, and logits into tokens.
+"""`ModelRunner`: runs the dense strokes of a plan and turns logits into tokens.
 
-Runs on the engine thread, and knows plans alone: of every sequence it keeps what it was told and the tokens it got.
-A running sequence has a *slot*: its row in the sampler's state, where the last token it got stays on the device as
-the input of its next step.
+It runs on the engine thread and sees only plans: it keeps what a plan says about each sequence, and its tokens. A
+running sequence has a *slot*: its row in the sampler's state, where its last token stays on the device as the input of
+its next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.step import NewSequence, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class BoundPlan:
-    """A plan and the sequences that its ids mean; later ones of the same ids are others."""
+    """A plan with its sequences. Later sequences may have the same ids, so they are looked up early."""
 
     plan: StepPlan
     sequences: SequenceOf[KnownSequence]  # aligned with the plan's entries
@@ -34,31 +34,31 @@ class BoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What a step needs beside the device's own state. Rows are the step's tokens, in batch order."""
+    """The input of a step besides the device's own state. Rows are the step's tokens, in batch order."""
 
     bound: BoundPlan
-    token_ids: torch.Tensor  # int64 [num_tokens]; rows fed from the device hold anything
+    token_ids: torch.Tensor  # int64 [num_tokens]; arbitrary in rows fed from the device
     fed_rows: torch.Tensor  # int64 [num_fed]: rows whose token an earlier step leaves on the device
-    fed_slots: torch.Tensor  # int64 [num_fed]: where it lies
-    sampled_rows: torch.Tensor  # int64 [num_sampled]: the rows whose logits the plan wants
+    fed_slots: torch.Tensor  # int64 [num_fed]: slots that hold these tokens
+    sampled_rows: torch.Tensor  # int64 [num_sampled]: rows whose logits the plan needs
     sampled_slots: np.ndarray  # int64 [num_sampled]
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
-    spans: list[PromptSpan]  # of prompts whose log-probabilities are wanted
+    spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
 
 
 class RunningStep(Protocol):
     """A step that has been launched."""
 
     def is_done(self) -> bool:
-        """Whether nothing keeps `collect` from going ahead."""
+        """Whether `collect` would return without waiting."""
 
     def collect(self) -> StepResult:
-        """What the step yields, once it is there. Raises what `Channel.wait` raises."""
+        """The result of the step; waits for it. Raises the errors of `Channel.wait`."""
 
 
 class ModelRunner:
-    """Drives a `DenseBackend` through the layers, meeting the attention worker after each."""
+    """Runs a `DenseBackend` through all layers, with a handoff to the attention worker after each."""
 
     def __init__(self, backend: DenseBackend, sampler: Sampler, num_layers: int, max_num_seqs: int) -> None:
         self._backend = backend
@@ -70,24 +70,24 @@ class ModelRunner:
         self._used_slots: set[int] = set()
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """Steps will run over these channels, and no others, from now on; every sequence is forgotten."""
+        """Makes later steps run on these channels only; forgets all sequences."""
         for slot in list(self._used_slots):
             self._release_slot(slot)
         self._sequences.clear()
 
     def open(self, new: NewSequence) -> None:
-        """Plans may name this sequence from now on, until one closes it."""
+        """Adds a sequence, which later plans may name until one closes it."""
         self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids))
 
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
-        """Runs a step over the channel of its lane.
+        """Launches a step on the channel of its lane.
 
-        On a CPU nothing can run beside the host: the step runs when it is collected, in plan order.
+        On a CPU nothing runs concurrently with the host: the step runs when it is collected, in plan order.
         """
         return _LazyStep(self, self.bind(plan), channel)
 
     def bind(self, plan: StepPlan) -> BoundPlan:
-        """Finds the sequences of a plan, after its closings and forks. Called as soon as it is published."""
+        """Finds the sequences of a plan, after its closings and forks. Called as soon as the plan is published."""
         closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
         for fork in plan.forks:
             parent = self._sequences[fork.parent_seq_id]
@@ -95,9 +95,9 @@ class ModelRunner:
         return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
 
     def prepare(self, bound: BoundPlan) -> StepInput:
-        """Gives slots and builds the step's input from what is known on the host. Called in plan order."""
+        """Assigns slots and builds the step's input from the tokens known on the host. Called in plan order."""
         for sequence in bound.closed:
-            if sequence.slot is not None:  # else it never ran
+            if sequence.slot is not None:  # otherwise it never ran
                 self._release_slot(sequence.slot)
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
@@ -134,7 +134,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: StepInput, channel: Channel) -> StepResult:
-        """Runs all layers, and the sampler. Raises what `Channel.wait` raises."""
+        """Runs all layers and the sampler. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._backend.begin_step(step.bound.plan, len(token_ids))
@@ -150,10 +150,10 @@ class ModelRunner:
         channel: Channel,
         host_token_ids: torch.Tensor,
     ) -> PendingTokens:
-        """Samples, and ranks what is to be reported; all of it is on the host once the device has run it.
+        """Samples tokens and ranks those to report. The results are on the host when the device has run the step.
 
         logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled;
-        residual: as `run_layers` gives it, None where the step has no spans
+        residual: the residual of `run_layers`; None if the step has no spans
         """
         num_logprobs: dict[int, int] = {}
         ranked = prompt_ranked = None
@@ -196,10 +196,10 @@ def run_layers(
     token_ids: torch.Tensor,
     sampled_rows: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Through all segments, one handoff each way between two of them.
+    """Runs all segments, with one handoff in each direction between two segments.
 
     token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size],
-    and the residual [num_tokens, hidden], of which `DenseBackend.last` can give further rows.
+    and the residual [num_tokens, hidden], from which `DenseBackend.last` can compute further rows.
     """
     num_tokens = len(token_ids)
     qkv = channel.qkv[:num_tokens]

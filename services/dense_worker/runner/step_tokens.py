@@ -1,4 +1,4 @@
-"""What a step yields: `PendingTokens` on their way from the device, which become a `StepResult`."""
+"""The results of a step: `PendingTokens`, which are being copied from the device and become a `StepResult`."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from services.step import NewSequence, PlanEntry, StepResult
 
 @dataclass(slots=True, eq=False)
 class KnownSequence:
-    """What the runner knows of a sequence."""
+    """The runner's data about a sequence."""
 
     new: NewSequence
-    token_ids: list[int]  # all that are known on the host, the prompt's first
+    token_ids: list[int]  # all tokens known on the host, prompt first
     slot: int | None = None  # of the sampler; None until it runs
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tensors on the host, which the device fills when it runs the step."""
+    """Tensors on the host that the device fills when it runs the step."""
 
     entries: SequenceOf[PlanEntry]
     sequences: SequenceOf[KnownSequence]  # aligned with the entries
-    token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan wants
-    num_logprobs: Mapping[int, int]  # likeliest tokens wanted beside the sampled one, by index in `token_ids`
-    ranked: RankedTokens | None  # one row for each of `num_logprobs`; None where that is empty
+    token_ids: torch.Tensor  # int64 [num_sampled], of every row whose logits the plan needs
+    num_logprobs: Mapping[int, int]  # most likely tokens to report with the sampled one, by index in `token_ids`
+    ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
     spans: SequenceOf[PromptSpan]
-    prompt_ranked: RankedTokens | None  # one row for each token of `spans`; None where these are empty
+    prompt_ranked: RankedTokens | None  # one row for each token of `spans`; None if these are empty
 
     def read(self) -> StepResult:
-        """Not before the device has run the step. The sequences know their tokens then."""
+        """The step's result; also stores the tokens in the sequences. The device must have run the step."""
         sampled = self.token_ids.tolist()
         ranked: dict[int, TokenLogprobs] = {}
         if self.ranked is not None:
@@ -56,7 +56,7 @@ class PendingTokens:
 
 
 def verify(draft_token_ids: SequenceOf[int], sampled: list[int]) -> list[int]:
-    """The sampled tokens that count: a row after a draft means something only if the draft was chosen, too."""
+    """The sampled tokens that count: a row after a draft counts only if the sampler chose that draft."""
     for index, draft in enumerate(draft_token_ids):
         if sampled[index] != draft:
             return sampled[: index + 1]

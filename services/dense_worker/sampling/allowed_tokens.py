@@ -1,4 +1,4 @@
-"""`AllowedTokens`: requests that may get certain tokens only. An editor of logits."""
+"""`AllowedTokens`: restricts requests to certain tokens. An editor of logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
 from services.dense_worker.sampling.slot_table import SlotTable
 
-_NONE = -1  # no token, where a slot has fewer than the table
+_NONE = -1  # padding of slots with fewer tokens than the table
 
 
 class AllowedTokens:
@@ -18,7 +18,7 @@ class AllowedTokens:
         self._token_ids = SlotTable(num_slots, 1, torch.int64, _NONE, device)
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Takes `allowed_token_ids`."""
+        """Stores `allowed_token_ids`."""
         token_ids = sequence.params.allowed_token_ids
         if not token_ids:
             return False
@@ -28,11 +28,11 @@ class AllowedTokens:
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
         """Sets all tokens but the allowed ones to -inf.
 
-        Where all of a row's allowed tokens are -inf already they become equally likely: one of them is chosen.
+        If all allowed tokens of a row are -inf already, they become equally likely.
         """
         device_rows, slots = rows.on_device
         token_ids = self._token_ids.values[slots]
-        token_ids = torch.where(token_ids == _NONE, token_ids[:, :1], token_ids)  # written twice, the same each time
+        token_ids = torch.where(token_ids == _NONE, token_ids[:, :1], token_ids)  # padding repeats the first token
         index = device_rows[:, None] * logits.shape[1] + token_ids
         allowed = logits.view(-1)[index]
         allowed = torch.where((allowed == -torch.inf).all(-1, keepdim=True), 0.0, allowed)
@@ -40,4 +40,4 @@ class AllowedTokens:
         logits.view(-1).scatter_(0, index.view(-1), allowed.view(-1))
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Nothing: the same tokens are allowed throughout."""
+        """Does nothing: the allowed tokens never change."""

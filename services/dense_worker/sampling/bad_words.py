@@ -1,9 +1,9 @@
 """`BadWords`: sequences of tokens that must not appear in an output. An editor of logits.
 
-A word of k tokens forbids its last token where the k - 1 before it are the newest tokens of the output; a word
-of one token is always forbidden. Only the output counts: a word that the prompt began may be ended (as in
-vLLM; Hugging Face looks at the prompt, too). The newest tokens are kept on the device, since the host does not
-know that of a step which still runs when the next one is enqueued.
+A word of k tokens forbids its last token if its first k - 1 tokens are the newest tokens of the output; a word of one
+token is always forbidden. Only the output counts: a word that begins in the prompt may be completed (as in vLLM;
+Hugging Face also checks the prompt). The newest tokens are kept on the device, because the host does not know the token
+of a running step when the next step is enqueued.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from services.dense_worker.sampling.logits_editor import EditedRows, EditedSeque
 from services.dense_worker.sampling.slot_table import SlotTable
 from services.dense_worker.sampling.upload import upload
 
-_NONE = -1  # no token: matches any where a word is shorter than the table, and none where the output is
+_NONE = -1  # padding: in a short word it matches any token, in a short output it matches none
 _MAX_TAIL = MAX_BAD_WORD_TOKENS - 1
 
 
 class BadWords:
-    """Words, and the tail of the output that they are compared with, by slot; both newest token first."""
+    """Words and the end of the output, which is compared with them, by slot; both with the newest token first."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._words = SlotTable(num_slots, 2, torch.int32, _NONE, device)
         self._tails = torch.full((num_slots, _MAX_TAIL), _NONE, dtype=torch.int32, device=device)
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Takes `bad_words` and the newest tokens of the output."""
+        """Stores `bad_words` and the newest tokens of the output."""
         words = sequence.params.bad_words
         if not words:
             return False
@@ -49,13 +49,13 @@ class BadWords:
         last, before = words[..., 0], words[..., 1:]
         tails = self._tails[slots, : before.shape[2]]
         is_forbidden = ((before == tails[:, None]) | (before == _NONE)).all(-1) & (last != _NONE)
-        # The smaller of logit and bound: no list of the forbidden tokens, whose length the host would wait for.
+        # Takes the minimum of logit and bound: the host would have to wait for the length of a list of tokens.
         bounds = torch.where(is_forbidden, -torch.inf, torch.inf)
         index = device_rows[:, None] * logits.shape[1] + last.clamp(min=0)
         logits.view(-1).scatter_reduce_(0, index.view(-1), bounds.view(-1), "amin")
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Puts the new tokens before the others of their tails."""
+        """Puts the new tokens in front of the outputs' ends."""
         device_rows, slots = rows.on_device
         newest = token_ids[device_rows, None].int()
         self._tails[slots] = torch.cat([newest, self._tails[slots, :-1]], dim=1)

@@ -1,4 +1,4 @@
-"""`EDITORS`: all that changes logits before tokens are chosen. A new one is a file of its own and a line here."""
+"""`EDITORS`: everything that changes logits before sampling. A new editor is a file of its own and a line here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.dense_worker.sampling.logits_editor import LogitsEditor
 from services.dense_worker.sampling.min_tokens import MinTokens
 from services.dense_worker.sampling.penalties import Penalties
 
-# In the order in which they are applied, which `SamplingParams` promises.
+# In the order of application, which `SamplingParams` documents.
 EDITORS: tuple[type[LogitsEditor], ...] = (
     LogitBias,
     Penalties,

@@ -1,15 +1,15 @@
-"""The draw of a token by the Gumbel-max trick, keyed by (seed, position, token), on the host.
+"""Draws tokens by the Gumbel-max trick, keyed by (seed, position, token), on the host.
 
 argmax of logit / temperature + Gumbel noise is distributed as softmax(logit / temperature) (Gumbel, "Statistical
-theory of extreme values", 1954; Maddison, Tarlow, Minka, "A* sampling", NIPS 2014). Every token has noise of its
-own, so that a small change of the logits changes the token only where the two best scores are that close. To
-invert the cumulative distribution instead would move every border with every logit.
+theory of extreme values", 1954; Maddison, Tarlow, Minka, "A* sampling", NIPS 2014). Every token has its own noise, so a
+small change of the logits changes the drawn token only if the two best scores are that close. With an inverted
+cumulative distribution every logit would move all borders.
 
-`backends/triton_gumbel.py` does the same on a GPU. Both give tokens of float64 scores; its noise is float32.
+`backends/triton_gumbel.py` does the same on a GPU. Both compute scores in float64; the GPU's noise is float32.
 
 Resolution. Noise is -log(E), where E = -log(u) and u is the middle of one of 2**32 equal parts of (0, 1), so E is
-at least 2**-33. A token of probability p is drawn with a relative error of about 2**-33 / p: tokens below 2**-33
-next to never, and a vocabulary of 2**17 tokens misses at most 2**-16 of its probability, were all that small.
+at least 2**-33. The probability p of a token has a relative error of about 2**-33 / p: tokens below 2**-33 are drawn
+almost never, and a vocabulary of 2**17 tokens loses at most 2**-16 of its probability, if all tokens were that small.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 
 from services.dense_worker.sampling.philox import token_words
 
-_STEP = 2.0**-32  # of the uniform numbers
-_TOKENS_AT_A_TIME = 1 << 16  # of whole rows, so that what is computed of them stays in the processor's cache
+_STEP = 2.0**-32  # distance of the uniform numbers
+_TOKENS_AT_A_TIME = 1 << 16  # in whole rows, so that intermediate values stay in the processor's cache
 
 
 def draw(
     logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
 ) -> torch.Tensor:
-    """Token ids int64 [r]: of equal scores the lowest. Tokens of -inf are drawn only where there are no others.
+    """Token ids, int64 [r]. The lowest of equal scores wins. Tokens of -inf are drawn only if there are no others.
 
-    logits: torch.float32 [r, vocab_size]; rows of NaN give some token
+    logits: torch.float32 [r, vocab_size]; rows of NaN give an arbitrary token
     temperatures: np.float32 [r], above 0
     seeds, positions: np.uint64 [r]
     """
@@ -46,7 +46,7 @@ def draw(
 
 
 def gumbel_noise(words: np.ndarray) -> np.ndarray:
-    """One number of the standard Gumbel distribution, float64, for each np.uint32 of `words`."""
+    """Standard Gumbel noise, float64, one number for each np.uint32 of `words`."""
     noise = words * _STEP
     noise += _STEP / 2  # exact, so that numbers next to 1, which are the best scores, keep all their bits
     np.log(noise, out=noise)

@@ -13,12 +13,12 @@ class LogitBias:
     """Sets of biases by slot, on the device."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        # Padded with a bias of 0 for token 0.
+        # The padding is a bias of 0 for token 0.
         self._token_ids = SlotTable(num_slots, 1, torch.int64, 0, device)
         self._biases = SlotTable(num_slots, 1, torch.float32, 0.0, device)
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Takes `logit_bias`."""
+        """Stores `logit_bias`."""
         if not sequence.params.logit_bias:
             return False
         token_ids, biases = zip(*sequence.params.logit_bias, strict=True)
@@ -33,4 +33,4 @@ class LogitBias:
         logits.view(-1).scatter_add_(0, index.view(-1), self._biases.values[slots].view(-1))
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Nothing: biases do not depend on tokens."""
+        """Does nothing: biases do not depend on tokens."""

@@ -1,7 +1,7 @@
-"""`LogitsEditor`: what changes a step's logits before tokens are chosen. The sampler holds a list of them.
+"""`LogitsEditor`: the protocol of editors, which change a step's logits before sampling. The sampler has several.
 
-An editor owns its options and its state for every slot, and runs on the engine thread. `editors.py` has the list
-and the order. The sampler knows which slots need which editor and calls no other.
+An editor owns its options and state for every slot and runs on the engine thread. `editors.py` has the list
+and its order. The sampler knows which slots need which editor and calls only those.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from services.dense_worker.sampling.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class EditedSequence:
-    """What an editor may know of a sequence that is given a slot, new or resumed. Token ids are valid."""
+    """The data for editors about a new or resumed sequence that gets a slot. Token ids are valid."""
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # those that it has already
-    stop_token_ids: Sequence[int]  # EOS ids among them; configurations name some beyond the vocabulary
+    output_token_ids: Sequence[int]  # tokens that the sequence already has
+    stop_token_ids: Sequence[int]  # including EOS; configurations may name ids beyond the vocabulary
 
 
 @dataclass(frozen=True)
 class EditedRows:
-    """The rows of one step that one editor is for, n of them, on the host and on the device.
+    """The n rows of one step that an editor changes, on the host and on the device.
 
-    The slots are all different, except that a sequence with drafts has several rows in turn: each is for the token
-    after the drafts before it. `room_for_drafts` gives no drafts to sequences whose editors depend on `append`.
+    All slots are different, except that a sequence with drafts has several consecutive rows, each for the token after
+    the drafts before it. `room_for_drafts` gives no drafts to sequences whose editors depend on `append`.
     """
 
     rows: np.ndarray  # int64 [n]: indices into the step's logits, rising
     slots: np.ndarray  # int64 [n]
-    output_lens: np.ndarray  # integers [n]: output tokens before the one that the row is for
+    output_lens: np.ndarray  # integers [n]: number of output tokens before the token of the row
     device: torch.device
 
     @cached_property
     def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and slots, int64 [n] each; uploaded together, when first asked for."""
+        """Rows and slots, int64 [n] each; uploaded together on the first call."""
         rows, slots = upload(np.stack([self.rows, self.slots]), self.device)
         return rows, slots
 
 
 class LogitsEditor(Protocol):
-    """No method waits for the device. Memory on the device is taken when a sequence first needs the editor."""
+    """No method waits for the device. Device memory is allocated when a sequence first needs the editor."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None: ...
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Whether the sequence needs this editor; if so, its options and past replace what `slot` had."""
+        """Returns whether the sequence needs this editor; if so, stores its options and past tokens in `slot`."""
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
-        """Changes `rows` of logits (float32 [r, vocab_size], contiguous), in place, and no other row."""
+        """Changes only `rows` of logits (float32 [r, vocab_size], contiguous), in place."""
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Notes what the step's rows got: int64 [r] on the device, of which the host knows nothing yet."""
+        """Takes the tokens of the step's rows: int64 [r] on the device, unknown to the host."""

@@ -1,6 +1,6 @@
-"""Natural logarithms of the probabilities that the model itself gives: log_softmax of its logits, in float32.
+"""Log-probabilities of the model itself: log_softmax of its logits, in float32.
 
-Computed on the device for the tokens asked for alone; the host reads a few numbers a token.
+They are computed on the device, only for the requested tokens; the host reads a few numbers per token.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MAX_ROWS_AT_A_TIME = 64  # of log_softmax, which takes as much memory as the log
 
 @dataclass(frozen=True, slots=True)
 class RankedTokens:
-    """Log-probabilities of a token a row, and of its row's likeliest ones, on the device or on the host."""
+    """Log-probabilities of one token per row and of the row's most likely tokens, on the device or on the host."""
 
     logprobs: torch.Tensor  # float32 [r]
     top_token_ids: torch.Tensor  # int64 [r, num_top]; in any order where tokens tie
     top_logprobs: torch.Tensor  # float32 [r, num_top]
 
     def to_host(self) -> RankedTokens:
-        """In pinned memory, once the device has run all work enqueued so far; itself where that is the host."""
+        """A copy in pinned memory, filled when the device has run all work enqueued so far; itself on the host."""
         tensors = (self.logprobs, self.top_token_ids, self.top_logprobs)
         return RankedTokens(*(_to_host(tensor) for tensor in tensors))
 
     def read(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """One entry a row, with the `num_top` likeliest tokens of that row or as many as there are."""
+        """One entry per row, with up to `num_top` most likely tokens of that row."""
         columns = (self.logprobs.tolist(), self.top_token_ids.tolist(), self.top_logprobs.tolist(), num_top)
         return [
             TokenLogprobs(logprob, tuple(zip(token_ids[:num], logprobs[:num], strict=True)))
@@ -38,9 +38,9 @@ class RankedTokens:
 
 
 def rank_tokens(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> RankedTokens:
-    """Log-probabilities of `token_ids` and the `num_top` likeliest tokens.
+    """Log-probabilities of `token_ids` and of the `num_top` most likely tokens.
 
-    logits: torch.float32 [r, vocab_size], left as they are
+    logits: torch.float32 [r, vocab_size], not changed
     token_ids: torch.int64 [r]
     """
     num_top = min(num_top, logits.shape[1])

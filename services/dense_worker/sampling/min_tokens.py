@@ -1,4 +1,4 @@
-"""`MinTokens`: no stop token before an output has its minimum length. An editor of logits."""
+"""`MinTokens`: forbids stop tokens before an output has its minimum length. An editor of logits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
 from services.dense_worker.sampling.upload import upload
 
-_NONE = -1  # no token, where a slot has fewer than the table
+_NONE = -1  # padding of slots with fewer tokens than the table
 
 
 class MinTokens:
-    """Minimum lengths and stop tokens by slot, on the host, which knows how long every output is."""
+    """Minimum lengths and stop tokens by slot, on the host, which knows the length of every output."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -22,7 +22,7 @@ class MinTokens:
         self._forbidden = torch.tensor(-torch.inf, device=device)  # assigning a number would synchronise
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Takes the stop tokens that the vocabulary has; none of them is held back once the output is long enough."""
+        """Stores the minimum length and the stop tokens, except ids beyond the vocabulary."""
         stop_token_ids = [token_id for token_id in sequence.stop_token_ids if token_id < self._vocab_size]
         min_tokens = sequence.params.min_tokens
         if min_tokens <= len(sequence.output_token_ids) or not stop_token_ids:
@@ -45,4 +45,4 @@ class MinTokens:
             logits[index[0], index[1]] = self._forbidden
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Nothing: which tokens an output has does not matter."""
+        """Does nothing: only the length of an output matters."""

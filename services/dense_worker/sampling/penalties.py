@@ -1,4 +1,4 @@
-"""`Penalties`: tokens that occurred become less likely, or more. An editor of logits."""
+"""`Penalties`: makes tokens that occurred before less (or more) likely. An editor of logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.dense_worker.sampling.upload import upload
 
 
 class Penalties:
-    """Strengths by slot, on the host; what occurred by slot, on the device, once any sequence needs it.
+    """Strengths by slot, on the host, and counts of tokens by slot, on the device once any sequence needs them.
 
     _output_counts: int32 [num_slots, vocab_size]
     _is_in_prompt: bool [num_slots, vocab_size]
@@ -23,7 +23,7 @@ class Penalties:
         self._device = device
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Takes the three penalties, and counts the tokens that the sequence has already."""
+        """Stores the three penalties and counts the tokens that the sequence already has."""
         params = sequence.params
         if not params.has_penalties:
             return False
@@ -40,7 +40,7 @@ class Penalties:
         return True
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
-        """Penalises what occurred.
+        """Penalises tokens that occurred before.
 
         Repetition: Keskar et al., "CTRL", 2019, section 4.1, over prompt and output; negative logits are
         multiplied. Then, over the output: logit - frequency * count - presence * (count > 0).

@@ -1,7 +1,7 @@
-"""Log-probabilities of a prompt's own tokens: each is told of by the row of the token before it.
+"""Log-probabilities of a prompt's own tokens. The row of each token predicts the next token.
 
-A step computes a span of a prompt. Sampling needs the logits of one row a sequence; here they are computed
-for all rows of the span, some at a time, so that memory stays bounded however long it is.
+A step computes a span of a prompt. Sampling needs the logits of only one row per sequence; here they are computed for
+all rows of the span, some rows at a time, so that memory stays limited however long the span is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MAX_ROWS_AT_A_TIME = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Prompt tokens that a step tells of."""
+    """The prompt tokens whose log-probabilities a step computes."""
 
     seq_id: int
     start: int  # index in the prompt of the first one, at least 1
     token_ids: SequenceOf[int]
-    first_row: int  # of the step; tells of the first one, the next row of the next
-    num_logprobs: int  # likeliest tokens to report beside each
+    first_row: int  # row of the step that predicts the first token; the next row predicts the next
+    num_logprobs: int  # most likely tokens to report with each
 
 
 def find_span(entry: PlanEntry, new: NewSequence, first_row: int) -> PromptSpan | None:
-    """What an entry, whose tokens begin at `first_row` of the step, tells of a prompt that wants it; or nothing."""
+    """The span of an entry whose tokens begin at `first_row`; None if no prompt log-probabilities are needed."""
     assert new.num_prompt_logprobs is not None
     start = entry.position + 1
     token_ids = new.token_ids[start : min(start + entry.num_tokens, new.num_prompt_tokens)]
@@ -48,10 +48,10 @@ def rank_prompt_tokens(
     spans: SequenceOf[PromptSpan],
     max_num_rows: int,
 ) -> RankedTokens:
-    """One row for each token of the spans, in order; called in place of `DenseBackend.last` or after it.
+    """Ranks the tokens of the spans: one row per token, in order. Calls `DenseBackend.last` itself.
 
     attn_out: [num_tokens, attn_size] of the last layer; residual: [num_tokens, hidden];
-    max_num_rows: most that `last` may be asked for
+    max_num_rows: maximum number of rows in one call of `last`
     """
     rows, token_ids = [], []
     for span in spans:
@@ -68,7 +68,7 @@ def rank_prompt_tokens(
 
 
 def read_prompt_logprobs(spans: SequenceOf[PromptSpan], ranked: RankedTokens) -> list[PromptLogprobs]:
-    """What `rank_prompt_tokens` found, once it is on the host."""
+    """The results of `rank_prompt_tokens`, after they have been copied to the host."""
     num_top = [span.num_logprobs for span in spans for _ in span.token_ids]
     tokens = iter(ranked.read(num_top))
     return [

@@ -1,9 +1,9 @@
-"""From logits to the next token of every sequence of a step, on the device, in one pass over mixed options.
+"""Samples the next token of every sequence of a step from its logits, on the device, in one pass for all options.
 
-Owned by the engine thread. No host synchronisation: the host knows the options, tokens stay on the device.
-A row's token depends on its own logits, options and past alone, not on its neighbours, its slot or the
-device's order of summation. Logits that differ by rounding give another token only where two tokens' scores,
-or a token and a filter's border, are that close.
+Owned by the engine thread. It never synchronises with the device: the host knows the options, and tokens stay on the
+device. The token of a row depends only on its own logits, options and past, not on other rows, its slot or the device's
+order of summation. Logits that differ by rounding change the token only if the scores of two tokens, or a token and the
+border of a filter, are that close.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _OPTIONS = np.dtype(
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("seed", np.uint64),
-        ("num_logprobs", np.int64),  # likeliest tokens to report beside the sampled one
+        ("num_logprobs", np.int64),  # most likely tokens to report with the sampled one
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What a step's rows got, on the device."""
+    """The sampled tokens of a step's rows, on the device."""
 
     token_ids: torch.Tensor  # int64 [r]
-    num_logprobs: dict[int, int]  # likeliest tokens wanted beside the sampled one, by row that wants any
-    ranked: RankedTokens | None  # one row for each of `num_logprobs`; None where that is empty
+    num_logprobs: dict[int, int]  # most likely tokens to report with the sampled one, by row that requests any
+    ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
 
 
 class Sampler:
     """Samples for up to `max_num_seqs` running sequences, each in a slot that the caller assigns.
 
-    Options live on the host, one record per slot, and go to the device packed. What only the device knows
-    lives there:
+    Options are on the host, one record per slot, and are copied to the device packed. This is on the device, because
+    only the device knows it:
 
     last_token: torch.int64 [max_num_seqs]  # the newest token of each slot: input of the slot's next step
     """
@@ -62,7 +62,7 @@ class Sampler:
         device: torch.device | str,
         editors: Sequence[type[LogitsEditor]] = EDITORS,
     ) -> None:
-        """`editors` change the logits in this order."""
+        """`editors` are applied to the logits in this order."""
         self._device = torch.device(device)
         self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._vocab_size = vocab_size
@@ -86,11 +86,10 @@ class Sampler:
         stop_token_ids: Sequence[int],
         num_logprobs: int | None = None,
     ) -> None:
-        """Give `slot` to a sequence, new or resumed with the tokens it had sampled before.
+        """Gives `slot` to a new sequence, or to a resumed one with its earlier tokens.
 
-        `params` are valid, prompt and output ids in [0, vocab_size). `stop_token_ids` (EOS ids among them)
-        are those that `min_tokens` holds back. `num_logprobs`: report log-probabilities, and of so many
-        likeliest tokens beside the sampled one.
+        `params` are valid; prompt and output ids are in [0, vocab_size). `min_tokens` forbids `stop_token_ids`
+        (including EOS). `num_logprobs`: report log-probabilities of the sampled token and this many most likely ones.
         """
         assert not self._options[slot]["is_used"], f"slot {slot} is taken"
         self._options[slot] = (
@@ -109,7 +108,7 @@ class Sampler:
         self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
 
     def remove(self, slot: int) -> None:
-        """Take `slot` back; a later `add` starts it afresh."""
+        """Frees `slot`; a later `add` starts it anew."""
         assert self._options[slot]["is_used"], f"slot {slot} is free"
         self._options[slot]["is_used"] = False
         self._note_needs(slot, [False] * len(self._editors))
@@ -122,14 +121,14 @@ class Sampler:
         positions: np.ndarray,
         output_lens: np.ndarray,
     ) -> SampledTokens:
-        """Sample one token for each row, keep it in `last_token` and in what the slot's editors depend on.
+        """Samples one token per row and stores it in `last_token` and in the state of the slot's editors.
 
-        logits: torch.float32 [r, vocab_size], contiguous; overwritten with what the editors make of them
-        slots: int64 [r], all different, except that a sequence with drafts has several rows in turn; which of
-            their tokens `last_token` keeps is not defined
+        logits: torch.float32 [r, vocab_size], contiguous; overwritten with the edited logits
+        slots: int64 [r], all different, except that a sequence with drafts has several consecutive rows; which of their
+            tokens `last_token` keeps is undefined
         positions: integers [r], number of tokens of the sequence before the sampled one
-        output_lens: integers [r], how many of those are output
-        returns: rows of NaN give some token
+        output_lens: integers [r], number of output tokens among these
+        returns: the tokens; rows of NaN give an arbitrary token
         """
         slots = np.asarray(slots, dtype=np.int64)
         options = self._options[slots]
@@ -158,7 +157,7 @@ class Sampler:
         self._needed = [(editor, is_needed) for editor, is_needed in pairs if is_needed.any()]
 
     def _find_edits(self, slots: np.ndarray, output_lens: np.ndarray) -> list[tuple[LogitsEditor, EditedRows]]:
-        """The editors that any of the rows needs, and those rows; costs nothing while no slot needs any."""
+        """The editors that any of the rows needs, with those rows. Costs nothing while no slot needs any editor."""
         edits = []
         for editor, is_needed in self._needed:
             rows = np.flatnonzero(is_needed[slots])
@@ -177,12 +176,12 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Token ids [r], each from its row's filtered distribution, by the row's seed and position."""
+        """Draws token ids [r] from the filtered distributions, by the rows' seeds and positions."""
         filtered = self._filter(logits, options)
         return self._draw_tokens(filtered, options["temperature"], options["seed"], positions.astype(np.uint64))
 
     def _filter(self, logits: torch.Tensor, options: np.ndarray) -> torch.Tensor:
-        """Logits with -inf for what top-k, top-p and min-p drop; the logits themselves where there are no filters."""
+        """Logits with -inf for tokens that top-k, top-p and min-p drop; the same logits if there are no filters."""
         has_top_k = options["top_k"] < self._vocab_size
         has_top_p = options["top_p"] < 1.0
         has_min_p = (options["min_p"] > 0.0).any()
@@ -193,7 +192,7 @@ class Sampler:
         temperature, top_k = temperature.float(), top_k.long()
 
         filtered = logits
-        # Apart, so that rows with top_k do not sort the vocabulary for those without.
+        # Handled separately, so that rows with top_k need not sort the vocabulary like those without.
         for group in (has_top_k & ~has_top_p, has_top_k & has_top_p, ~has_top_k & has_top_p):
             rows = np.flatnonzero(group)
             if not rows.size:

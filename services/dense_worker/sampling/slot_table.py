@@ -1,4 +1,4 @@
-"""`SlotTable`: what the device keeps for every slot of the sampler, where slots need room of different size."""
+"""`SlotTable`: a table on the device with values of different lengths for the slots of the sampler."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from services.dense_worker.sampling.upload import upload
 class SlotTable:
     """One padded tensor that grows to the largest values ever set, rounded up to powers of two.
 
-    values: torch.Tensor [num_slots, ...]; replaced when it grows, so take it anew at each step
+    values: torch.Tensor [num_slots, ...]; replaced when it grows, so read it again at each step
     """
 
     def __init__(self, num_slots: int, num_dims: int, dtype: torch.dtype, padding: float, device: torch.device) -> None:
-        """`num_dims` of one slot's values. No memory is taken before the first `set`."""
+        """`num_dims`: dimensions of one slot's values. No memory is allocated before the first `set`."""
         self._padding = padding
         self.values = torch.full((num_slots, *[0] * num_dims), padding, dtype=dtype, device=device)
 
     def set(self, slot: int, values: np.ndarray) -> None:
-        """Replaces what `slot` had; `values` has the table's dtype."""
+        """Replaces the values of `slot`; `values` has the table's dtype."""
         shape = self.values.shape[1:]
         needed = tuple(max(old, _round_up(new)) for old, new in zip(shape, values.shape, strict=True))
         if needed != shape:

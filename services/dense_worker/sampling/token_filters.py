@@ -1,16 +1,16 @@
 """Top-k, top-p and min-p: which tokens may be drawn. A dropped token's logit becomes -inf.
 
-All functions work on the device where their arguments are, without waiting for it. Top-p adds integer weights,
-whose sums are exact in any order, so that what it keeps does not depend on how the device adds. Logits that are
-rounded in another way can still move a token over the border of a filter.
+All functions work on the device of their arguments, without waiting for it. Top-p adds integer weights, whose sums are
+exact in any order, so its result does not depend on the device's order of summation. Logits with another rounding can
+still move a token over the border of a filter.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Weight of the most likely token. Tokens 2**40 times less likely weigh nothing and top-p drops them, which
-# together takes off less than 1e-6 of the probability for a million tokens; 2**23 tokens fit in an int64 sum.
+# Weight of the most likely token. Tokens 2**40 times less likely have weight 0, and top-p drops them: for a million
+# tokens that removes less than 1e-6 of the probability. The sum of 2**23 tokens fits into an int64.
 WEIGHT_ONE = 2**40
 
 
@@ -23,16 +23,16 @@ def keep_top(
     *,
     has_top_p: bool,
 ) -> torch.Tensor:
-    """Logits without the tokens outside top-k, and then outside top-p of what is left.
+    """Logits without the tokens outside top-k, and then outside top-p of the remaining distribution.
 
-    Top-k keeps every token that ties with the k-th. Top-p keeps the likeliest tokens, until they reach its
-    share of the probability that top-k left; of those that tie at the border it keeps the lowest ids.
+    Top-k keeps every token that ties with the k-th. Top-p keeps the most likely tokens until they reach the fraction
+    top_p of the probability that top-k left; of tokens that tie at the border it keeps the lowest ids.
 
-    logits: torch.float32 [r, vocab_size], left as they are
+    logits: torch.float32 [r, vocab_size], not changed
     temperature: torch.float32 [r, 1], above 0
     top_k: torch.int64 [r, 1], in [1, vocab_size]
     top_p: torch.float64 [r, 1], in (0, 1]
-    max_top_k: largest of `top_k`; no more than so many tokens are sorted
+    max_top_k: largest of `top_k`; at most this many tokens are sorted
     has_top_p: whether any of `top_p` is below 1
     returns: torch.float32 [r, vocab_size]
     """
@@ -42,10 +42,10 @@ def keep_top(
         return logits.masked_fill(logits < kth, -torch.inf)
     weights = token_weights(listed, temperature).masked_fill_(listed < kth, 0)
 
-    # The list can end among tokens that tie with the k-th, so those are counted, all of one weight.
+    # The list may end among tokens that tie with the k-th, so all tokens of this weight are counted.
     num_kth = (logits == kth).sum(-1, keepdim=True)
     total = weights.masked_fill(listed == kth, 0).sum(-1, keepdim=True) + num_kth * weights.gather(1, top_k - 1)
-    # It goes as far as needed while the tokens before do not reach the share. Where that ends is a threshold.
+    # A token is kept while the tokens before it do not reach the fraction. The last kept token gives a threshold.
     share = torch.minimum((top_p * total).ceil().long(), total)
     before = weights.cumsum(-1) - weights
     last = ((before < share).sum(-1, keepdim=True) - 1).clamp_(min=0)
@@ -62,7 +62,7 @@ def keep_top(
 def keep_min_p(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Logits without the tokens less likely than `min_p` times the most likely one.
 
-    logits: torch.float32 [r, vocab_size], left as they are
+    logits: torch.float32 [r, vocab_size], not changed
     temperature: torch.float32 [r, 1], above 0
     min_p: torch.float64 [r, 1], in [0, 1]
     returns: torch.float32 [r, vocab_size]
@@ -74,7 +74,7 @@ def keep_min_p(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Ten
 def token_weights(listed: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Integer weights proportional to softmax(listed / temperature): `WEIGHT_ONE` for the most likely token.
 
-    listed: torch.float32 [r, n], the likeliest token's logit first
+    listed: torch.float32 [r, n], the logit of the most likely token first
     temperature: torch.float32 [r, 1], above 0
     returns: torch.int64 [r, n]
     """

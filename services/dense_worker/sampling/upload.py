@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for it."""
+"""Copies arrays from the host to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on `device`, once all work enqueued before has run; the caller may reuse its memory at once."""
+    """Enqueues a copy of the array to `device`. The caller may reuse the array's memory at once."""
     source = torch.from_numpy(array)
     if device.type != "cuda":
         return source.to(device)
-    # From pageable memory the copy would first wait for the stream; torch keeps pinned memory until the copy
+    # A copy from pageable memory would first wait for the stream. torch keeps the pinned memory until the copy
     # is done.
     return source.pin_memory().to(device, non_blocking=True)
