@@ -72,5 +72,5 @@ class AttentionWorker:
             raise
 
     async def stop(self) -> None:
-        """See `Service`."""
+        """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()

@@ -66,7 +66,7 @@ class DenseMetrics:
             self._recovered.inc()
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
-        """See `EngineObserver`."""
+        """Observes the step in histograms and counters. Called on the engine thread."""
         if not stats.num_seqs:
             return  # it only closed sequences
         self._step.observe(stats.duration_s)
@@ -87,7 +87,7 @@ class DenseMetrics:
                 self._decode.observe(time.monotonic() - sequence.first_token_s)
 
     def on_handoff_abort(self) -> None:
-        """See `EngineObserver`."""
+        """Counts the loss of the attention worker."""
         self._handoff_aborts.inc()
 
 

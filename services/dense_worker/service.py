@@ -83,7 +83,7 @@ class DenseWorker:
             raise
 
     async def stop(self) -> None:
-        """See `Service`."""
+        """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
 
     def draft_source(self) -> DraftSource | None:

@@ -64,7 +64,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._info = info
 
     def spans_under_way(self) -> list[dense_pb2.SequenceSpan]:
-        """See `Engine`."""
+        """The engine's running spans as messages; none before the engine exists."""
         spans = {} if self._engine is None else self._engine.spans_under_way()
         return [dense_pb2.SequenceSpan(seq_id=key, start=span.start, end=span.stop) for key, span in spans.items()]
 

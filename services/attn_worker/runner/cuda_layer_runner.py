@@ -20,7 +20,7 @@ from services.common.cuda_graphs import StepGraphs
 
 
 class CudaLayerRunner:
-    """See `LayerRunner`. Graphs belong to one attachment, whose addresses they hold."""
+    """A `LayerRunner` with CUDA graphs, which belong to one attachment because they contain its addresses."""
 
     def __init__(
         self, backend: CapturableAttention, num_layers: int, max_num_seqs: int, *, captures_lazily: bool
@@ -33,7 +33,7 @@ class CudaLayerRunner:
         self._graphs: dict[Channel, StepGraphs[int]] = {}
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """See `LayerRunner`. Captures one graph per bucket, unless they shall be captured when they are needed."""
+        """Captures one graph per bucket for each channel, unless `captures_lazily` is on."""
         torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
         self._graphs.clear()  # their memory is free before the new ones need it
         for channel in channels:
@@ -54,13 +54,13 @@ class CudaLayerRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See `LayerRunner`. Enqueued where the steps are."""
+        """Enqueues the copies on the stream of the steps."""
         with torch.cuda.stream(self._stream):
             self._backend.copy_blocks(copies)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
-        """See `LayerRunner`. Waits for the device only to capture a graph."""
+        """Enqueues a step: a graph if it is decode-only. Waits for the device only to capture a graph."""
         with torch.cuda.stream(self._stream):
             if self._backend.is_decode_only(step):
                 bucket = bucket_for(self._buckets, len(step.num_tokens))

@@ -47,16 +47,16 @@ class EagerLayerRunner:
         self._num_layers = num_layers
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """See `LayerRunner`. There is nothing to prepare."""
+        """Does nothing."""
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """See `LayerRunner`."""
+        """Copies at once."""
         self._backend.copy_blocks(copies)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
-        """See `LayerRunner`."""
+        """Runs all layers before it returns."""
         num_tokens = len(step.positions)
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)

@@ -19,18 +19,18 @@ from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.segments import segments_of
 from services.step import StepPlan
 
-_MEASURED_LAYERS = 8  # of a step that is timed
+_MEASURED_LAYERS = 8  # layers of a step that is timed
 
 
 class CudaBackend:
     """A DenseBackend for CUDA in float32, bfloat16 or float16, for one thread and one stream.
 
-    The constructor compiles the kernels and measures which are faster (`LinearChoice`), in seconds; it waits
-    for the device. After it nothing does.
+    The constructor compiles the kernels and measures which are faster (`LinearChoice`), which takes seconds and waits
+    for the device. No method waits for the device afterwards.
 
-    Workspaces are for `max_num_tokens` tokens, at the same addresses in every step. `first` allocates the
-    residual, which `middle` overwrites; `last` allocates the logits and the rows it needs. Under capture these
-    come from the graph's pool.
+    Workspaces have room for `max_num_tokens` tokens and keep their addresses. `first` allocates the residual, which
+    `middle` overwrites; `last` allocates the logits and its rows. During a capture this memory comes from the graph's
+    pool.
     """
 
     def __init__(self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> None:
@@ -39,7 +39,7 @@ class CudaBackend:
         self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device)
         self._segments = segments_of(weights)
         self._choose_kernels(list(parts_of_type(Linear, (weights.layers[0], weights.head))))
-        for num_tokens in _step_sizes(max_num_tokens):  # no later step compiles a kernel or loads a library
+        for num_tokens in _step_sizes(max_num_tokens):  # so that no later step compiles a kernel or loads a library
             self._random_step(num_tokens)()
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
@@ -63,7 +63,7 @@ class CudaBackend:
         return self._segments.last.forward(self._operations, attn_out, residual, rows)
 
     def _choose_kernels(self, linears: list[Linear]) -> None:
-        """`linears` holds one of each kind of layer, in the order of a step."""
+        """Measures whole steps. `linears` has one of each kind of layer, in the order of a step."""
         operations = self._operations
         linears = [linear for linear in linears if operations.linear.can_stream(linear)]
         if not linears:
@@ -78,7 +78,7 @@ class CudaBackend:
                 choice.measure(linears, num_tokens, self._random_step(num_tokens))
 
     def _random_step(self, num_tokens: int) -> Callable[[], None]:
-        """A decode step through some of the layers; on random inputs, since on zeros a GPU is faster."""
+        """A decode step through some of the layers, on random inputs: a GPU computes faster on zeros."""
         config, dtype, device = self._config, self._dtype, self._device
         token_ids = torch.randint(config.vocab_size, (num_tokens,), device=device)
         qkv = torch.empty(num_tokens, config.qkv_size, dtype=dtype, device=device)
@@ -95,5 +95,5 @@ class CudaBackend:
 
 
 def _step_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens that together run every kernel."""
+    """Numbers of tokens whose steps together run every kernel."""
     return sorted({min(size, max_num_tokens) for size in (*ROW_BUCKETS, ROW_BUCKETS[-1] + 1)})

@@ -1,7 +1,7 @@
-"""Which kernel runs a linear layer: its format's reference (cuBLAS) or streaming kernels, by measurement at start.
+"""Chooses the kernel of each linear layer by measurement at start: the format's reference (cuBLAS) or a streaming one.
 
-A layer's kernel shows its worth only between its neighbours: how much of a kernel's start hides behind the end
-of the one before depends on both. So whole steps are timed, with one layer's kernel exchanged at a time.
+The speed of a layer's kernel depends on its neighbours: how much of a kernel's start overlaps with the end of the
+previous kernel depends on both. So whole steps are timed, and one layer's kernel is exchanged at a time.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ log = structlog.get_logger()
 
 _Key = tuple[Hashable, int, int, int | None]
 
-ROW_BUCKETS = (1, 16, 32, 64)  # tokens up to which the streaming kernels have a variant
-_MIN_GAIN = 0.002  # of a step's time; less is noise
+ROW_BUCKETS = (1, 16, 32, 64)  # each variant of the streaming kernels serves up to this many tokens
+_MIN_GAIN = 0.002  # fraction of a step's time; smaller gains are noise
 _NUM_REPLAYS = 5
 
 
 class LinearKernel(enum.Enum):
     """The two implementations of a linear layer."""
 
-    CUBLAS = "cublas"  # the reference of the weight's format, which fuses nothing
-    STREAMED = "streamed"  # such as `streamed_plain`: fuses all that comes after, and the norm before one row
+    CUBLAS = "cublas"  # the reference of the weight's format; fuses nothing
+    STREAMED = "streamed"  # such as `streamed_plain`: fuses the following operations and, for one row, the norm before
 
 
 def row_bucket(num_rows: int) -> int | None:
-    """The bucket that `num_rows` tokens belong to; None: too many for the streaming kernels."""
+    """The bucket of `num_rows` tokens; None if they are too many for the streaming kernels."""
     return next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), None)
 
 
 class LinearChoice:
-    """The faster kernel for each (format, out_features, in_features, bucket); cuBLAS where nothing was measured."""
+    """The faster kernel for each (format, out_features, in_features, bucket); cuBLAS if it was not measured."""
 
     def __init__(self) -> None:
         self._kernels: dict[_Key, LinearKernel] = {}
 
     def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
-        """The choice for `num_rows` tokens."""
+        """The chosen kernel for `num_rows` tokens."""
         return self._kernels.get(_key(linear, num_rows), LinearKernel.CUBLAS)
 
     def set_all(self, linears: Sequence[Linear], kernel: LinearKernel) -> None:
-        """Choose `kernel` for layers like these in every bucket."""
+        """Chooses `kernel` for layers like these in every bucket."""
         for linear in linears:
             for bucket in ROW_BUCKETS:
                 self._kernels[_key(linear, bucket)] = kernel
 
     def measure(self, linears: Sequence[Linear], num_rows: int, run_step: Callable[[], object]) -> None:
-        """Exchange the streaming kernel for cuBLAS wherever that makes `run_step` faster.
+        """Replaces the streaming kernel by cuBLAS wherever that makes `run_step` faster.
 
-        `linears` holds one of each kind of layer; `run_step` enqueues a step of `num_rows` tokens that uses
-        this choice. Waits for the device; for the start of the worker only.
+        `linears` has one of each kind of layer; `run_step` enqueues a step of `num_rows` tokens with the current
+        choice. Waits for the device; only for the start of the worker.
         """
         keys = [_key(linear, num_rows) for linear in linears]
         self._kernels |= dict.fromkeys(keys, LinearKernel.STREAMED)
@@ -78,7 +78,7 @@ class LinearChoice:
 
 
 def time_in_graph_us(run: Callable[[], object], num_replays: int = _NUM_REPLAYS) -> float:
-    """Median microseconds of what `run` enqueues, captured in a CUDA graph. Waits for the device."""
+    """Median microseconds of the work that `run` enqueues, captured in a CUDA graph. Waits for the device."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     times_us = []

@@ -1,4 +1,4 @@
-"""The exported segments run by onnxruntime on the CPU: what `export --test` and the tests compare with."""
+"""Runs the exported segments with onnxruntime on the CPU, for `export --test` and the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.step import StepPlan
 class OnnxRuntimeBackend:
     """A DenseBackend in float32 or float16, from serialized ONNX models by segment name; slow.
 
-    Raises ConfigError where onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
+    Raises ConfigError if onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
@@ -37,7 +37,7 @@ class OnnxRuntimeBackend:
         }
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Runs the first segment, copies its qkv -> the residual."""

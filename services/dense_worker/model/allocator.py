@@ -1,4 +1,4 @@
-"""`WeightAllocator`: makes the parts that hold tensors, not yet filled. Here a linear layer gets its format."""
+"""`WeightAllocator`: creates a model's parts with uninitialised tensors, and chooses the format of linear layers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class WeightAllocator:
         return Parameter(name, torch.empty(shape, dtype=dtype or self.dtype, device=self.device), sources)
 
     def norm(self, name: str, checkpoint_name: str, size: int, eps: float) -> RmsNorm:
-        """`checkpoint_name` is the module's, without ".weight"."""
+        """A norm. `checkpoint_name` is the name of the checkpoint's module, without ".weight"."""
         return RmsNorm(self.parameter(name, size, sources=(Source(f"{checkpoint_name}.weight", size),)), eps)
 
     def linear(
         self, name: str, in_features: int, merged_from: tuple[Projection, ...], cut: Cut, has_bias: bool
     ) -> Linear:
-        """A layer of the sum of the projections' out_features."""
+        """A linear layer of one or several merged projections: their out_features are added."""
         bias = None
         if has_bias:
             sources = checkpoint_sources(merged_from, "bias")
@@ -38,13 +38,13 @@ class WeightAllocator:
         return Linear(name, in_features, sum_of_sizes(merged_from), merged_from, cut, weight, bias)
 
     def weight(self, name: str, in_features: int, merged_from: tuple[Projection, ...]) -> WeightFormat:
-        """The weight of one linear layer, its tensors called `name`, or after it."""
+        """The weight of a linear layer. Its tensors are named `name`, or begin with it."""
         sources = checkpoint_sources(merged_from, "weight")
         return PlainWeight(self.parameter(name, sum_of_sizes(merged_from), in_features, sources=sources))
 
 
 def checkpoint_sources(merged_from: tuple[Projection, ...], kind: str) -> tuple[Source, ...]:
-    """The tensors of a checkpoint that make one: `kind` is "weight", "bias", ..."""
+    """The tensors of a checkpoint that are merged into one; `kind` is "weight", "bias", ..."""
     return tuple(Source(f"{each.name}.{kind}", each.out_features) for each in merged_from)
 
 

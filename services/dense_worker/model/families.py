@@ -1,4 +1,4 @@
-"""The families of models: each puts parts together from a `ModelConfig`. A new one is a function here."""
+"""The model families: each function builds a model's parts from a `ModelConfig`. A new family is a function here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.dense_worker.model.plain_weight import PlainWeight
 
 
 def build_llama(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
-    """Llama, and those that differ from it by biases and norms of heads: Mistral, Qwen2, Qwen3."""
+    """Llama, and families that differ from it only in biases and norms of heads: Mistral, Qwen2, Qwen3."""
     table = build_embedding_table(config, allocator)
     layers = (f"model.layers.{i}" for i in range(config.num_layers))
     return ModelWeights(
@@ -42,13 +42,13 @@ BUILDERS: dict[str, Callable[[ModelConfig, WeightAllocator], ModelWeights]] = { 
 
 
 def build_embedding_table(config: ModelConfig, allocator: WeightAllocator) -> Parameter:
-    """[vocab, hidden]."""
+    """The embedding table, [vocab, hidden]."""
     sources = (Source("model.embed_tokens.weight", config.vocab_size),)
     return allocator.parameter("embed", config.vocab_size, config.hidden_size, sources=sources)
 
 
 def build_normed_qkv(config: ModelConfig, allocator: WeightAllocator, layer: str) -> NormedQkv:
-    """The first half of the layer whose modules' names begin with `layer`."""
+    """The first half of a layer; the names of its modules begin with `layer`."""
     attention = f"{layer}.self_attn"
     sizes = {"q_proj": config.attn_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
     merged = tuple(Projection(f"{attention}.{name}", size) for name, size in sizes.items())
@@ -63,7 +63,7 @@ def build_normed_qkv(config: ModelConfig, allocator: WeightAllocator, layer: str
 
 
 def build_o(config: ModelConfig, allocator: WeightAllocator, layer: str) -> Linear:
-    """The projection of what attention gives."""
+    """The projection of attention's output."""
     merged = (Projection(f"{layer}.self_attn.o_proj", config.hidden_size),)
     return allocator.linear("o", config.attn_size, merged, Cut.IN, config.o_bias)
 
@@ -81,7 +81,7 @@ def build_gated_mlp(config: ModelConfig, allocator: WeightAllocator, layer: str)
 
 
 def build_head(config: ModelConfig, allocator: WeightAllocator, table: Parameter) -> Head:
-    """The final norm and the lm_head: the embedding's very tensor where the two are tied."""
+    """The final norm and the lm_head, which is the embedding's tensor if the two are tied."""
     merged = (Projection("lm_head", config.vocab_size),)
     norm = allocator.norm("final_norm", "model.norm", config.hidden_size, config.rms_norm_eps)
     if not config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""The ends of a model: token ids become the residual, the residual becomes logits."""
+"""The first and last parts of a model: token ids become the residual, and the residual becomes logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.dense_worker.model.parameters import Parameter
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A row of the table for each token."""
+    """Looks up a row of the table for each token."""
 
     table: Parameter  # [vocab, hidden]
 

@@ -1,4 +1,4 @@
-"""A decoder layer: two halves around attention, each put together from parts.
+"""A decoder layer: two halves before and after attention, each built from parts.
 
 Another family is another arrangement of parts: a class with the same method, built in `families.py`.
 """
@@ -16,28 +16,28 @@ from services.dense_worker.model.operations import Operations, Residual
 
 
 class BeforeAttention(Protocol):
-    """The half of a layer that ends in qkv."""
+    """The half of a layer that ends with qkv."""
 
     def forward(
         self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Residual]:
-        """residual [n, hidden] -> qkv [n, qkv_size], the residual; qkv is `qkv_out`, where that is given."""
+        """residual [n, hidden] -> qkv [n, qkv_size], the residual; qkv is `qkv_out` if that is given."""
 
 
 class AfterAttention(Protocol):
-    """The half of a layer that begins with what attention gives."""
+    """The half of a layer that begins with attention's output."""
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
 
 
 class Mlp(Protocol):
-    """What a layer computes beside attention."""
+    """The part of a layer besides attention."""
 
     down: Linear
 
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
-        """The residual, and what `down` is to multiply [n, intermediate]."""
+        """Returns the residual, and the input of `down`, [n, intermediate]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class NormedQkv:
-    """Norm, merged projection, and in some families a norm of each q and k head."""
+    """A norm, the merged projection, and in some families a norm of each q and k head."""
 
     norm: RmsNorm
     qkv: Linear  # q rows, then k, then v
@@ -68,7 +68,7 @@ class NormedQkv:
 
 @dataclass(frozen=True, slots=True)
 class SequentialResidual:
-    """The output projection is added to the residual, then the MLP of the sum."""
+    """Adds the output projection to the residual, and then the MLP of the sum."""
 
     o: Linear
     mlp: Mlp

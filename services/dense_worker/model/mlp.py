@@ -1,4 +1,4 @@
-"""The MLP of a layer: norm, two or three projections, an activation between."""
+"""The MLP of a layer: a norm, and two or three projections with an activation between them."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class GatedMlp:
     down: Linear
 
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
-        """The residual, and what `down` is to multiply [n, intermediate]."""
+        """Returns the residual, and the input of `down`, [n, intermediate]."""
         return operations.norm_swiglu(residual, self.norm, self.gate_up)

@@ -1,4 +1,4 @@
-"""`ModelWeights`: a model put together from its parts, which hold its tensors."""
+"""`ModelWeights`: a model built from its parts, which hold its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model: of its activations, and of what is not quantized."""
+        """The model's dtype: that of activations and unquantized weights."""
         return self.embedding.table.data.dtype
 
     @property
@@ -30,7 +30,7 @@ class ModelWeights:
         return self.embedding.table.data.device
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Every parameter, such as ("layers.0.qkv_weight", ...). A tied lm_head has the embedding's tensor."""
+        """All parameters, such as ("layers.0.qkv_weight", ...). A tied lm_head has the embedding's tensor."""
         for parameter in parameters(self.embedding):
             yield parameter.name, parameter
         for i, layer in enumerate(self.layers):
@@ -40,7 +40,7 @@ class ModelWeights:
             yield parameter.name, parameter
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor once: a tied lm_head is left out."""
+        """All tensors once: a tied lm_head is left out."""
         for name, parameter in self.named_parameters():
             if name == self.embedding.table.name or parameter.data is not self.embedding.table.data:
                 yield name, parameter.data

@@ -25,7 +25,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each q and each k head on its own, after the projection."""
+    """RMSNorm of each q head and each k head, after the projection."""
 
     q: RmsNorm  # over head_dim
     k: RmsNorm

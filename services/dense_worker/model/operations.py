@@ -1,7 +1,7 @@
-"""`Operations`: what a layer is written in. Torch has one implementation of it, CUDA another.
+"""`Operations`: the operations that layers are written with. There is one implementation in torch and one for CUDA.
 
-Most are several operators in one, because the CUDA kernels fuse them: a norm with the product after it, a product
-with the addition to the residual. What no implementation fuses, a part may do with torch's own functions.
+Most of them combine several operators, because the CUDA kernels fuse these: a norm with the following product, a
+product with the addition to the residual. For operators that no implementation fuses, a part may use torch's functions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from services.dense_worker.model.parameters import Parameter
 
 
 class Residual(NamedTuple):
-    """The stream [n, hidden] that the parts of a layer add to. An operation that takes one gives what replaces it."""
+    """The sum [n, hidden] that the parts of a layer add to. An operation that takes a residual returns the next one."""
 
     hidden: torch.Tensor  # [n, hidden]; an implementation may write it in place
-    delta: torch.Tensor | None = None  # [n, hidden]: still to be added; the next norm does it in its own pass
+    delta: torch.Tensor | None = None  # [n, hidden]: not added yet; the next norm adds it in its own pass
 
 
 class Operations(Protocol):
-    """The steps of a layer, for n tokens. Linear layers are multiplied in one place, which chooses the kernel."""
+    """The operations of a layer, for n tokens. All linear layers are multiplied in one place, which chooses kernels."""
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """table [vocab, hidden], token_ids int64 [n] -> a new residual."""
@@ -31,24 +31,24 @@ class Operations(Protocol):
     def norm_linear(
         self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
     ) -> tuple[Residual, torch.Tensor]:
-        """The residual, and norm then product [n, out_features]: `out`, written in place, where it is given."""
+        """Norm, then product -> the residual, and the product [n, out_features], written to `out` if given."""
 
     def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
-        """The residual, and norm, product, SiLU(gate) * up [n, out_features / 2] (arXiv:2002.05202)."""
+        """Norm, then product -> the residual, and SiLU(gate) * up [n, out_features / 2] (arXiv:2002.05202)."""
 
     def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
-        """The product of x [n, in_features] is added to the residual."""
+        """Adds the product of x [n, in_features] to the residual."""
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
-        """qkv [n, qkv_size], n at least 1 -> the same with q and k heads normalised; `is_in_place`: the very tensor."""
+        """qkv [n, qkv_size], n at least 1 -> qkv with normalised q and k heads; `is_in_place`: in the same tensor."""
 
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:
-        """rows int64 [r] of attn_out [n, attn_size] and residual [n, hidden], both copied."""
+        """Copies of rows (int64 [r]) of attn_out [n, attn_size] and of the residual [n, hidden]."""
 
     def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
-        """Norm, then product, rounded to the model's dtype: float32 [n, vocab], the caller's to keep."""
+        """Norm, then product, rounded to the model's dtype -> float32 [n, vocab], which the caller owns."""
 
     def settle(self, residual: Residual) -> torch.Tensor:
-        """The residual [n, hidden], nothing to be added any more."""
+        """The residual [n, hidden] with all additions done."""

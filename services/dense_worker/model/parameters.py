@@ -1,7 +1,7 @@
-"""What the parts of a model are made of: `Parameter`s, named tensors, found and exchanged by name.
+"""`Parameter`s: the named tensors of a model's parts, which can be listed and exchanged by name.
 
-A part is a frozen dataclass whose fields are parameters, other parts, tuples of these, or plain values. So every
-part of every family can be listed, loaded, and put together again from tensors that come as inputs of an engine.
+A part is a frozen dataclass whose fields are parameters, other parts, tuples of these, or plain values. So all parts of
+all families can be listed, loaded, and rebuilt from tensors that are inputs of an engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of a Hugging Face checkpoint, which fills so many rows of a parameter."""
+    """A tensor of a Hugging Face checkpoint that fills `num_rows` rows of a parameter."""
 
     name: str  # such as "model.layers.0.self_attn.q_proj.weight"
     num_rows: int  # along dimension 0
@@ -27,9 +27,9 @@ class Source:
 class Parameter:
     """One tensor of a model. Never written after loading."""
 
-    name: str  # unique among the parameters of a segment, whose input it is: "qkv_weight"
+    name: str  # unique among the inputs of a segment, such as "qkv_weight"
     data: torch.Tensor
-    sources: tuple[Source, ...] = ()  # in the order of their rows; empty: it is filled from elsewhere
+    sources: tuple[Source, ...] = ()  # in the order of their rows; empty if no checkpoint tensor fills it
 
 
 def parts_of_type(kind: type[Part], part: Any) -> Iterator[Part]:
@@ -58,7 +58,7 @@ def tensors_by_name(part: Any) -> dict[str, torch.Tensor]:
 
 
 def with_tensors(part: Part, tensors: Mapping[str, torch.Tensor]) -> Part:
-    """The same part with other tensors, by the names of its parameters; `tensors` has them all."""
+    """The same part with other tensors. `tensors` must have one for the name of each parameter."""
     if isinstance(part, Parameter):
         return replace(part, data=tensors[part.name])
     if isinstance(part, tuple):

@@ -1,4 +1,4 @@
-"""`PlainWeight`: a weight as it is, in the model's dtype."""
+"""`PlainWeight`: an unquantized weight in the model's dtype."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The dense stroke between two attention calls, defined once for torch, CUDA graphs, ONNX and TensorRT.
 
-A model of L layers is `First`, L - 1 times `Middle` (one shape, other weights), `Last`: each a half of a layer, or
-two, run by whichever `Operations` the caller has.
+A model of L layers is one `First`, L - 1 `Middle` (equal shapes, different weights) and one `Last`. Each consists of
+one or two halves of layers and runs with the caller's `Operations`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class First:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids int64 [n] -> qkv [n, qkv_size], residual [n, hidden].
 
-        Where `qkv_out` is given, qkv is that tensor, written in place.
+        If `qkv_out` is given, qkv is that tensor, written in place.
         """
         residual = self.embedding.forward(operations, token_ids)
         qkv, residual = self.before.forward(operations, residual, qkv_out)
@@ -56,7 +56,7 @@ class Middle:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """attn_out [n, attn_size], residual [n, hidden] -> qkv [n, qkv_size], residual [n, hidden].
 
-        Where `qkv_out` is given, qkv is that tensor, written in place.
+        If `qkv_out` is given, qkv is that tensor, written in place.
         """
         stream = self.after.forward(operations, attn_out, Residual(residual))
         qkv, stream = self.before.forward(operations, stream, qkv_out)
@@ -65,7 +65,7 @@ class Middle:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The second half of the last layer, final norm and lm_head, for those rows that need logits."""
+    """The second half of the last layer, final norm and lm_head, for the rows that need logits."""
 
     after: AfterAttention
     head: Head
@@ -89,7 +89,7 @@ class Segments:
 
 
 def segments_of(weights: ModelWeights) -> Segments:
-    """Cuts a model where attention is called. No tensor is copied."""
+    """Splits a model at the attention calls. No tensor is copied."""
     layers = weights.layers
     return Segments(
         First(weights.embedding, layers[0].before),
@@ -99,12 +99,12 @@ def segments_of(weights: ModelWeights) -> Segments:
 
 
 def segment_names(config: ModelConfig) -> tuple[str, ...]:
-    """The segments of a model; a single layer needs no `middle`."""
+    """The names of a model's segments; a single layer needs no `middle`."""
     return ("first", "middle", "last") if config.num_layers > 1 else ("first", "last")
 
 
 def bind_weights(weights: ModelWeights) -> dict[str, list[Weights]]:
-    """What each segment takes as weights, by input name; a list of one, but for `middle` one for each layer."""
+    """The weights of each segment, by input name: a list of one entry, for `middle` one entry per layer."""
     segments = segments_of(weights)
     return {
         "first": [tensors_by_name(segments.first)],

@@ -1,4 +1,4 @@
-"""`TorchOperations`: operator by operator in torch, on any device; the reference, and what torch.export records."""
+"""`TorchOperations`: unfused operators in torch, on any device: the reference, and what torch.export records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.dense_worker.model.parameters import Parameter
 
 
 class TorchOperations:
-    """Operations that write nothing in place but `out`. Numerics follow Hugging Face: the residual has the model's
-    dtype, norms compute in float32."""
+    """Operations that write in place only to `out`. Numerics follow Hugging Face: the residual has the model's dtype,
+    norms compute in float32."""
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Every product of a layer: x [n, in_features] -> [n, out_features], in `out` where given."""
+        """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
         return linear.multiply(x, out)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:

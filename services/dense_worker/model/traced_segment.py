@@ -1,4 +1,4 @@
-"""`TracedSegment`: a segment whose weights are inputs, for torch.export and so for ONNX and TensorRT."""
+"""`TracedSegment`: a segment whose weights are inputs, for torch.export, ONNX and TensorRT."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class TracedSegment(nn.Module):
     """Owns no parameters: forward takes the activations, then the weights in the order of `weight_names`."""
 
     def __init__(self, segment: First | Middle | Last) -> None:
-        """`segment` tells the parts; its tensors may lie on the meta device, for they are not used."""
+        """`segment` gives the parts. Its tensors are not used and may be on the meta device."""
         super().__init__()
         self._segment = segment
         self._operations = TorchOperations()
         self.weight_names = tuple(tensors_by_name(segment))
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """As `forward` of the segment."""
+        """Runs `forward` of the segment with the given weights."""
         num_activations = len(inputs) - len(self.weight_names)
         weights = dict(zip(self.weight_names, inputs[num_activations:], strict=True))
         return with_tensors(self._segment, weights).forward(self._operations, *inputs[:num_activations])

@@ -1,4 +1,4 @@
-"""The dense worker's weights: read from safetensors, or random, laid out once for merged projections.
+"""The dense worker's weights, read from safetensors or random, in the layout of merged projections.
 
 The tensors here are the only copy; every backend (torch, CUDA graphs, TensorRT) reads these.
 """
@@ -23,22 +23,22 @@ from services.dense_worker.model.parameters import tensors_by_name, with_tensors
 
 _INDEX_FILE = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-# A layer's tensor; not the constant that old files hold besides.
+# The tensors of a layer, except a constant that old files contain.
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(?!.*rotary_emb\.inv_freq$)")
 _HASH_SAMPLES = 64
 _HASH_SAMPLE_BYTES = 4096
 
 
 def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Read the safetensors of the Hugging Face directory `path`, one file or sharded.
+    """Reads the safetensors of the Hugging Face directory `path`, one file or sharded.
 
-    Each tensor goes from the mapped file straight into its place, converted to `dtype`: besides the
-    weights themselves no more than one tensor is held. Layers beyond `config.num_layers` are not read.
-    Raises ModelError naming the file or tensor that is missing, damaged, or at odds with `config`.
+    Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, so at most one
+    further tensor is in memory. Layers beyond `config.num_layers` are not read. Raises ModelError that names the file
+    or tensor that is missing, damaged, or inconsistent with `config`.
     """
     files = _checkpoint_files(path)
     weights = empty_weights(config, dtype, device)
-    missing = _places(weights)
+    missing = _destinations(weights)
     tied_head_file: Path | None = None
     for file in files:
         try:
@@ -61,7 +61,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
-    """Random weights filled on `device`: norms are one, all else normal with standard deviation 0.02.
+    """Random weights, generated on `device`: norms are one, all else is normal with standard deviation 0.02.
 
     The same seed, shapes, dtype and kind of device give the same weights.
     """
@@ -76,12 +76,12 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None) -> str:
-    """Hex digest that tells two sets of weights apart (64 characters, BLAKE2b).
+    """A hex digest that identifies a set of weights (64 characters, BLAKE2b).
 
-    Covers config.json, `config.num_layers` and, of each safetensors file, its name, size, header (names,
-    dtypes, shapes) and 64 evenly spaced pieces of 4 KiB, the first and the last bytes included: retrained
-    or converted weights differ everywhere, so samples suffice. It is no checksum of the whole file.
-    With `dummy_seed` (random weights) no weight file is read. Raises ModelError for a missing file.
+    It covers config.json, `config.num_layers` and, for each safetensors file, its name, size, header (names, dtypes,
+    shapes) and 64 evenly spaced pieces of 4 KiB, including the first and last bytes. Retrained or converted weights
+    differ everywhere, so samples suffice; it is not a checksum of the whole file. With `dummy_seed` (random weights) no
+    weight file is read. Raises ModelError for a missing file.
     """
     digest = hashlib.blake2b(digest_size=32)
     try:
@@ -108,7 +108,7 @@ def _hash_file(digest: hashlib.blake2b, file: Path) -> None:
 
 
 def _checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of `path`, sorted by name; the single file wins, as in transformers."""
+    """The safetensors files of `path`, sorted by name. A single file takes precedence, as in transformers."""
     single, index = path / "model.safetensors", path / _INDEX_FILE
     if single.is_file():
         return [single]
@@ -124,7 +124,7 @@ def _checkpoint_files(path: Path) -> list[Path]:
 
 
 def _with_head_of(file: Path, weights: ModelWeights) -> ModelWeights:
-    """As transformers does: an lm_head unlike the embedding is not tied to it, whatever config.json says."""
+    """Unties an lm_head that differs from the embedding, whatever config.json says, as transformers does."""
     embed, source = weights.embedding.table.data, "lm_head.weight"
     lm_head = torch.empty_like(embed)
     with safe_open(file, framework="pt") as tensors:
@@ -136,7 +136,7 @@ def _with_head_of(file: Path, weights: ModelWeights) -> ModelWeights:
 
 
 def _check_tensor(file: Path, name: str, found: object, place: torch.Tensor) -> None:
-    """`found` is a slice of safe_open: shape and dtype are known without reading the data."""
+    """Checks shape and dtype. `found` is a slice of safe_open, so no data is read."""
     shape, expected = tuple(found.get_shape()), tuple(place.shape)
     if shape != expected:
         raise ModelError(f"{name} in {file} has shape {shape}, config.json calls for {expected}")
@@ -146,12 +146,12 @@ def _check_tensor(file: Path, name: str, found: object, place: torch.Tensor) -> 
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """The parts of the model's family, uninitialised; on the meta device they take no memory."""
+    """The uninitialised parts of the model's family; on the meta device they take no memory."""
     return BUILDERS[config.family](config, WeightAllocator(dtype, device))
 
 
-def _places(weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """Where each tensor of a Hugging Face checkpoint goes: its name -> a view of our tensors."""
+def _destinations(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    """The destinations of checkpoint tensors: the name of a tensor -> a view of our tensors."""
     places: dict[str, torch.Tensor] = {}
     for _, parameter in weights.named_parameters():
         views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
