@@ -1,4 +1,4 @@
-"""What the attention worker answers to plans, from what they did to its cache."""
+"""Builds the attention worker's answers to plans from their effects on the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.step import PlanAccepted, SequenceOpened
 
 
 def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
-    """What the dense worker needs to know of a sequence that has been opened."""
+    """The answer for a sequence that has been opened."""
     return SequenceOpened(
         seq_id=seq_id,
         num_cached_tokens=result.num_cached_tokens,
@@ -19,7 +19,7 @@ def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
 
 
 def describe_accepted(accepted: Accepted) -> PlanAccepted:
-    """What the dense worker needs to know of a plan that has been accepted."""
+    """The answer for a plan that has been accepted."""
     return PlanAccepted(
         step_id=accepted.plan.step_id,
         num_freed_blocks=accepted.step.num_freed_blocks,

@@ -1,6 +1,4 @@
-"""`Attachment`: everything that lives as long as one dense worker is attached. The next one gets its own; nothing is
-reset.
-"""
+"""`Attachment`: all state that lives as long as one dense worker is attached. A new attachment gets a new object."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ from services.step import StepPlan
 
 
 class Attachment:
-    """Made on the event loop; owned by the engine thread from `AttentionEngine.attach` on, which closes it."""
+    """Created on the event loop. From `AttentionEngine.attach` on the engine thread owns it and closes it."""
 
     def __init__(self, attachment_id: int, channels: Mapping[int, Channel], max_num_tokens: int) -> None:
         self.attachment_id = attachment_id
         self.channels = channels  # by lane
-        self.max_num_tokens = max_num_tokens  # of a step, in each lane
+        self.max_num_tokens = max_num_tokens  # maximum of a step, in each lane
         self.running: deque[tuple[RunningStep, int]] = deque()  # oldest first, with their numbers of tokens
-        self.launching: StepPlan | None = None  # whose layers are being run, or launched
+        self.launching: StepPlan | None = None  # the plan whose layers are being run or launched
         self.request_ids: dict[int, str] = {}  # of sequences opened in this attachment, for messages
 
     def progress(self, num_steps: int, num_layers: int) -> Progress | None:
-        """How far the step has come that is being run, or None without one. May be called from any thread."""
+        """The progress of the running step, or None without one. May be called from any thread."""
         plan = self.launching
         if plan is None:
             return None
@@ -40,11 +38,11 @@ class Attachment:
         )
 
     def abort(self) -> None:
-        """Releases whoever waits in one of the channels, for good. May be called from any thread."""
+        """Releases all waits in the channels, for good. May be called from any thread."""
         for channel in self.channels.values():
             channel.abort()
 
     def close(self) -> None:
-        """Unmaps and removes all data regions; nothing may use them any more."""
+        """Unmaps and removes all data regions; they must not be used afterwards."""
         for channel in self.channels.values():
             channel.close()

@@ -1,4 +1,4 @@
-"""Builds the engine for the attention worker's device: cache size, backend, and how layers are run."""
+"""Builds the engine for the attention worker's device: cache size, backend and layer runner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Largest step that the dense worker will plan."""
+    """The largest step that the dense worker will plan."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -35,7 +35,7 @@ class StepLimits:
 def build_engine(
     section: AttentionSection, model: ResolvedModel, limits: StepLimits, metrics: AttentionMetrics
 ) -> AttentionEngine:
-    """Allocates the KV cache, and starts the engine. Raises `CapacityError` when it cannot hold a single sequence."""
+    """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model)

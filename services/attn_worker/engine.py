@@ -2,8 +2,8 @@
 
     plan_step → accepted → (wait qkv → rope, append, attend → signal) per layer → commit_step
 
-Calls queue up in order. On a CPU a launched step is done; a GPU may still run one when the next is launched.
-A step that loses its dense worker is rolled back as if it had never been planned.
+Calls are made in order. On a CPU a launched step is done; a GPU may still run a step when the next is launched.
+If the dense worker is lost during a step, the step is rolled back as if it had never been planned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a plan did to the cache, known before its layers run."""
+    """The effects of a plan on the cache, known before its layers run."""
 
     plan: StepPlan
     step: PlannedStep
@@ -37,7 +37,7 @@ class Accepted:
 
 
 class AttentionEngine:
-    """Call `start`; then all work goes through `submit`, in order; at last `stop`.
+    """Call `start`, then give all work to `submit`, which runs it in order, finally `stop`.
 
     Counters may be read from any thread.
     """
@@ -61,29 +61,29 @@ class AttentionEngine:
         return self._thread.submit(function, *arguments)
 
     def progress(self, num_layers: int) -> Progress | None:
-        """For the watchdog, from any thread; None without a step."""
+        """The progress for the watchdog; None without a step. May be called from any thread."""
         attachment = self._attachment
         return attachment and attachment.progress(self.num_steps, num_layers)
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread after the call it is in, and closes the attachment, which must have been aborted.
+        """Ends the thread after its current call and closes the attachment, which must have been aborted.
 
-        Blocks up to `timeout_s` seconds; what a thread uses that has not ended by then stays open.
+        Blocks up to `timeout_s` seconds. If the thread has not ended by then, everything it uses stays open.
         """
         if self._thread.stop(timeout_s) and self._attachment is not None:
             self._attachment.close()
 
     def detach(self) -> None:
-        """Drops an attachment that has been aborted: closes it, and rolls back steps that have not ended."""
+        """Drops an aborted attachment: closes it and rolls back unfinished steps."""
         attachment, self._attachment = self._attachment, None
         self.cache.abort_steps()
         if attachment is not None:
             attachment.close()
 
     def attach(self, attachment: Attachment, weights_hash: str) -> None:
-        """Takes a new attachment, owned by the engine from now on, in place of the last one.
+        """Replaces the last attachment by a new one, which the engine owns from now on.
 
-        Keys and values of other weights than `weights_hash` are dropped.
+        Keys and values computed with weights other than `weights_hash` are dropped.
         """
         self.detach()
         self._attachment = attachment
@@ -91,7 +91,7 @@ class AttentionEngine:
         self._runner.attach(attachment.channels.values())
 
     def open_sequence(self, attachment: Attachment, new: NewSequence) -> OpenResult:
-        """See `KVCache.open_sequence`. Raises `StaleEpoch` for an attachment that was replaced."""
+        """Opens a sequence in the KV cache. Raises `StaleEpoch` if the attachment was replaced."""
         self._check_attachment(attachment)
         self._commit_done(attachment)
         result = self.cache.open_sequence(
@@ -108,9 +108,9 @@ class AttentionEngine:
     def run_step(
         self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]
     ) -> None:
-        """Launches one step over its lane's channel; its plan came at `received_s` by `time.perf_counter`.
+        """Launches one step on its lane's channel; its plan arrived at `received_s` on `time.perf_counter`.
 
-        Raises what `Channel.wait` raises, with all unfinished steps rolled back.
+        Raises the errors of `Channel.wait`; all unfinished steps are then rolled back.
         """
         self._check_attachment(attachment)
         start_s = time.perf_counter()
@@ -142,12 +142,12 @@ class AttentionEngine:
     def _launch(self, step: PlannedStep, channel: Channel, start_s: float) -> RunningStep:
         waited_s = channel.waited_s
         running = self._runner.launch(step.metadata, channel)
-        if waited_s is not None and channel.waited_s is not None:  # the step has run, on a CPU
+        if waited_s is not None and channel.waited_s is not None:  # on a CPU, where the step has run
             self._metrics.on_step(time.perf_counter() - start_s, channel.waited_s - waited_s)
         return running
 
     def _commit_done(self, attachment: Attachment) -> None:
-        """Keeps the tokens of every step that has ended, in order."""
+        """Commits all steps that have ended, in order."""
         while attachment.running and attachment.running[0][0].is_done():
             _, num_tokens = attachment.running.popleft()
             self.cache.commit_step()

@@ -1,6 +1,6 @@
-"""`AttentionMetrics`: what the attention worker tells Prometheus; see `deploy/prometheus/metrics.md`.
+"""`AttentionMetrics`: the Prometheus metrics of the attention worker; see `deploy/prometheus/metrics.md`.
 
-Histograms are observed on the engine thread, a few times a step; counts that engine and cache keep anyway are read
+Histograms are observed on the engine thread, a few times per step. Counts that engine and cache keep anyway are read
 when a scraper asks.
 """
 
@@ -17,7 +17,7 @@ from services.rpc.metrics import STEP_BUCKETS_S
 
 
 class CacheCounts(Protocol):
-    """See `KVCache`. Read from another thread: each number is right, but they may be of two neighbouring steps."""
+    """Counts of the `KVCache`. Read from another thread, so numbers may belong to two neighbouring steps."""
 
     num_blocks: int
     num_free_blocks: int  # cached ones included
@@ -28,7 +28,7 @@ class CacheCounts(Protocol):
 
 
 class EngineCounts(Protocol):
-    """See `AttentionEngine`."""
+    """Counts of the `AttentionEngine`; totals since its start."""
 
     cache: CacheCounts
     num_steps: int
@@ -57,17 +57,17 @@ class AttentionMetrics:
         registry.register(_CountsCollector(read_engine))
 
     def on_plan(self, lead_s: float) -> None:
-        """A plan's turn has come. Called on the engine thread."""
+        """Called on the engine thread when the step of a plan begins."""
         self._plan_lead.observe(lead_s)
 
     def on_step(self, duration_s: float, wait_s: float) -> None:
-        """A step has run. Called on the engine thread, where the host sees steps end."""
+        """Called on the engine thread after a step, if the host sees its end."""
         self._step.observe(duration_s)
         self._step_compute.observe(duration_s - wait_s)
         self._step_wait.observe(wait_s)
 
     def on_handoff_abort(self) -> None:
-        """The dense worker went away."""
+        """Called when the dense worker was lost or left."""
         self._handoff_aborts.inc()
 
 
@@ -80,7 +80,7 @@ class _CountsCollector:
     def collect(self) -> Iterator[Metric]:
         engine = self._read_engine()
         if engine is None:
-            return  # a cache whose size is not known yet is not an empty one
+            return  # an unknown cache size is not zero
         cache = engine.cache
         num_free, num_cached = cache.num_free_blocks, cache.num_cached_blocks
         blocks = GaugeMetricFamily(

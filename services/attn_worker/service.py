@@ -1,4 +1,4 @@
-"""`AttentionWorker`: an attention worker put together from its parts."""
+"""`AttentionWorker`: an attention worker with all its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AttentionWorker:
         self._opened = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Serves dense workers from now on; the first that attaches has the KV cache allocated."""
+        """Starts serving dense workers. The KV cache is allocated when the first one attaches."""
         config, section = self._config, self._config.attention
         registry = new_registry("attention")
         self._opened.enter_context(serving_metrics(section.metrics_address, registry))
@@ -41,7 +41,7 @@ class AttentionWorker:
         tls = read_peer_tls(config.peers)
         server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
         model = resolve_model(config.model, section.device)
-        backend = select_backend(section, model)  # here too, so that a backend that is not there ends the start
+        backend = select_backend(section, model)  # so that a missing backend ends the start
         use_device(model.device, section.num_threads)
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
@@ -64,10 +64,10 @@ class AttentionWorker:
         log.info("serving", address=address, device=str(model.device), dtype=str(model.dtype), backend=backend)
 
     async def run(self) -> None:
-        """Raises what no other attachment would cure: a bug, or a GPU that has failed."""
+        """Runs until cancelled. Raises errors that a new attachment cannot cure: a bug, or a failed GPU."""
         try:
             await run_together(self._servicer.watchdog.run(), self._servicer.wait_failure())
-        except asyncio.CancelledError:  # asked to stop: no crash
+        except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await self._servicer.leave(STOP_GRACE_S)
             raise
 

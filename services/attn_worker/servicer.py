@@ -1,4 +1,4 @@
-"""gRPC front of the attention worker. Runs on the event loop; all work is the engine thread's."""
+"""The gRPC servicer of the attention worker. Runs on the event loop; the engine thread does all work."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from services.step.codec import decode_plan, encode_accepted, encode_opened
 log = structlog.get_logger()
 
 _POLL_S = 0.005
-_ROOM_TIMEOUT_S = 10.0  # for a dense worker to let go of the data region before
+_ROOM_TIMEOUT_S = 10.0  # for the previous dense worker to release its data region
 _ROOM_RETRY_S = 0.1
-_STOP_TIMEOUT_S = 10.0  # for the engine thread to end the call it is in
+_STOP_TIMEOUT_S = 10.0  # for the engine thread to end its current call
 
 _Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
-    """Serves one attachment at a time. `epoch` names this process's life.
+    """Serves one attachment at a time. `epoch` identifies this run of the process.
 
-    The KV cache is allocated at the first attachment: only then have the weights taken their memory.
+    The KV cache is allocated at the first attachment, because only then the weights are in memory.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._model = model
         self._engine: AttentionEngine | None = None
         self._building: asyncio.Task[AttentionEngine] | None = None
-        self._limits: StepLimits | None = None  # what the engine was, or is being, built for
+        self._limits: StepLimits | None = None  # limits that the engine is built for
         self._tracer = tracer
         self._metrics = AttentionMetrics(registry, lambda: self._engine)
         self._epoch = epoch
         self._wait_timeout_s = wait_timeout_s
-        self._num_attachments = 0  # the last one's id
+        self._num_attachments = 0  # also the id of the last one
         self._attachment: Attachment | None = None
-        self._attaching = asyncio.Lock()  # two at once would need room for two data regions
+        self._attaching = asyncio.Lock()  # two attachments at once would need memory for two data regions
         self.watchdog = Watchdog("attn_worker", self._progress, on_stall, stall_timeout_s)
         self._readers: set[asyncio.Task[None]] = set()
-        self._results: _Results | None = None  # of the stream of plans, while there is one
-        self._is_leaving = False  # who was told so comes back at once, and must not be let in
+        self._results: _Results | None = None  # set while there is a stream of plans
+        self._is_leaving = False  # a dense worker that was told to leave tries again at once, and must be refused
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def Attach(
@@ -100,24 +100,24 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             raise
 
     async def _attach(self, request: attn_pb2.AttachRequest, peer: str) -> attn_pb2.AttachReply:
-        if self._results is not None:  # told before the abort, which would look like a crash
+        if self._results is not None:  # sent before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._num_attachments} is replaced by another one"))
         self.abort()
         self._attachment = None
         self._num_attachments += 1
-        if self._engine is not None:  # its region makes room for the new one
+        if self._engine is not None:  # frees its region for the new one
             await asyncio.shield(asyncio.wrap_future(self._engine.submit(self._engine.detach)))
         channels = {0: await self._create_channel(request, self._num_attachments, lane=0)}
         attachment = Attachment(self._num_attachments, channels, request.max_num_batched_tokens)
         self._attachment = attachment
         try:
             engine = await self._built_engine(StepLimits(request.max_num_seqs, request.max_num_batched_tokens))
-        except BaseException:  # cancelled, too: the dense worker may die while it waits
+        except BaseException:  # also when cancelled: the dense worker may die while it waits
             self._attachment = None
             attachment.close()
             raise
         attaching = engine.submit(engine.attach, attachment, request.weights_hash)
-        await asyncio.shield(asyncio.wrap_future(attaching))  # the engine has the channels now, come what may
+        await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)
         cache = engine.cache
@@ -134,7 +134,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
-        """Waits for room, but not long: what has none at the start may never have."""
+        """Creates a channel. Waits for memory only for a short time, since it may never become free."""
         config, model = self._model.config, self._model
         spec = ChannelSpec(request.max_num_batched_tokens, config.qkv_size, config.attn_size, model.dtype)
         deadline = time.monotonic() + _ROOM_TIMEOUT_S
@@ -182,8 +182,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 is_last = result.is_leaving
                 yield result
         finally:
-            # The reader ends with the call. Not cancelled: gRPC would write a message that it is just receiving
-            # into memory that is no longer there.
+            # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
+            # arriving into freed memory.
             attachment.abort()
             self._metrics.on_handoff_abort()
             if self._results is results:
@@ -209,11 +209,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         )
 
     async def wait_failure(self) -> None:
-        """Raises what no other attachment would cure: a bug, or a GPU that has failed."""
+        """Raises errors that a new attachment cannot cure: a bug, or a failed GPU."""
         await asyncio.shield(self._failure)
 
     async def leave(self, timeout_s: float) -> None:
-        """Tells the dense worker that this is no crash, and waits until it lets go; `timeout_s` seconds at most."""
+        """Tells the dense worker that this is no crash, and waits until it detaches; at most `timeout_s` seconds."""
         self._is_leaving = True
         if self._results is not None:
             self._results.put_nowait(attn_pb2.PlanAnswer(is_leaving=True))
@@ -230,12 +230,12 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment.abort()
 
     def stop(self) -> None:
-        """Ends the engine thread; blocks until it has, for 10 s at most."""
+        """Ends the engine thread; blocks until it has ended, at most 10 s."""
         if self._engine is not None:
             self._engine.stop(_STOP_TIMEOUT_S)
 
     async def _built_engine(self, limits: StepLimits) -> AttentionEngine:
-        """Built once, whoever waits for it: a second KV cache would not fit beside the first."""
+        """The engine, built only once for all callers: a second KV cache would not fit."""
         if self._building is None:
             self._limits = limits
             build = asyncio.to_thread(build_engine, self._section, self._model, limits, self._metrics)
@@ -244,7 +244,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._engine = await asyncio.shield(self._building)
         finally:
             if self._building.done() and (self._building.cancelled() or self._building.exception() is not None):
-                self._building = self._limits = None  # the next one may be luckier
+                self._building = self._limits = None  # so that the next attachment can try again
         return self._engine
 
     def _require_engine(self) -> AttentionEngine:
@@ -259,7 +259,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment: Attachment,
         results: _Results,
     ) -> None:
-        """Hands every plan to the engine; results worth telling, or what ends the stream, go to `results`."""
+        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `results`."""
         loop = asyncio.get_running_loop()
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
@@ -283,7 +283,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 self._check_plan(plan, attachment)
                 step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
                 step.add_done_callback(report)
-        except Exception as error:  # nobody awaits the reader
+        except Exception as error:  # no one awaits the reader task
             put(error)
         else:
             put(PeerError("the dense worker ended the stream of plans"))
@@ -295,7 +295,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         new: NewSequence,
         put: Callable[[attn_pb2.PlanAnswer | Exception], None],
     ) -> None:
-        """Hands a sequence to the engine; the answer, or what ends the stream, is `put`."""
+        """Passes a sequence to the engine; calls `put` with the answer, or with the error that ends the stream."""
         span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
 
         def report(opening: Future[OpenResult]) -> None:
@@ -310,7 +310,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 put(encode_opened(describe_opened(new.seq_id, result)))
                 return
             span.end(str(error))
-            if isinstance(error, InvalidRequest | CapacityError):  # the sequence's own, unlike anything else
+            if isinstance(error, InvalidRequest | CapacityError):  # fails only this sequence, not the stream
                 put(encode_opened(SequenceOpened(new.seq_id, error=str(error))))
             else:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
@@ -319,11 +319,11 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     def _tell(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):
-            self._note_failure(result)  # even if the dense worker, which may have failed too, reads no more
+            self._note_failure(result)  # even if the dense worker, which may have failed too, no longer reads
         results.put_nowait(result)
 
     def _note_failure(self, error: Exception) -> bool:
-        """Whether this error ends the worker."""
+        """Returns whether a new attachment cannot cure this error; if so, the worker ends with it."""
         is_failure = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)
         if is_failure and not self._failure.done() and not self._is_leaving:
             self._failure.set_exception(error)

@@ -1,4 +1,4 @@
-"""`EngineThread`: the one thread of a worker that owns its device. It makes the calls that others post, in order."""
+"""`EngineThread`: the thread of a worker that owns its device. It makes posted calls in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ R = TypeVar("R")
 
 
 class EngineThread:
-    """Call `start`; then `post` and `submit` from any thread; at last `stop`.
+    """Call `start`, then `post` and `submit` from any thread, finally `stop`.
 
-    When all calls that have come are made, the thread does its `work`. That returns how many seconds the thread may
-    then wait for the next call: 0 for not at all, None for as long as it takes.
+    When all posted calls are made, the thread calls `work`, which returns how many seconds the thread may wait for the
+    next call: 0 means not at all, None means without a limit.
     """
 
     def __init__(self, work: Callable[[], float | None] = lambda: None) -> None:
-        self.failure: Future[NoReturn] = Future()  # the error that ends the thread, if one does
+        self.failure: Future[NoReturn] = Future()  # the error that ended the thread, if one did
         self._work = work
         self._calls: queue.SimpleQueue[tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...]]]
         self._calls = queue.SimpleQueue()
@@ -32,7 +32,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after the call or the work it is in; calls that it has not come to are cancelled.
+        """Ends the thread after its current call or work. Calls not made yet are cancelled.
 
         Blocks up to `timeout_s` seconds. Returns whether the thread has ended.
         """
@@ -42,11 +42,11 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Has the thread call it, after all that was posted before; never blocks. Its error ends the thread."""
+        """Posts a call, which the thread makes after all earlier ones; never blocks. Its error ends the thread."""
         self._calls.put((None, function, arguments))
 
     def submit(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
-        """Like `post`, but what it returns or raises is in the future; cancelled when the thread has ended."""
+        """Like `post`, but the future gets the call's result or error; cancelled if the thread has ended."""
         future: Future[R] = Future()
         self._calls.put((future, function, arguments))
         if self._has_ended:
@@ -54,7 +54,7 @@ class EngineThread:
         return future
 
     def make_call(self, timeout_s: float | None) -> bool:
-        """Waits for the next call and makes it; False: none has come. On this thread, also within its work."""
+        """Waits for the next call and makes it; returns False if none arrived. For this thread, also within `work`."""
         try:
             future, function, arguments = self._calls.get(timeout=timeout_s)
         except queue.Empty:
@@ -94,6 +94,6 @@ def _fulfil(future: Future[R], function: Callable[..., R], arguments: tuple[Any,
         result = function(*arguments)
     except BaseException as error:
         future.set_exception(error)
-        del future  # or the error's traceback would keep it, and it the error
+        del future  # otherwise future and traceback would refer to each other
     else:
         future.set_result(result)

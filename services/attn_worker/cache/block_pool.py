@@ -1,6 +1,6 @@
-"""Physical KV blocks by number: who uses them, which can be found again, which is evicted next.
+"""Physical KV blocks by number: their reference counts, hashes and order of eviction.
 
-Owned by `KVCache`, in the attention worker's engine thread. No tensor is touched here.
+Owned by `KVCache`, on the attention worker's engine thread. It touches no tensor.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ DIGEST_SIZE_BYTES = 16
 
 
 def root_digest(weights_hash: bytes, cache_salt: bytes, rope_len: int | None = None) -> bytes:
-    """Parent of a sequence's first block: sequences with different roots never share a block.
+    """The parent digest of a sequence's first block: sequences with different roots never share a block.
 
-    `rope_len` is given only where the keys depend on the length of the prompt.
+    `rope_len` is given only if the keys depend on the length of the prompt.
     """
     digest = blake2b(digest_size=DIGEST_SIZE_BYTES)
     suffix = b"" if rope_len is None else rope_len.to_bytes(8, "little")
@@ -27,12 +27,12 @@ def root_digest(weights_hash: bytes, cache_salt: bytes, rope_len: int | None = N
 
 
 def block_digest(parent: bytes, token_ids: bytes) -> bytes:
-    """Content hash of a full block: its parent's digest, then its token ids as little-endian uint32."""
+    """The content hash of a full block: of its parent's digest and its token ids as little-endian uint32."""
     return blake2b(parent + token_ids, digest_size=DIGEST_SIZE_BYTES).digest()
 
 
 class BlockPool:
-    """Reference counts of blocks 0..num_blocks-1 and the hashes of reusable ones; every call is O(1) a block.
+    """Reference counts of blocks 0..num_blocks-1 and hashes of reusable ones; every call is O(1) per block.
 
     A block is used (ref count > 0) or free. A free block with a registered hash stays findable until it is
     evicted, least recently used first, after all free blocks without a hash are gone.
@@ -53,7 +53,7 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Those free blocks whose content can still be found by its hash."""
+        """Number of free blocks whose content can still be found by its hash."""
         return len(self._evictable)
 
     @property
@@ -64,7 +64,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` blocks, each with ref count 1 and no hash; all or none. Raises CapacityError."""
+        """Takes `num_blocks` blocks, each with ref count 1 and no hash. Raises CapacityError if there are too few."""
         if num_blocks > self.num_free_blocks:
             raise CapacityError(
                 f"{num_blocks} KV blocks are needed, {self.num_free_blocks} of {self.num_blocks} are free"
@@ -72,11 +72,11 @@ class BlockPool:
         return [self._take() for _ in range(num_blocks)]
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block registered under `digest`; `pin` it before anything is allocated."""
+        """The block registered under `digest`; `pin` it before the next allocation."""
         return self._block_of.get(digest)
 
     def pin(self, block_id: int) -> bool:
-        """Add a reference to a block that `lookup` found; True if it was free until now."""
+        """Adds a reference to a block that `lookup` found; returns whether it was free."""
         was_free = self._ref_counts[block_id] == 0
         if was_free:
             del self._evictable[block_id]
@@ -84,7 +84,7 @@ class BlockPool:
         return was_free
 
     def release(self, block_ids: Sequence[int]) -> int:
-        """Drop one reference of each, given in sequence order; returns how many became free.
+        """Drops one reference of each block, given in sequence order; returns how many became free.
 
         The tail goes first, so that it is evicted before the prefix that other sequences may share.
         """
@@ -101,7 +101,7 @@ class BlockPool:
         return num_freed
 
     def register_hash(self, block_id: int, digest: bytes) -> None:
-        """Make a used, completely filled block findable; the first block of a digest stays the one found.
+        """Makes a used, completely filled block findable. If the digest has a block already, that one stays.
 
         A block that forked sequences share is registered by each of them.
         """
@@ -111,12 +111,12 @@ class BlockPool:
             self._digest_of[block_id] = digest
 
     def unregister(self, block_id: int) -> None:
-        """Forget the hash of a used block, because its content is about to change; none is fine."""
+        """Forgets the hash of a used block, if it has one, because its content is about to change."""
         assert self._ref_counts[block_id] > 0
         self._forget(block_id)
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
-        """Raise AssertionError unless the books agree with `ref_counts`, counted anew by the caller."""
+        """Raises AssertionError unless all counts agree with `ref_counts`, which the caller has counted."""
         assert self._ref_counts == list(ref_counts), "ref counts differ from the block tables"
         free = sorted([*self._blank, *self._evictable])
         assert free == [block for block, count in enumerate(ref_counts) if count == 0], "free list is wrong"

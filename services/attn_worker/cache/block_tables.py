@@ -1,4 +1,4 @@
-"""`BlockTables`: the rows that say which blocks each sequence holds and how far it is. Part of the KV cache."""
+"""`BlockTables`: the blocks and lengths of each sequence, as rows of numpy arrays. Part of the KV cache."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool
 
-NO_SEQUENCE = 0  # row of entries whose sequence is unknown: empty, all null blocks
+NO_SEQUENCE = 0  # row for entries of unknown sequences: empty, all null blocks
 _INITIAL_NUM_ROWS = 64
 
 
 class BlockTables:
-    """One row of numpy arrays per sequence; rows are used again, and added as they are needed.
+    """One row of numpy arrays per sequence. Rows are reused, and added when needed.
 
-    The arrays are replaced when rows are added: look them up by name, keep none. A place in a table that holds no
-    block names the null block, whose index is the pool's number of blocks.
+    The arrays are replaced when rows are added, so read them by name each time. An unused element of a table names the
+    null block, whose index is the pool's number of blocks.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, max_num_blocks: int) -> None:
@@ -37,27 +37,27 @@ class BlockTables:
         return self._free_rows.pop()
 
     def free_row(self, row: int) -> int:
-        """Gives back a row with its blocks; returns how many blocks became free."""
+        """Frees a row and its blocks; returns how many blocks became free."""
         num_freed = self.release_blocks(row, first=0)
         self._counts[:, row] = 0
         self._free_rows.append(row)
         return num_freed
 
     def add_blocks(self, row: int, num_blocks: int) -> None:
-        """Takes blocks from the pool for the row. Raises CapacityError, with nothing taken, if there are too few."""
+        """Adds blocks from the pool to the row. Raises CapacityError, and takes none, if there are too few."""
         first = self.num_held_blocks[row]
         self.block_ids[row, first : first + num_blocks] = self._pool.allocate(num_blocks)
         self.num_held_blocks[row] += num_blocks
 
     def share_blocks(self, row: int, other_row: int, num_blocks: int) -> None:
-        """Gives an empty row the first blocks of another one, too."""
+        """Adds the first blocks of another row to an empty row; both then share them."""
         self.block_ids[other_row, :num_blocks] = self.block_ids[row, :num_blocks]
         self.num_held_blocks[other_row] = num_blocks
         for block_id in self.block_ids[row, :num_blocks].tolist():
             self._pool.pin(block_id)
 
     def release_blocks(self, row: int, first: int) -> int:
-        """Gives back a row's blocks from `first` on; returns how many became free."""
+        """Releases a row's blocks from `first` on; returns how many became free."""
         blocks = self.block_ids[row, first : self.num_held_blocks[row]]
         num_freed = self._pool.release(blocks.tolist())
         blocks[:] = self._null_block
@@ -65,7 +65,7 @@ class BlockTables:
         return num_freed
 
     def check_integrity(self, used_rows: set[int]) -> None:
-        """Counts everything anew; raises AssertionError on any disagreement."""
+        """Counts everything again; raises AssertionError on any disagreement."""
         rows = set(range(1, len(self)))
         assert sorted(rows - used_rows) == sorted(self._free_rows)
         ref_counts = [0] * self._pool.num_blocks
@@ -83,7 +83,7 @@ class BlockTables:
         self._free_rows.extend(reversed(range(num_rows - num_new, num_rows)))
         self.block_ids = np.pad(self.block_ids, ((0, num_new), (0, 0)), constant_values=self._null_block)
         self._counts = np.pad(self._counts, ((0, 0), (0, num_new)))
-        # Views, int64 [num_rows]; num_computed runs ahead of num_committed while a step is under way.
+        # Views, int64 [num_rows]; num_computed is ahead of num_committed while a step runs.
         (
             self.num_prompt_tokens,
             self.num_computed,

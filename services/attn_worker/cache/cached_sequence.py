@@ -1,4 +1,4 @@
-"""What the KV cache keeps of sequences and steps, and what it tells of them. Part of `kv_cache.py`."""
+"""The records of the KV cache about sequences and steps, and the results of its calls. Part of `kv_cache.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from services.common.errors import TwostrokeError
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
-    """Where a sequence stands after it was opened."""
+    """The state of a sequence after it was opened."""
 
-    num_cached_tokens: int  # its keys and values are there; the scheduler continues from here
+    num_cached_tokens: int  # tokens with keys and values in the cache; the scheduler continues there
     num_pinned_blocks: int  # blocks this call took out of the free pool
     num_held_blocks: int  # blocks the sequence holds now, shared ones included
     num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
@@ -21,11 +21,11 @@ class OpenResult:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step ready to run, and what did not fit into it."""
+    """A step that is ready to run, and the errors of sequences that cannot take part."""
 
     metadata: StepMetadata
-    block_copies: list[tuple[int, int]]  # (from, to): to be made before the layers run, after all earlier steps
-    num_freed_blocks: int  # by the sequences closed in this step
+    block_copies: list[tuple[int, int]]  # (from, to); copy before the layers run and after all earlier steps
+    num_freed_blocks: int  # blocks freed by the sequences that this step closes
     errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance, or were not forked
 
 
@@ -34,14 +34,14 @@ class InFlight:
     """A planned step that may still be running; some of its sequences may have been closed since."""
 
     sequences: list[CachedSequence]
-    lengths: list[int]  # of each, including the step's tokens, but no drafts: nobody knows yet whether they stay
+    lengths: list[int]  # of each sequence, including the step's tokens but not its drafts, which may be rejected
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """What the cache knows of a sequence beside its row of the block tables."""
+    """The cache's record of a sequence, in addition to its row of the block tables."""
 
     row: int  # of the block tables
     root: bytes
-    token_ids: array[int]  # uint32; all that are known, may lag behind the computed length
+    token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks

@@ -1,8 +1,8 @@
-"""The sequences of the attention worker and where their keys and values lie.
+"""The sequences of the attention worker and the blocks of their keys and values.
 
-Called by the one engine thread only: `plan_step`, the layers run, `commit_step` or `abort_steps`. Steps may be
-planned ahead of those still running, as long as the device runs them, and nothing else, in order.
-The scheduler's ledger of free blocks is kept by the deltas that these calls return.
+Only the engine thread calls it: `plan_step`, then the layers run, then `commit_step` or `abort_steps`. Steps may be
+planned while earlier ones still run, if the device runs all steps in order. The scheduler's count of free blocks is
+updated by the deltas that these calls return.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from services.step import Fork, PlanEntry, StepPlan
 
 
 class KVCache:
-    """Block tables and lengths of all sequences, one numpy row each; prefixes are shared by full blocks.
+    """Block tables and lengths of all sequences, one numpy row each. Sequences share prefixes in full blocks.
 
-    `length_dependent_beyond`: prompts longer than this have keys that depend on the prompt's length
+    `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length
     (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length.
     """
 
@@ -40,8 +40,8 @@ class KVCache:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks  # also the index of the null block
-        self.num_recovered_sequences = 0  # taken up again after their dense worker died, in all
-        self.num_recovered_tokens = 0  # that these had, and kept
+        self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
+        self.num_recovered_tokens = 0  # total number of their tokens that were kept
         self._weights_hash = b""
         self._enable_prefix_cache = enable_prefix_cache
         self._length_dependent_beyond = length_dependent_beyond
@@ -57,7 +57,7 @@ class KVCache:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Free blocks whose content a new sequence may still find."""
+        """Free blocks whose content a new sequence can still reuse."""
         return self._pool.num_cached_blocks
 
     @property
@@ -70,12 +70,12 @@ class KVCache:
 
     @property
     def held_blocks(self) -> dict[int, int]:
-        """Number of blocks of every sequence, by seq_id; shared ones count for each."""
+        """Number of blocks of every sequence, by seq_id; shared blocks count for each sequence."""
         num_held = self._tables.num_held_blocks.tolist()
         return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
 
     def use_weights(self, weights_hash: bytes) -> None:
-        """Name the weights that keys and values are made with; under others, all sequences are closed."""
+        """Sets the weights that keys and values are computed with. If they are different, closes all sequences."""
         if weights_hash != self._weights_hash:
             self.close_sequences(list(self._sequences))
             self._weights_hash = weights_hash
@@ -88,12 +88,11 @@ class KVCache:
         cache_salt: bytes = b"",
         ignores_prefix_cache: bool = False,
     ) -> OpenResult:
-        """Start a sequence on its longest cached prefix, or take up a known one where it was committed.
+        """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
-        At least the last token is always left to compute. A known sequence (its dense worker died) keeps
-        its blocks if `token_ids` agree with what it holds; otherwise it starts as if new. One that
-        `ignores_prefix_cache` computes every token, even if it is known. Raises InvalidRequest for impossible
-        lengths.
+        At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
+        if `token_ids` agree with its tokens; otherwise it starts as a new one. With `ignores_prefix_cache` all tokens
+        are computed, even of a known sequence. Raises InvalidRequest for impossible lengths.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -119,10 +118,10 @@ class KVCache:
         return OpenResult(num_cached, num_pinned, num_held, num_freed)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
-        """Confirm, close, fork, roll back and place: the blocks for every entry's tokens, as one batch in entry order.
+        """Confirms tokens, closes, forks, rolls back, and allocates blocks for all entries, as one batch in order.
 
-        A sequence that cannot run is reported in `errors` and left as it is. Confirmed tokens of unknown sequences
-        are ignored. Raises InvalidRequest, with nothing done, for an entry of no token or of more than max_model_len.
+        A sequence that cannot run is reported in `errors` and not changed. Confirmed tokens of unknown sequences are
+        ignored. Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
         """
         for entry in plan.entries:
             if not 1 <= entry.num_tokens <= self.max_model_len:
@@ -153,7 +152,7 @@ class KVCache:
         return PlannedStep(self._metadata(rows, num_tokens, has_failed), block_copies, num_freed, errors)
 
     def commit_step(self) -> None:
-        """The oldest planned step ran through: keep its tokens, make full blocks of known tokens findable."""
+        """Commits the tokens of the oldest planned step, which has run; makes full blocks of known tokens findable."""
         step = self._in_flight.popleft()
         pairs = zip(step.sequences, step.lengths, strict=True)
         open_pairs = [(each.row, length) for each, length in pairs if self._sequence_of_row.get(each.row) is each]
@@ -165,14 +164,14 @@ class KVCache:
             self._register_full_blocks(self._sequence_of_row[row])
 
     def abort_steps(self) -> int:
-        """No planned step will run through: return to the last committed lengths; returns num_freed_blocks."""
+        """Drops all planned steps and returns to the last committed lengths. Returns num_freed_blocks."""
         planned = {id(sequence): sequence for step in self._in_flight for sequence in step.sequences}
         self._in_flight.clear()
         is_open = (sequence for sequence in planned.values() if self._sequence_of_row.get(sequence.row) is sequence)
         return sum(self._truncate(sequence, self.max_model_len) for sequence in is_open)
 
     def close_sequences(self, seq_ids: Iterable[int]) -> int:
-        """Forget sequences; unknown ones are ignored. Returns how many blocks became free."""
+        """Forgets sequences; unknown ones are ignored. Returns how many blocks became free."""
         num_freed = 0
         for seq_id in seq_ids:
             if (sequence := self._sequences.get(seq_id)) is not None:
@@ -181,7 +180,7 @@ class KVCache:
         return num_freed
 
     def check_integrity(self) -> None:
-        """Count everything anew from the block tables; raises AssertionError on any disagreement."""
+        """Counts everything again from the block tables; raises AssertionError on any disagreement."""
         used_rows = {sequence.row for sequence in self._sequences.values()}
         assert len(used_rows) == len(self._sequences) and used_rows == self._sequence_of_row.keys()
         self._tables.check_integrity(used_rows)
@@ -204,7 +203,7 @@ class KVCache:
         return sequence
 
     def _pin_cached_prefix(self, sequence: CachedSequence) -> int:
-        """Returns how many of the pinned blocks were free."""
+        """Pins the longest cached prefix; returns how many of its blocks were free."""
         if not self._enable_prefix_cache:
             return 0
         row, num_pinned = sequence.row, 0
@@ -222,7 +221,7 @@ class KVCache:
         return num_pinned
 
     def _drop(self, seq_id: int) -> int:
-        """Forget a sequence, if it is known; returns how many blocks became free."""
+        """Forgets a sequence if it is known; returns how many blocks became free."""
         sequence = self._sequences.pop(seq_id, None)
         if sequence is None:
             return 0
@@ -232,7 +231,7 @@ class KVCache:
     # Planning a step
 
     def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> tuple[int, int] | None:
-        """Makes a sequence of another's tokens; returns the copy to make of its last block, if that is not full."""
+        """Creates a sequence with another's tokens; returns the copy of the last block if that is partial."""
         parent, child_id = self._sequences.get(fork.parent_seq_id), fork.child_seq_id
         if parent is None:
             errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
@@ -260,7 +259,7 @@ class KVCache:
         tables.num_computed[row] = fork.position
         tables.num_committed[row] = min(fork.position, int(tables.num_committed[parent.row]))
         tables.num_hashed_blocks[row] = len(child.digests)
-        for step in self._in_flight:  # what the parent waits for, the child does, too
+        for step in self._in_flight:  # steps that the parent waits for also concern the child
             if parent in step.sequences:
                 step.lengths.append(min(fork.position, step.lengths[step.sequences.index(parent)]))
                 step.sequences.append(child)
@@ -286,7 +285,7 @@ class KVCache:
         positions: np.ndarray,
         errors: dict[int, TwostrokeError],
     ) -> None:
-        """Entries that contradict what is known here; one vectorised check, words only where it fails."""
+        """Errors of entries that contradict the cache, by one vectorised check; messages are built only on failure."""
         held = self._tables.num_computed[rows]
         is_wrong = (rows == NO_SEQUENCE) | (held < positions)
         is_wrong |= positions + num_tokens > self.max_model_len
@@ -306,9 +305,9 @@ class KVCache:
     def _roll_back(
         self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
-        """Forgets what sequences have beyond the plan's positions, as rejected drafts. Their blocks stay with them.
+        """Forgets tokens beyond the plan's positions, such as rejected drafts. The sequences keep their blocks.
 
-        What others may still read cannot be written again: that is an error of the sequence.
+        Blocks that others may still read cannot be overwritten; that is an error of the sequence.
         """
         for index in np.flatnonzero(self._tables.num_computed[rows] > positions).tolist():
             if seq_ids[index] in errors:
@@ -332,7 +331,7 @@ class KVCache:
     def _allocate_blocks(
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
-        """Give each sequence the blocks for `lengths` tokens; one that does not fit is added to `errors`."""
+        """Gives each sequence the blocks for `lengths` tokens; sequences that do not fit are added to `errors`."""
         num_missing = -(-lengths // self.block_size) - self._tables.num_held_blocks[rows]
         for index in np.flatnonzero(num_missing > 0).tolist():
             if seq_ids[index] in errors:
@@ -343,7 +342,7 @@ class KVCache:
                 errors[seq_ids[index]] = error
 
     def _metadata(self, rows: np.ndarray, num_tokens: np.ndarray, has_failed: np.ndarray) -> StepMetadata:
-        """Lengths already include this step; failed sequences read and write the null block only."""
+        """The metadata of the step. Lengths already include it; failed sequences use only the null block."""
         starts = np.where(has_failed, 0, self._tables.num_computed[rows] - num_tokens)
         longest = int((starts + num_tokens).max(initial=0))
         tables = self._tables.block_ids[rows, : -(-longest // self.block_size)]
@@ -353,7 +352,7 @@ class KVCache:
     # After a step
 
     def _register_full_blocks(self, sequence: CachedSequence) -> None:
-        """Make the full blocks findable whose tokens are all committed and known."""
+        """Makes full blocks findable if all their tokens are committed and known."""
         if not self._enable_prefix_cache:
             return
         row = sequence.row
@@ -365,16 +364,16 @@ class KVCache:
         self._tables.num_hashed_blocks[row] = len(sequence.digests)
 
     def _digest(self, sequence: CachedSequence, index: int) -> bytes:
-        """Of block `index`, whose parent's digest must be there."""
+        """The digest of block `index`; the digest of its parent must be known."""
         parent = sequence.digests[index - 1] if index else sequence.root
         token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
         return block_digest(parent, np.array(token_ids, "<u4").tobytes())
 
     def _truncate(self, sequence: CachedSequence, max_tokens: int) -> int:
-        """Roll back to the committed tokens, `max_tokens` at most; returns how many blocks became free.
+        """Rolls back to the committed tokens, at most `max_tokens`; returns how many blocks became free.
 
-        The block that will be written next must be neither findable nor shared. If others share it, it is
-        given up whole: recomputing a few tokens is cheaper than copying a block in every layer.
+        The block that is written next must be neither findable nor shared. If others share it, the whole block is given
+        up: recomputing a few tokens is cheaper than copying a block in every layer.
         """
         row = sequence.row
         num_tokens = min(int(self._tables.num_committed[row]), max_tokens)
@@ -392,6 +391,6 @@ class KVCache:
 
 
 def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:
-    """Whether `token_ids` agree with all that is known of `sequence`, which may be shorter or longer."""
+    """Whether `token_ids` agree with the known tokens of `sequence`, which may be shorter or longer."""
     overlap = min(len(sequence.token_ids), len(token_ids))
     return sequence.root == root and sequence.token_ids[:overlap] == token_ids[:overlap]

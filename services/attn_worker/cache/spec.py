@@ -1,4 +1,4 @@
-"""`KVCacheSpec`: what the paged KV cache holds, and what it takes. The backends allocate it, by layer and block."""
+"""`KVCacheSpec`: the contents and size of the paged KV cache, which the backends allocate by layer and block."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from services.common.model_config import ModelConfig
 class KVCacheSpec:
     """Sizes, element type and windows of a model's keys and values.
 
-    A backend honours every field, or refuses it by a ConfigError that names the value. The cache has no scales:
+    A backend supports every field, or refuses it by a ConfigError that names the value. The cache has no scales:
     keys and values are stored as they are. A format that needs scales adds them here, as one more field, and to
     `token_bytes`.
     """
 
-    num_blocks: int  # for sequences; one more, the null block of this index, takes what belongs to none
+    num_blocks: int  # for sequences; one more block with this index, the null block, serves rows without a sequence
     block_size: int  # tokens
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype  # of what is stored; the model may compute in another
+    dtype: torch.dtype  # of stored elements; the model may compute in another dtype
     windows: tuple[int | None, ...]  # per layer; token i sees token j iff 0 <= i - j < window; None: iff 0 <= i - j
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
-        """As many heads, and the windows, that the model has."""
+        """The spec with the heads and windows of a model."""
         return cls(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype, config.sliding_windows)
 
     @property
@@ -38,36 +38,36 @@ class KVCacheSpec:
 
     @property
     def kv_size(self) -> int:
-        """Elements of a token's keys in one layer, all heads together; its values are as many."""
+        """Number of elements of a token's keys in one layer, all heads together; the values have as many."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's keys and values in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.kv_size * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all layers."""
+        """Bytes of one block in all layers."""
         return self.block_size * self.token_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks that sequences may have."""
+        """Bytes of all blocks without the null block."""
         return self.num_blocks * self.block_bytes
 
     @property
     def token_major_shape(self) -> tuple[int, ...]:
-        """Tokens of a block one after the other, each the k heads and then the v heads."""
+        """A shape in which each token of a block has its k heads and then its v heads."""
         return (self.num_layers, self.num_blocks + 1, self.block_size, 2 * self.num_kv_heads, self.head_dim)
 
     @property
     def head_major_shape(self) -> tuple[int, ...]:
-        """Heads of a block one after the other, each the keys and then the values of all its tokens."""
+        """A shape in which each head of a block has the keys and then the values of all its tokens."""
         return (self.num_layers, self.num_blocks + 1, self.num_kv_heads, 2, self.block_size, self.head_dim)
 
     def allocate(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Zeros of `shape`, one of the two: even what is masked must be finite. Raises CapacityError."""
+        """Zeros of one of the two shapes: even masked elements must be finite. Raises CapacityError."""
         try:
             return torch.zeros(shape, dtype=self.dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator

@@ -1,6 +1,6 @@
-"""`CudaLayerRunner`: decode steps as captured CUDA graphs, handoffs included; other steps kernel by kernel.
+"""`CudaLayerRunner`: runs decode steps as captured CUDA graphs, handoffs included, and other steps kernel by kernel.
 
-No host waits between layers: the handoffs are the stream's own (see `channel/cuda_flags.py`). Runs on the engine
+The host never waits between layers: the stream does the handoffs (see `channel/cuda_flags.py`). Runs on the engine
 thread, on a stream of its own.
 """
 
@@ -34,8 +34,8 @@ class CudaLayerRunner:
 
     def attach(self, channels: Iterable[Channel]) -> None:
         """Captures one graph per bucket for each channel, unless `captures_lazily` is on."""
-        torch.cuda.set_device(self._stream.device)  # of the engine thread, which would use the first GPU, too
-        self._graphs.clear()  # their memory is free before the new ones need it
+        torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
+        self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
 
@@ -44,7 +44,7 @@ class CudaLayerRunner:
 
         def warm_up(bucket: int) -> None:
             backend.begin_step(_empty_step(), bucket)
-            # Not into the channel: the dense worker may still be reading the step before.
+            # Does not write to the channel: the dense worker may still be reading the previous step.
             backend.forward(0, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
 
         graphs = StepGraphs(self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket))

@@ -1,4 +1,4 @@
-"""Drives an attention backend through the layers of a step, meeting the dense worker before and after each."""
+"""Runs an attention backend through the layers of a step, with a handoff before and after each layer."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ class RunningStep(Protocol):
     """A step whose layers have been launched."""
 
     def is_done(self) -> bool:
-        """Whether all its keys and values are in the cache. Raises `ChannelAborted` if they never will be."""
+        """Whether the step has ended. Raises `ChannelAborted` if it was aborted."""
 
 
 class FinishedStep:
-    """A `RunningStep` that has nothing left to do."""
+    """A `RunningStep` that has ended."""
 
     def is_done(self) -> bool:
         return True
 
 
 class LayerRunner(Protocol):
-    """Runs steps in the order in which they are launched."""
+    """Runs steps in the order of their launches."""
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """Steps will run over these channels, and no others, from now on; nothing is running."""
+        """Makes later steps run on these channels only. No step may be running."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks of the KV cache, (from, to) each, after all steps launched before and before the next."""
+        """Copies blocks of the KV cache, given as (from, to), after all steps launched so far and before the next."""
 
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
-        """Runs a step over its lane's channel, or enqueues it. May raise what `Channel.wait` raises."""
+        """Runs or enqueues a step on its lane's channel. May raise the errors of `Channel.wait`."""
 
 
 class EagerLayerRunner:
-    """A `LayerRunner` for backends that act at once, as on a CPU: a launched step is done."""
+    """A `LayerRunner` for backends that act at once, as on a CPU. A launched step has ended."""
 
     def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
         self._backend = backend
@@ -64,7 +64,7 @@ class EagerLayerRunner:
 
 
 def run_layers(backend: AttentionBackend, channel: Channel, layers: range, num_tokens: int) -> None:
-    """One handoff, one call of the backend and one handoff back per layer."""
+    """Per layer: waits for qkv, calls the backend, and signals its output."""
     qkv, attn_out, qkv_ready = channel.qkv[:num_tokens], channel.attn_out[:num_tokens], qkv_flag(num_tokens)
     for layer in layers:
         channel.wait(qkv_ready)

@@ -1,4 +1,4 @@
-"""What one step looks like to an attention backend: lengths, positions and places of its tokens.
+"""The description of one step for an attention backend: lengths, positions and slots of its tokens.
 
 Built by `KVCache.plan_step` without torch, read once by `AttentionBackend.begin_step`.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """The batch of one step. The arrays are fresh for each step and owned by its reader.
+    """The batch of one step. The arrays are new for each step and owned by the reader.
 
     The rows of qkv are the tokens of sequence 0, then of sequence 1, and so on. A sequence that cannot
     run keeps its rows: they start at position 0 and lie in the null block, whose index is `num_blocks`.
@@ -33,7 +33,7 @@ def build_step_metadata(
     block_tables: np.ndarray,  # int32 [num_seqs, >= blocks needed]
     block_size: int,
 ) -> StepMetadata:
-    """Expand per-sequence counts into per-token positions and slots."""
+    """Expands counts per sequence to positions and slots per token."""
     seq_index = np.repeat(np.arange(len(num_tokens)), num_tokens)
     first_rows = np.cumsum(num_tokens) - num_tokens
     positions = np.arange(len(seq_index)) + (num_computed_tokens - first_rows)[seq_index]
