@@ -1,9 +1,9 @@
-"""A client for people: streams the answer to one prompt, or holds a conversation, in a terminal.
+"""A client for a terminal: streams the answer to one prompt, or holds a conversation.
 
 `python -m services.gateway.chat_client --prompt "San Francisco is a" --max-tokens 7`
 
-A terminal obeys control characters, and a model may write any: there they are shown as `\\x1b`. A pipe or a file gets
-the text as it is.
+A terminal would execute control characters of the model, so there they are shown as `\\x1b`. A pipe or a file gets the
+unchanged text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VISIBLE_CONTROLS = {code: ascii(chr(code))[1:-1] for code in TERMINAL_CONTROLS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C, 141 when nobody reads."""
+    """Returns the exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C, 141 for a closed pipe."""
     parser = _parser()
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
     if arguments.system is not None and arguments.prompt is not None and not arguments.chat:
@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except grpc.RpcError as error:
             _print_error(arguments.address, error)
             return 1
-        except KeyboardInterrupt:  # before there was anything to interrupt
+        except KeyboardInterrupt:  # before a request was running
             return 130
-        except BrokenPipeError:  # whoever reads our output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered still
+        except BrokenPipeError:  # the reader of our output has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
             return BROKEN_PIPE_STATUS
 
 
@@ -66,7 +66,7 @@ def print_answer(
     request: gateway_pb2.GenerateRequest,
     stop_after_ms: float | None = None,
 ) -> tuple[str, bool]:
-    """Prints the answer as it comes, then a newline. Returns the text and whether Ctrl-C ended it.
+    """Prints the answer as it arrives, then a newline. Returns the text and whether Ctrl-C ended it.
 
     A request that runs longer than `stop_after_ms` is cancelled. Raises `grpc.RpcError`.
     """
@@ -101,14 +101,14 @@ def converse(
     request: gateway_pb2.GenerateRequest,
     arguments: argparse.Namespace,
 ) -> None:
-    """Asks for messages until Ctrl-D. `request` holds the options and the opening of every conversation."""
+    """Reads messages until Ctrl-D. `request` holds the options and the first messages of the conversation."""
     info = stub.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=INFO_TIMEOUT_S)
     model = safe_for(sys.stdout, info.model)
     print(f"{model}, {info.max_model_len} tokens. Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets.")
     opening = list(request.chat.messages)
     while True:
         try:
-            text = input("> ").strip().encode(errors="replace").decode()  # a terminal may send what is not UTF-8
+            text = input("> ").strip().encode(errors="replace").decode()  # a terminal may send invalid UTF-8
         except KeyboardInterrupt:
             print()
             continue
@@ -134,7 +134,7 @@ def converse(
 
 
 def safe_for(stream: TextIO, text: str) -> str:
-    """`text`, on a terminal with its control characters made visible."""
+    """The text; for a terminal its control characters are made visible."""
     return text.translate(VISIBLE_CONTROLS) if stream.isatty() else text
 
 
@@ -194,13 +194,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Streams the answer to --prompt; without it, an interactive chat.",
     )
     address = GatewaySection().address
-    parser.add_argument("--address", default=address, help="of the gateway (default: %(default)s)")
+    parser.add_argument("--address", default=address, help="address of the gateway (default: %(default)s)")
     add_tls_arguments(parser)
-    parser.add_argument("--api-key", metavar="KEY", help=f"others can see it; better set {API_KEY_VARIABLE}")
+    parser.add_argument("--api-key", metavar="KEY", help=f"visible to other users; better set {API_KEY_VARIABLE}")
     parser.add_argument("--prompt", help="text to continue")
     parser.add_argument("--chat", action="store_true", help="send --prompt as a user's message")
     parser.add_argument("--system", help="system message of the chat")
-    parser.add_argument("--max-tokens", type=int, help="of an answer (default: what the context allows)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of an answer (default: the rest of the context)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens")
     parser.add_argument("--top-p", type=float, help="sample from the tokens that make up this probability")

@@ -1,6 +1,6 @@
-"""`Frontend`: what every API of the gateway calls, whatever its wire format.
+"""`Frontend`: the functions that all APIs of the gateway call, independent of the wire format.
 
-Requests of all of them are `GenerateRequest` messages, checked in one place, and become `Generation`s.
+All APIs pass requests as `GenerateRequest` messages, which are checked in one module and become `Generation`s.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Frontend:
 
     @property
     def model(self) -> ServedModel:
-        """What is served. Raises `PeerError` until the dense worker has answered once."""
+        """The served model. Raises `PeerError` until a dense worker has answered once."""
         return self._dense.model
 
     @property
     def limits(self) -> ModelLimits:
-        """What requests are checked against. Raises `PeerError` until the dense worker has answered once."""
+        """The limits of requests. Raises `PeerError` until a dense worker has answered once."""
         model = self._dense.model
         return ModelLimits(
             model.vocab_size,
@@ -91,7 +91,7 @@ class Frontend:
         )
 
     def unready_reason(self) -> str | None:
-        """Why no request could run now; None: they can."""
+        """Why no request can run now; None if requests can run."""
         if self._admission.is_draining:
             return "the gateway is about to stop"
         return self._dense.unready_reason()
@@ -103,14 +103,14 @@ class Frontend:
         num_other_logprobs: int = 0,
         prompt_name: str = "prompt",
     ) -> Generation:
-        """Checks and submits a request. Whoever calls closes the generation. Raises a `TwostrokeError`.
+        """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`.
 
-        `num_other_logprobs` the same client's request may have for its other prompts, see `max_num_logprobs`. For
-        `prompt_name` see `read_request`.
+        `num_other_logprobs`: log-probabilities of the other prompts of the same client's request, which count towards
+        the limit too. `prompt_name`: the name of the prompt in error messages.
         """
         ticket = None
         span = self._tracer.start("request", message.traceparent)
-        message.traceparent = span.traceparent  # for the workers
+        message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
             ticket = self._admission.open(caller)
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits, prompt_name))
@@ -127,7 +127,7 @@ class Frontend:
             raise
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """Ends a request's answers, with what they have so far; whether there were any of this caller's."""
+        """Ends the answers of a caller's request as they are; returns whether there were any."""
         entries = [entry for entry in self.journal.of_request(caller.name, request_id) if not entry.is_ended]
         for entry in entries:
             self._dense.cancel(entry)
@@ -135,9 +135,9 @@ class Frontend:
         return bool(entries)
 
     async def tokenize(self, messages: Sequence[gateway_pb2.TokenizeRequest], caller: Caller) -> list[list[int]]:
-        """Token ids of texts and chats; needs no dense worker, but once there was one its limit holds.
+        """Token ids of texts and chats. Needs no dense worker; if one has been connected, its limits apply.
 
-        Each counts as one of the caller's requests, as with `detokenize`; their tokens cost nothing.
+        Each text counts as one of the caller's requests, as in `detokenize`; tokens do not count.
         """
         self._count_requests(len(messages), caller)
         lists = []
@@ -146,13 +146,13 @@ class Frontend:
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
             lists.append(await read_text_or_chat(message, self.tokenizer))
-            await asyncio.sleep(0)  # others' turn: short texts take half a millisecond each
+            await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
         return lists
 
     async def detokenize(
         self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
     ) -> list[str]:
-        """The texts of lists of token ids, each of as many as a sequence may have; `field` names them in messages."""
+        """The texts of lists of at most max_model_len token ids; `field` names them in error messages."""
         self._count_requests(len(lists), caller)
         limits = self.limits
         texts = []

@@ -1,7 +1,7 @@
-"""One request's life: submitted, its tokens turned into text, cut at a stop string, finished, closed.
+"""The life of a request: submit it, turn its tokens into text, cut it at a stop string, finish it, close it.
 
-Runs in the task that answers the client, so a slow client delays nobody: tokens that arrive meanwhile
-wait in the journal and leave in one chunk.
+It runs in the task that answers the client, so a slow client delays no other: tokens that arrive meanwhile wait in the
+journal and are sent in one chunk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = structlog.get_logger()
 
 
 class Submitter(Protocol):
-    """Where sequences are computed: `DensePool`."""
+    """Submits sequences to dense workers: `DensePool`."""
 
     def submit(self, entry: JournalEntry) -> None: ...
     def cancel(self, entry: JournalEntry) -> None: ...
 
 
 class Generation:
-    """All answers to one request. Call `next_chunk` until `is_finished`, or `completions`; `close` in any case.
+    """All answers to one request. Call `next_chunk` until `is_finished`, or `completions`. Always call `close`.
 
     Construction submits the request and raises `InvalidRequest` if its request_id is in use.
     """
@@ -49,7 +49,7 @@ class Generation:
         ticket: Ticket | None = None,
         span: Span | None = None,
     ) -> None:
-        """`span` is ended with the generation."""
+        """`span` ends with the generation."""
         self.request = request
         self._ticket = ticket
         self._span = span or NoSpan()
@@ -69,16 +69,16 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every answer's last chunk has been handed out."""
+        """Whether `next_chunk` has returned the last chunk of every answer."""
         return self._num_running == 0
 
     async def next_chunk(self) -> Chunk:
-        """Waits for new tokens of any answer. Raises a `TwostrokeError` where a sequence cannot go on."""
+        """Waits for new tokens of any answer. Raises a `TwostrokeError` if a sequence has failed."""
         while True:
             entry = await self._updates.next()
             answer = self._answers[entry.index]
             if answer.finish is not None:
-                continue  # it ended at a stop string; these are tokens beyond
+                continue  # the answer ended at a stop string; these tokens come after it
             chunk = answer.next_chunk()
             if chunk.finish is not None:
                 self._num_running -= 1
@@ -87,7 +87,7 @@ class Generation:
             return chunk
 
     async def completions(self) -> tuple[list[Completion], Prompt | None]:
-        """The `n` answers, by index; with `best_of`, the likeliest by the mean log-probability of a token."""
+        """The `n` answers, by index; with `best_of` those with the highest mean log-probability per token."""
         completions = [Completion(index) for index in range(len(self._answers))]
         prompt = None
         while not self.is_finished:
@@ -104,7 +104,7 @@ class Generation:
         return completions, prompt
 
     def close(self) -> None:
-        """Forgets the request, and stops what still runs of it. Closing twice does nothing."""
+        """Forgets the request and stops its running sequences. Does nothing the second time."""
         for answer in self._answers:
             answer.close()
         self._end()
@@ -112,7 +112,7 @@ class Generation:
             self._ticket.close()
 
     def _end(self) -> None:
-        if self._ticket is not None:  # before the client can know, so that its next request finds the place free
+        if self._ticket is not None:  # before the client sees the end, for its next request
             self._ticket.end(sum(len(answer.entry.output_token_ids) for answer in self._answers))
         self._span.end(
             next((str(answer.entry.error) for answer in self._answers if answer.entry.error is not None), None),
@@ -124,7 +124,7 @@ class Generation:
 
 
 class _Answer:
-    """One sequence of a request, from its tokens to its text."""
+    """One sequence of a request; turns its tokens into text."""
 
     def __init__(
         self,
@@ -140,20 +140,20 @@ class _Answer:
         self._journal = journal
         self._dense = dense
         self._metrics = metrics
-        self._last_chunk_at: float | None = None  # that had tokens
+        self._last_chunk_at: float | None = None  # time of the last chunk with tokens
         self._text = text
-        self._lead = prompt_text  # goes before the first text
-        self.num_output_tokens = 0  # handed out so far
+        self._lead = prompt_text  # precedes the first text
+        self.num_output_tokens = 0  # returned in chunks so far
         self._is_closed = False
 
     def next_chunk(self) -> Chunk:
-        """What the entry has to tell. Raises the error that ended it."""
+        """A chunk with the entry's new tokens. Raises the error that ended the entry."""
         entry, request = self.entry, self.entry.request
         is_first = self.num_output_tokens == 0
         token_ids, logprobs = entry.take()
         reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
-        text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # it is not part of the text
+        text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # the stop token is not part of the text
         text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None
@@ -177,7 +177,7 @@ class _Answer:
             self.close()
         prompt = None
         if is_first and not entry.index and (request.echo or request.num_prompt_logprobs is not None):
-            # An answer may have been aborted before they were there.
+            # An answer may have been aborted before they were computed.
             has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
             prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)
         return Chunk(
@@ -191,7 +191,7 @@ class _Answer:
         )
 
     def close(self) -> None:
-        """See `Generation.close`."""
+        """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -210,7 +210,7 @@ class _Answer:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the tokens handed out; minus infinity if there are none."""
+        """Mean log-probability of the returned tokens; minus infinity if there are none."""
         values = [each.logprob for each in self.entry.logprobs[: self.num_output_tokens]]
         return math.fsum(values) / len(values) if values else -math.inf
 

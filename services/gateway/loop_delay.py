@@ -1,4 +1,4 @@
-"""How long the gateway's event loop leaves everything waiting: while one callback runs, no stream gets its tokens."""
+"""Measures the delay of the gateway's event loop: while one callback runs, no stream gets its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL_S = 0.02
 
 
 async def measure_loop_delay(metrics: GatewayMetrics) -> None:
-    """Notes how late each of many short sleeps ends, until cancelled."""
+    """Records how late each of many short sleeps ends, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + INTERVAL_S

@@ -1,7 +1,7 @@
-"""`GatewayMetrics`: what the gateway tells Prometheus, as its clients see it; see `deploy/prometheus/metrics.md`.
+"""`GatewayMetrics`: the Prometheus metrics of the gateway; see `deploy/prometheus/metrics.md`.
 
-Everything runs in the event loop. A chunk costs one observation of a histogram; what the journal and the dense
-client count anyway is read when a scraper asks, on the scraper's thread.
+Everything runs in the event loop. A chunk costs one observation of a histogram. Counts that the journal and the dense
+client keep anyway are read when a scraper asks, on the scraper's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTCOMES = (*FINISHED, "cancelled", "error")
 
 @dataclass(frozen=True, slots=True)
 class GatewayCounts:
-    """Of sequences now, and of those continued after a break in all."""
+    """Present counts of sequences, and the total of those continued after a broken stream."""
 
     num_open: int
     num_waiting: int
@@ -31,10 +31,10 @@ class GatewayCounts:
 
 
 class GatewayMetrics:
-    """Of answers: a request with n answers counts n times, but its prompt's tokens once an answer, as in `Usage`."""
+    """Metrics of answers: a request with n answers counts n times, and so do its prompt's tokens, as in `Usage`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.num_generated_tokens = 0  # handed to clients' handlers
+        self.num_generated_tokens = 0  # tokens passed to the handlers of clients
         self._registry = registry
 
         def histogram(name: str, text: str) -> Histogram:
@@ -70,20 +70,20 @@ class GatewayMetrics:
         )
 
     def watch(self, read_counts: Callable[[], GatewayCounts]) -> None:
-        """Reports these counts too; `read_counts` is called on the scraper's thread."""
+        """Adds these counts to the metrics; `read_counts` is called on the scraper's thread."""
         self._registry.register(_CountsCollector(self, read_counts))
 
     def on_loop_delay(self, delay_s: float) -> None:
-        """The event loop came so late to what was due."""
+        """Observes one delay of the event loop."""
         self._loop_delay.observe(delay_s)
 
     def on_first_tokens(self, num_tokens: int, latency_s: float) -> None:
-        """An answer's first tokens are here."""
+        """Called when an answer's first tokens arrive."""
         self.num_generated_tokens += num_tokens
         self._first_token.observe(latency_s)
 
     def on_more_tokens(self, num_tokens: int, gap_s: float) -> None:
-        """More of them, `gap_s` after the ones before."""
+        """Called when further tokens arrive, `gap_s` after the previous ones."""
         self.num_generated_tokens += num_tokens
         self._inter_token.observe(gap_s)
 
@@ -95,18 +95,18 @@ class GatewayMetrics:
         duration_s: float,
         per_token_s: float | None,
     ) -> None:
-        """An answer ended. `per_token_s` is None if it has fewer than two tokens."""
+        """Called when an answer ends. `per_token_s` is None if it has fewer than two tokens."""
         self._answers[outcome].inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
         if outcome not in FINISHED:
-            return  # its duration says nothing of the server
+            return  # its duration does not depend on the server
         self._duration.observe(duration_s)
         if per_token_s is not None:
             self._per_token.observe(per_token_s)
 
     def on_rejected(self, error: TwostrokeError) -> None:
-        """A request was refused."""
+        """Called when a request is refused."""
         self._rejected.labels(error.code).inc()
 
 

@@ -1,4 +1,4 @@
-"""What clients may call the served model."""
+"""The names that clients may use for the served model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class ModelNames:
     """The names of the one model that is served."""
 
     names: tuple[str, ...]  # at least one
-    accepts_any: bool  # whether any other name is taken for this model, too
-    root: str  # where the model comes from, as /v1/models tells
+    accepts_any: bool  # whether any other name also means this model
+    root: str  # the model's directory, which /v1/models shows
 
     @property
     def first(self) -> str:
-        """What the server itself calls it."""
+        """The server's own name for the model."""
         return self.names[0]
 
     def check(self, name: str) -> None:
-        """Empty means the first. Raises `UnknownModel` for one of no model here, `InvalidRequest` if it is too long."""
+        """Accepts a name; empty means the first. Raises `UnknownModel`, or `InvalidRequest` if the name is too long."""
         if not name or name in self.names:
             return
         if len(name) > MAX_MODEL_NAME_CHARACTERS:

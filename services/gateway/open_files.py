@@ -1,7 +1,7 @@
-"""How many connections this process can hold: each is an open file, and some must be left for the gateway itself.
+"""Fits the number of connections to the limit of open files, and reserves some files for the gateway itself.
 
-Without that reserve a crowd of idle clients would take the files that workers, API keys and the launcher's health
-checks need.
+Without this reserve, many idle clients would use up the files that workers, API keys and the launcher's health checks
+need.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from services.common.config import GatewaySection
 
 log = structlog.get_logger()
 
-RESERVE = 128  # own files and sockets, to workers too, and what is accepted only to be refused
-MIN_CONNECTIONS = 8  # of each kind, however few files there are
+RESERVE = 128  # own files, sockets to workers, and connections that are accepted only to be refused
+MIN_CONNECTIONS = 8  # minimum of each kind, even with few files
 
 
 def fit_connections(section: GatewaySection) -> GatewaySection:
-    """Raises the limit of open files as far as the system allows, and lowers the section's limits to what fits."""
+    """Raises the limit of open files as far as the system allows, and lowers the section's limits to fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -40,7 +40,7 @@ def fit_connections(section: GatewaySection) -> GatewaySection:
 
 
 def share_files(num_files: int, max_connections: int, max_grpc_connections: int) -> tuple[int, int]:
-    """Both limits as they are if they fit into `num_files`, else lowered alike, but to no less than a few."""
+    """Both limits, if they fit into `num_files`; else both lowered in proportion, but not below the minimum."""
     factor = min(1.0, max(0, num_files) / (max_connections + max_grpc_connections))
 
     def share(limit: int) -> int:

@@ -1,4 +1,4 @@
-"""From what a client sent to a request that can run: every limit is checked here, before anything starts."""
+"""Turns a client's message into a request that can run. All limits are checked here, before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_SALT_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request is checked against."""
+    """The limits that a request is checked against."""
 
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
@@ -147,7 +147,7 @@ async def read_text_or_chat(
 ) -> list[int]:
     """Token ids of a message's text or chat. Raises `InvalidRequest` if it is missing, empty or unusable."""
     kind = message.WhichOneof("input")
-    adds_special_tokens = kind != "chat"  # a template writes its own
+    adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
     if isinstance(message, gateway_pb2.TokenizeRequest) and message.HasField("add_special_tokens"):
         adds_special_tokens = message.add_special_tokens
     if kind is None:
@@ -162,7 +162,7 @@ async def read_text_or_chat(
 
 
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
-    """Refuses a message with too many of anything before its elements are looked at: two megabytes hold a million."""
+    """Refuses a message with too many elements before they are checked: two megabytes may hold a million."""
     counted: list[tuple[str, str, Sized, int]] = [("messages", "elements", message.chat.messages, MAX_MESSAGES)]
     if isinstance(message, gateway_pb2.GenerateRequest):
         sampling = message.sampling
@@ -182,7 +182,7 @@ def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequ
 def check_size(
     message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> None:
-    """Refuses a text that cannot fit, whatever its tokens are, before it costs memory to find them."""
+    """Refuses a text that is too long for any tokens, before tokenizing it costs memory."""
     text = message.prompt if isinstance(message, gateway_pb2.GenerateRequest) else message.text
     num_characters = len(text) + sum(len(each.content) for each in message.chat.messages)
     most = limits.max_model_len * tokenizer.max_token_characters
@@ -201,7 +201,7 @@ def _check_length(field: str, text: str, most: int) -> None:
 
 def _check_name(field: str, name: str, most: int) -> None:
     _check_length(field, name, most)
-    if not name.isprintable():  # it goes into logs of three services
+    if not name.isprintable():  # it appears in the logs of three services
         raise InvalidRequest(f"{field} is {quote(name)}, must be printable characters", field)
 
 
@@ -221,7 +221,7 @@ def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -
 
 
 def check_num_logprobs(num_logprobs: int, most: int) -> None:
-    """Raises `InvalidRequest` if the answers of one client's request may have more log-probabilities than `most`."""
+    """Raises `InvalidRequest` if all answers to a client's request may have more than `most` log-probabilities."""
     if num_logprobs > most:
         raise InvalidRequest(
             f"all answers together may have {num_logprobs} log-probabilities, gateway.max_request_logprobs is {most}: "
@@ -235,7 +235,7 @@ def _num_logprobs(num_tokens: int, num_likeliest: int | None) -> int:
 
 
 def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int, int]:
-    """`n` and `best_of`."""
+    """The values of `n` and `best_of`."""
     n = message.n if message.HasField("n") else 1
     best_of = message.best_of if message.HasField("best_of") else n
     _check_range("n", n, 1, max_n)
@@ -265,7 +265,7 @@ def _check_strings(field: str, strings: Sequence[str]) -> None:
 
 
 def _num_kept_tokens(message: gateway_pb2.GenerateRequest, max_model_len: int) -> int:
-    """How many of a prompt's tokens `truncate_prompt_tokens` keeps at the most."""
+    """How many of a prompt's tokens `truncate_prompt_tokens` keeps at most."""
     if message.truncate_prompt_tokens:
         return message.truncate_prompt_tokens
     max_tokens = message.max_tokens if message.HasField("max_tokens") else message.default_max_tokens
@@ -289,7 +289,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, what: str = "") -> None:
-    """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`; `what` they are, if not what `field` says."""
+    """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`; the message names `what`, else `field`."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
@@ -311,7 +311,7 @@ def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> Non
 def _read_max_tokens(
     message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, min_tokens: int, limits: ModelLimits
 ) -> int:
-    """As given, or as much of it as the context leaves. What must be there is never lowered: `min_tokens`."""
+    """The given max_tokens, lowered to the rest of the context. `min_tokens` is never lowered."""
     room = limits.max_model_len - num_prompt_tokens
     if min_tokens > room:
         raise _asks_too_much(num_prompt_tokens, "min_tokens", min_tokens, limits.max_model_len)
@@ -331,7 +331,7 @@ def _asks_too_much(num_prompt_tokens: int, field: str, value: int, max_model_len
 
 
 def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthExceeded:
-    # Clients that shorten a chat and try again look for these first words; LangChain for the code, in the text too.
+    # Clients that shorten a chat and retry look for these first words; LangChain looks for the code, also in the text.
     text = f"This model's maximum context length is {max_model_len} tokens, but {what}"
     return ContextLengthExceeded(f"{text} ({ContextLengthExceeded.code})", param)
 

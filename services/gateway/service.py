@@ -1,4 +1,4 @@
-"""`Gateway`: a gateway put together from its parts."""
+"""`Gateway`: a gateway with all its parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
 
 class Gateway:
-    """A `Service`. Once `drain` is set, it refuses new requests, finishes those that run, and `run` returns."""
+    """A `Service`. After `drain` is set, it refuses new requests and finishes running ones; then `run` returns."""
 
     def __init__(self, config: Config, drain: asyncio.Event, options: ChildOptions) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class Gateway:
         self._registry = new_registry("gateway")
 
     async def start(self) -> None:
-        """Listens at both addresses; no request can run yet. Raises `ConfigError` or `ModelError`."""
+        """Starts listening at both addresses; no request can run yet. Raises `ConfigError` or `ModelError`."""
         config = self._config
         self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
@@ -72,7 +72,7 @@ class Gateway:
         await self._listen(frontend)
 
     async def run(self) -> None:
-        """Serves until it has drained. Raises `PeerError` if no dense worker comes, and whatever else ends it."""
+        """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
         config = self._config
         stall_timeout_s = config.watchdog.stall_timeout_s
         progress = DenseProgress(config.dense.address, config.peers, self._journal, self._dense, stall_timeout_s)
@@ -101,7 +101,7 @@ class Gateway:
         app = build_app(frontend, section, self._registry, worker_load)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
-        # By then there is no stream, and the dense worker drops all sequences of this gateway.
+        # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
         self._http_address = await http_server.start()
 
@@ -142,7 +142,7 @@ class Gateway:
             tls,
             section.local_address,
             options=[
-                # Of TLS and of HTTP/2; gRPC's own limit is two minutes.
+                # For the handshakes of TLS and HTTP/2; gRPC's own limit is two minutes.
                 ("grpc.server_handshake_timeout_ms", _milliseconds(section.header_timeout_s)),
                 ("grpc.max_connection_idle_ms", _milliseconds(section.grpc_idle_timeout_s)),
                 ("grpc.max_allowed_incoming_connections", section.max_grpc_connections),  # of each address
@@ -178,5 +178,5 @@ class Gateway:
 
 
 def _milliseconds(seconds: float) -> int:
-    """For gRPC, which has 32 bits for it and takes the largest for no limit."""
+    """Milliseconds for gRPC, which uses 32 bits and treats the largest value as no limit."""
     return min(int(1e3 * seconds), MAX_INT)

@@ -1,4 +1,4 @@
-"""The public gRPC API: protobuf in, protobuf out; everything between is `Frontend`'s and `Generation`'s."""
+"""The public gRPC API: converts protobuf messages; `Frontend` and `Generation` do the rest."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FINISH_REASONS = {
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Answers clients that `Reception` lets in.
+    """Answers clients that `Reception` accepts.
 
-    Errors leave as `TwostrokeError` and become statuses in `services.rpc.server`.
+    It raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`.
     """
 
     def __init__(self, frontend: Frontend, slow_reader_timeout_s: float, siblings: Siblings) -> None:
-        """`siblings`: the gateways at the same port, whose requests an Abort may be meant for."""
+        """`siblings`: the other gateways at the same port, which may run the request of an Abort."""
         self._frontend = frontend
         self._slow_readers = SlowReaders(slow_reader_timeout_s)
         self._siblings = siblings
@@ -43,7 +43,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
-        """Sends a chunk whenever there are new tokens; while one is being sent, the next one grows."""
+        """Sends a chunk when there are new tokens. Tokens that arrive while a chunk is sent go into the next chunk."""
         if request.best_of > max(1, request.n):
             raise InvalidRequest(
                 f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
@@ -65,7 +65,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.GenerateResponse:
-        """All answers at once."""
+        """Sends all answers in one response."""
         generation = await self._start(request, context)
         completions, prompt = await generation.completions()
         if is_large(completions, [prompt]):
@@ -75,7 +75,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
-        """Needs no dense worker."""
+        """Turns texts and chats into token ids; needs no dense worker."""
         [token_ids] = await self._frontend.tokenize([request], current_caller())
         tokens = await self._frontend.tokenizer.write_tokens(token_ids)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
@@ -83,14 +83,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
-        """The text of token ids."""
+        """Turns token ids into text."""
         [text] = await self._frontend.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.AbortResponse:
-        """Ends a running request of the same caller, in whichever process it runs."""
+        """Ends a running request of the same caller, in any gateway process."""
         was_running = self._frontend.abort(request.request_id, current_caller())
         if await self._siblings.abort(request, context.invocation_metadata() or ()):
             was_running = True
@@ -99,7 +99,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def ModelInfo(
         self, request: gateway_pb2.ModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.ModelInfoResponse:
-        """As the dense worker last said."""
+        """The served model, as last reported by the dense worker."""
         model = self._frontend.model
         return gateway_pb2.ModelInfoResponse(
             model=self._frontend.names.first,
@@ -120,7 +120,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         if not message.traceparent:
             message.traceparent = _traceparent(context)
         generation = await self._frontend.start(message, current_caller())
-        # Not left to the handler: one that is cancelled while it sends is only garbage collected.
+        # Closed here, because a handler that is cancelled while it sends is only garbage collected.
         context.add_done_callback(lambda _: generation.close())
         return generation
 
@@ -190,5 +190,5 @@ def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
 
 
 def _traceparent(context: grpc.aio.ServicerContext) -> str:
-    """W3C trace context of the caller, if it sent one."""
+    """The caller's W3C trace context; empty if it sent none."""
     return next((str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"), "")

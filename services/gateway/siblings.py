@@ -1,7 +1,7 @@
-"""`Siblings`: the other gateways at the same ports, where the kernel deals out connections and not requests.
+"""`Siblings`: the other gateways at the same ports. The kernel distributes connections, not requests.
 
-A client's Abort may come to another process than its request. It is passed on to all siblings, at sockets of their
-own and with the caller's credentials, so that each decides by itself whether the request is this caller's.
+A client's Abort may reach another process than its request. So it is passed on to all siblings, at their own sockets
+and with the caller's credentials: each sibling checks itself whether the request belongs to the caller.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from services.rpc.client import open_channel
 
 log = structlog.get_logger()
 
-PASSED_ON = "twostroke-passed-on"  # metadata of an Abort that a sibling sends
+PASSED_ON = "twostroke-passed-on"  # metadata key of an Abort that a sibling passes on
 TIMEOUT_S = 2.0
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Siblings:
-    """Asked in the event loop; keeps no connections, for an Abort is rare and siblings come and go."""
+    """Used in the event loop. Keeps no connections, because an Abort is rare and siblings may restart."""
 
     def __init__(self, addresses: Sequence[str], max_message_bytes: int) -> None:
         self._addresses = addresses
         self._max_message_bytes = max_message_bytes
 
     async def abort(self, request: gateway_pb2.AbortRequest, metadata: Metadata) -> bool:
-        """Whether it ran at a sibling; `metadata` is the caller's. What a sibling passes on goes no further."""
+        """Returns whether the request ran at a sibling. An Abort from a sibling is not passed on again."""
         by_name = dict(metadata)
         if PASSED_ON in by_name:
             return False
@@ -48,7 +48,7 @@ class Siblings:
             stub = gateway_pb2_grpc.GatewayStub(channel)
             try:
                 reply = await stub.Abort(request, metadata=metadata, timeout=TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:  # one that is being started again has no requests
+            except grpc.aio.AioRpcError as error:  # a sibling that is restarting has no requests
                 log.warning("a sibling was not asked to abort", address=address, reason=error.details())
                 return False
             return reply.was_running

@@ -1,15 +1,15 @@
-"""`CrashRecord`: which request kills the workers, so that it is failed alone and the others go on.
+"""`CrashRecord`: finds the request that kills workers, so that only this request fails and the others continue.
 
-A worker's death proves nothing against the sequences that it was running, for most deaths are nobody's fault.
-So after a first crash all of them go on together. A token clears a sequence. Those that see a second crash
-without one are suspects, and the dense worker runs suspects one at a time: the next crash names the culprit.
-A sequence that was alone in two crashes in a row needs no third.
+A worker's crash proves nothing against the sequences that it was running, since most crashes have other causes. So
+after a first crash all of them continue together. A token clears a sequence. Sequences that see a second crash without
+a token are suspects, and the dense worker runs suspects one at a time: the next crash shows the cause. A sequence that
+was alone in two consecutive crashes needs no third one.
 
-Only crashes count, not a stream that broke while the worker lived on, nor an end that a worker announced; and they
-count only for sequences of which a step was under way. After an attention worker died its dense worker tells which
-these are, and where in their texts they were: what has been computed before without harm, and is only computed again,
-did not cause a crash. A dense worker that died cannot tell, so all that it had admitted count, not those in its queue.
-Runs in the gateway's event loop.
+Only crashes count, not a broken stream of a living worker and not an end that a worker announced. They count only for
+sequences that a running step was computing. After an attention worker's crash its dense worker reports these sequences
+and their positions: text that was computed before without a crash, and is only computed again, is not the cause. A dead
+dense worker cannot report, so all sequences that it had admitted count, but not those in its queue. Runs in the
+gateway's event loop.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from services.pb import dense_pb2
 
 log = structlog.get_logger()
 
-MAX_CRASHES_TOGETHER = 2  # from then on the dense worker runs it alone; see its `Sequence.is_suspect`
+MAX_CRASHES_TOGETHER = 2  # after this many the dense worker runs the sequence alone; see `Sequence.is_suspect` there
 
 
 class CrashRecord:
-    """Told by the `DenseClient` what happens to its streams."""
+    """Counts crashes. The `DenseClient` reports what happens to its streams."""
 
     def __init__(self, sequences: StreamSequences) -> None:
         self._sequences = sequences
@@ -37,25 +37,25 @@ class CrashRecord:
         self._farewell: dense_pb2.Farewell | None = None  # of the last stream, if there was one
 
     def admitted(self, seq_ids: Iterable[int]) -> None:
-        """The dense worker may run these from now on."""
+        """Notes that the dense worker may run these sequences from now on."""
         for seq_id in seq_ids:
             entry = self._sequences.get(seq_id)
             if entry is not None:
                 entry.is_admitted = True
 
     def farewell(self, farewell: dense_pb2.Farewell) -> None:
-        """The dense worker ends the stream itself."""
+        """Notes that the dense worker ends the stream itself."""
         self._farewell = farewell
 
     def connected(self, epoch: int) -> None:
-        """There is a dense worker again: only now it is known whether the last one died."""
+        """Notes that a dense worker is connected again: only now it is known whether the last one died."""
         is_crash = self._epoch not in (None, epoch) if self._farewell is None else self._farewell.is_crash
         self._end_stream(is_crash=is_crash)
         self._epoch = epoch
 
     def left(self) -> None:
-        """The sequences go on with another worker at once. Why this stream ended, if not by a farewell, stays unknown:
-        it is taken for a crash, or a request could kill one worker after the other.
+        """Notes that the sequences continue at once on another worker. Without a farewell the end of the stream counts
+        as a crash; otherwise a request could kill one worker after the other.
         """
         self._end_stream(is_crash=self._farewell is None or self._farewell.is_crash)
 
@@ -71,7 +71,7 @@ class CrashRecord:
     def _count_crash(
         self, present: list[JournalEntry], spans: Mapping[int, dense_pb2.SequenceSpan] | None
     ) -> None:
-        """`spans`: what steps were computing, by seq_id; None: nobody can tell."""
+        """`spans`: what running steps were computing, by seq_id; None if unknown."""
         log.warning("a worker crashed", running=len(present) if spans is None else len(spans), admitted=len(present))
         for entry in present:
             if spans is None:

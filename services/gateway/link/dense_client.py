@@ -1,7 +1,7 @@
-"""One stream of the gateway to a dense worker: sequences out, the tokens of every step in.
+"""One stream of the gateway to a dense worker: it sends sequences and receives the tokens of every step.
 
-Runs in the gateway's event loop. While a stream is up, one task writes and one reads. When it breaks,
-the client connects again and continues its open sequences; requests see a pause.
+It runs in the gateway's event loop. While a stream is connected, one task writes and one reads. When it breaks, the
+client connects again and continues its open sequences; requests see a pause.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _Outbox = asyncio.Queue[JournalEntry | dense_pb2.GatewayMessage | None]  # entri
 
 
 class StreamReopened(PeerError):
-    """The gateway itself ended a stream, to look for another worker."""
+    """The gateway itself ended a stream to look for another worker."""
 
 
 class StreamOwner(Protocol):
-    """Who has the streams, and decides which sequences each of them runs: `DensePool`."""
+    """The owner of the streams, which decides which sequences each stream runs: `DensePool`."""
 
     def accept(self, client: DenseClient, model: ServedModel) -> None:
-        """Raises `PeerError` to refuse the worker that a stream has found."""
+        """Accepts the worker that a stream has found, or raises `PeerError` to refuse it."""
 
     def adopt(self, client: DenseClient) -> None:
-        """A stream is about to continue its sequences: the last moment to give it more of them."""
+        """Called before a stream continues its sequences; may give it more of them."""
 
     async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
-        """A stream is up, or it is not any more."""
+        """Called when a stream connects or breaks."""
 
 
 class DenseClient:
-    """Keeps the stream up while `run` runs.
+    """Keeps the stream connected while `run` runs.
 
     A sequence waits for a lost dense worker for `peers.connect_timeout_s`, then fails with `PeerError`.
     """
@@ -59,19 +59,19 @@ class DenseClient:
         self._address = address
         self._peers = peers
         self._tls = read_peer_tls(peers)
-        self.sequences = sequences  # that this stream runs
+        self.sequences = sequences  # the sequences that this stream runs
         self._owner = owner
         self._crashes = CrashRecord(sequences)
-        self.worker: int | None = None  # epoch of the dense worker at the other end, the last one without a stream
-        self.num_resubmitted = 0  # sequences that were under way when a stream broke, in all
-        self.num_messages = 0  # from the dense worker, in all
-        self._outbox: _Outbox | None = None  # None: no stream
+        self.worker: int | None = None  # epoch of the connected dense worker, or of the last one
+        self.num_resubmitted = 0  # total number of sequences that were running when a stream broke
+        self.num_messages = 0  # total number of messages from the dense worker
+        self._outbox: _Outbox | None = None  # None without a stream
         self._wait_limits: dict[int, asyncio.TimerHandle] = {}  # by seq_id, while there is no stream
-        self._absence_reason = ""  # while there is no stream
+        self._absence_reason = ""  # why there is no stream
 
     @property
     def is_connected(self) -> bool:
-        """Whether the stream is up."""
+        """Whether the stream is connected."""
         return self._outbox is not None
 
     def unready_reason(self) -> str:
@@ -79,19 +79,19 @@ class DenseClient:
         return f"no dense worker at {self._address}: {self._absence_reason or 'not connected yet'}"
 
     def absence(self) -> PeerError:
-        """What a sequence fails with that waited in vain."""
+        """The error of a sequence that has waited too long for a stream."""
         timeout_s = self._peers.connect_timeout_s
         return PeerError(f"no dense worker at {self._address} within {timeout_s:g} s: {self._absence_reason}")
 
     def submit(self, entry: JournalEntry) -> None:
-        """Starts one of its sequences, now or as soon as there is a stream."""
+        """Starts one of the stream's sequences, now or as soon as there is a connection."""
         if self._outbox is not None:
             self._outbox.put_nowait(entry)
         else:
             self._limit_wait(entry)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Makes the dense worker forget a sequence; without a stream it has forgotten all of them."""
+        """Makes the dense worker forget a sequence. Without a stream it has forgotten all of them already."""
         if self._outbox is not None:
             self._outbox.put_nowait(dense_pb2.GatewayMessage(cancel=dense_pb2.Cancel(seq_id=entry.seq_id)))
         elif entry.seq_id in self._wait_limits:
@@ -103,20 +103,21 @@ class DenseClient:
         self.submit(entry)
 
     def reopen(self) -> None:
-        """Ends the stream, if there is one, and connects again at once."""
+        """Ends the stream, if connected, and connects again at once."""
         if self._outbox is not None:
             self._outbox.put_nowait(None)
 
     def forget(self) -> None:
-        """Its sequences go on elsewhere; there is no stream."""
+        """Called without a stream, when its sequences continue elsewhere."""
         self._crashes.left()
         self._end_waits()
 
     async def run(self, shared_channel: grpc.aio.Channel | None = None) -> None:
         """Connects, and connects again after each break, until cancelled.
 
-        `shared_channel` takes turns among replicas, and then each of them says itself who it is. Without it there
-        is a channel for each stream: after a take-over the old worker's connection would still be up.
+        `shared_channel` distributes calls among replicas; then each replica sends its description on the stream.
+        Without it each stream has its own channel, since after a take-over a shared connection would still lead to the
+        old worker.
         """
         loop = asyncio.get_running_loop()
         timeout_s = self._peers.rpc_timeout_s
@@ -149,13 +150,13 @@ class DenseClient:
 
     async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
         outbox: _Outbox = asyncio.Queue()
-        # No TaskGroup: that of Python 3.11 forgets that it was cancelled if one of its tasks fails just then.
+        # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
         tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call, outbox))]
         try:
             await self._begin(outbox)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises what ended the stream
+                task.result()  # raises the error that ended the stream
         finally:
             for task in tasks:
                 task.cancel()
@@ -183,14 +184,14 @@ class DenseClient:
         await self._owner.note_connection(self, False)
 
     async def _write(self, call: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
-        """One message a turn of the event loop: those of long prompts take a millisecond each to make."""
+        """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond."""
         while True:
             message = await outbox.get()
             if message is None:
                 raise StreamReopened(f"another worker is looked for at {self._address}")
             if isinstance(message, JournalEntry):
                 if message.is_ended or self.sequences.get(message.seq_id) is None:
-                    continue  # nobody waits for it any more
+                    continue  # its request has ended
                 message = encode_submit(message)
             try:
                 await call.write(message)
@@ -203,7 +204,7 @@ class DenseClient:
         try:
             async for output in call:
                 self.num_messages += 1
-                if output.prompt_logprobs:  # before the tokens: the first one's chunk tells them
+                if output.prompt_logprobs:  # before the tokens, because the first token's chunk includes them
                     await keep_prompt_logprobs(self.sequences, output.prompt_logprobs)
                 self._crashes.admitted(output.admitted)
                 keep_output(self.sequences, output)
@@ -228,15 +229,15 @@ class DenseClient:
         self._wait_limits.clear()
 
     def _note_absence(self, reason: str) -> None:
-        if reason != self._absence_reason:  # else it was logged at the attempt before
-            write = log.info if self.worker is None else log.warning  # at the start it is no surprise
+        if reason != self._absence_reason:  # otherwise it was logged at the previous attempt
+            write = log.info if self.worker is None else log.warning  # expected at the start
             write("no dense worker", address=self._address, reason=reason)
         self._absence_reason = reason
 
 
 @contextlib.contextmanager
 def _cancelling(call: grpc.aio.StreamStreamCall) -> Iterator[None]:
-    """A shared channel does not end with the stream, so the call has to."""
+    """A context that cancels the call at its end, since a shared channel stays open."""
     try:
         yield
     finally:

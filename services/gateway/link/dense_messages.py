@@ -1,4 +1,4 @@
-"""What goes over the stream to a dense worker: a sequence as a message, and a step's output into its sequences."""
+"""Encodes sequences for the stream to a dense worker, and adds a step's output to its sequences."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
     for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
 }
 
-MAX_DECODED_TOKENS = 512  # of prompts, with their log-probabilities, in one turn of the event loop: about 3 ms
+MAX_DECODED_TOKENS = 512  # prompt tokens with log-probabilities in one iteration of the event loop: about 3 ms
 
 
 def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
-    """Starts a sequence, or continues it after the tokens that it has; of a long prompt that takes a millisecond."""
+    """The message that starts a sequence or continues it after its tokens. A long prompt takes a millisecond."""
     request = entry.request
     return dense_pb2.GatewayMessage(
         submit=dense_pb2.Submit(
@@ -57,7 +57,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
 
 
 async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:
-    """A little at a time: a step's take longer to decode than others' streams may wait."""
+    """Adds prompt log-probabilities in small parts: decoding all of a step would delay other streams."""
     for span in spans:
         for first in range(0, len(span.tokens), MAX_DECODED_TOKENS):
             entry = sequences.get(span.seq_id)
@@ -69,7 +69,7 @@ async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense
 
 
 def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:
-    """Hands a step's tokens and ends to their sequences; those that were closed meanwhile are not there any more."""
+    """Adds a step's tokens and ends to their sequences; sequences closed meanwhile are ignored."""
     find, now = sequences.get, time.monotonic()
     for start in output.started:
         entry = find(start.seq_id)

@@ -1,8 +1,8 @@
-"""Several streams to dense workers that serve the same model: to one worker, or to replicas behind one name.
+"""Several streams to dense workers that serve the same model: one worker, or replicas behind one name.
 
-gRPC resolves the name, watches the replicas' health and takes turns among the healthy ones; here it is only
-decided which stream runs which sequence. When a worker dies, its sequences alone move, to any other stream.
-Runs in the gateway's event loop.
+gRPC resolves the name, watches the health of replicas and uses the healthy ones in turn. This module only decides which
+stream runs which sequence. When a worker dies, only its sequences move to another stream. Runs in the gateway's event
+loop.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ REBALANCE_INTERVAL_S = 5.0
 
 
 class DensePool:
-    """Keeps `num_streams` streams up while `run` runs; `on_connection(is_connected)` tells of the first and the last.
+    """Keeps `num_streams` streams connected while `run` runs.
 
-    A sequence waits for `peers.connect_timeout_s` when there is no stream at all, then fails with `PeerError`.
-    Streams that ended up with one worker are too many: a new sequence goes to the first of them, and the others,
-    once they are empty, are opened anew until they find a worker of their own. So new replicas are found, too.
+    `on_connection(is_connected)` is called when the first stream connects and when the last one breaks. Without any
+    stream, a sequence waits for `peers.connect_timeout_s`, then fails with `PeerError`. If several streams lead to one
+    worker, new sequences go to the first of them; the others are reopened when they are empty, until each finds a
+    worker of its own. This also finds new replicas.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class DensePool:
         self._on_connection = on_connection
         self._rebalance_interval_s = rebalance_interval_s
         self._model: ServedModel | None = None
-        self.stall: stall_pb2.Stall | None = None  # that the gateway's watchdog sees
+        self.stall: stall_pb2.Stall | None = None  # a stall that the gateway's watchdog has noticed
         self._is_connected = asyncio.Event()
         self._clients = [DenseClient(address, peers, journal.new_stream(), self) for _ in range(num_streams)]
         self._client_of = {client.sequences: client for client in self._clients}
 
     async def wait_connected(self) -> None:
-        """Returns once a stream is up. Raises `PeerError` after `peers.connect_timeout_s`."""
+        """Waits until a stream is connected. Raises `PeerError` after `peers.connect_timeout_s`."""
         try:
             async with asyncio.timeout(self._peers.connect_timeout_s):
                 await self._is_connected.wait()
@@ -69,7 +70,7 @@ class DensePool:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a stream."""
+        """Whether any stream is connected."""
         return self._is_connected.is_set()
 
     @property
@@ -79,42 +80,42 @@ class DensePool:
 
     @property
     def model(self) -> ServedModel:
-        """What is served. Raises `PeerError` until a dense worker has answered once."""
+        """The served model. Raises `PeerError` until a dense worker has answered once."""
         if self._model is None:
             raise PeerError(f"dense worker at {self._address} is not connected yet")
         return self._model
 
     @property
     def num_resubmitted(self) -> int:
-        """Sequences that were under way when a stream broke, in all."""
+        """Total number of sequences that were running when a stream broke."""
         return sum(client.num_resubmitted for client in self._clients)
 
     @property
     def num_messages(self) -> int:
-        """From dense workers, in all."""
+        """Total number of messages from dense workers."""
         return sum(client.num_messages for client in self._clients)
 
     def unready_reason(self) -> str | None:
-        """Why no sequence could run now; None: they can."""
+        """Why no sequence can run now; None if sequences can run."""
         if not self.is_connected:
             return self._clients[0].unready_reason()
         return None if self.stall is None else describe_stall(self.stall)
 
     def submit(self, entry: JournalEntry) -> None:
-        """Starts a sequence of the journal, now or as soon as there is a stream."""
+        """Starts a sequence of the journal, now or as soon as a stream is connected."""
         client = self._least_busy()
         self._journal.assign(entry, client.sequences)
         client.submit(entry)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Makes the dense worker forget a sequence that has been submitted, and that the journal still has."""
+        """Makes the dense worker forget a submitted sequence, which the journal must still have."""
         self._client_of[self._journal.stream_of(entry)].cancel(entry)
 
     async def run(self) -> None:
         """Connects, and connects again after each break, until cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             channel: grpc.aio.Channel | None = None
-            if is_balanced(self._address):  # taking turns is a channel's business: one for all streams
+            if is_balanced(self._address):  # a single channel distributes all streams
                 channel = await stack.enter_async_context(
                     open_channel(self._address, self._peers.max_message_bytes, read_peer_tls(self._peers))
                 )
@@ -122,7 +123,7 @@ class DensePool:
             await run_together(self._rebalance(), *streams)
 
     def accept(self, client: DenseClient, model: ServedModel) -> None:
-        """Raises `PeerError` for a worker whose weights are not those of the others."""
+        """Raises `PeerError` for a worker whose weights differ from those of the others."""
         has_others = any(other.is_connected for other in self._clients if other is not client)
         if self._model is not None and self._model.weights_hash != model.weights_hash:
             if has_others:
@@ -132,19 +133,19 @@ class DensePool:
                 )
             for entry in self._journal.unfinished():
                 entry.fail(RequestAborted("the dense worker came back with other weights"))
-        if self._model is not None and has_others:  # any of them may get any sequence
+        if self._model is not None and has_others:  # every worker may get any sequence
             model = replace(model, max_model_len=min(model.max_model_len, self._model.max_model_len))
         self._model = model
 
     def adopt(self, client: DenseClient) -> None:
-        """Sequences of streams that are down are this one's from now on."""
+        """Gives the sequences of broken streams to this stream."""
         for other in self._clients:
             if other is not client and not other.is_connected:
                 for entry in self._release(other):
                     self._journal.assign(entry, client.sequences)
 
     async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
-        """Moves the sequences of a stream that broke, if there is another; tells of the first stream and the last."""
+        """Moves the sequences of a broken stream to another one, if there is one. Reports the first and last stream."""
         is_any_connected = any(other.is_connected for other in self._clients)
         if not is_connected and is_any_connected:
             entries = self._release(client)
@@ -163,7 +164,7 @@ class DensePool:
 
     def _release(self, client: DenseClient) -> list[JournalEntry]:
         client.forget()
-        return list(client.sequences.unfinished())  # those that ended stay, and are closed here
+        return list(client.sequences.unfinished())  # ended sequences stay and are closed here
 
     def _least_busy(self) -> DenseClient:
         connected = [client for client in self._clients if client.is_connected]

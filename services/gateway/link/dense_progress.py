@@ -1,7 +1,7 @@
-"""`DenseProgress`: signs of life of the dense worker, for the gateway's watchdog. Runs in the gateway's event loop.
+"""`DenseProgress`: the dense worker's progress, for the gateway's watchdog. Runs in the gateway's event loop.
 
-A message is one; but a long prompt sends none for minutes, and neither does a full queue. So while there is work, the
-dense worker is also asked for its health, which its own watchdog keeps honest.
+Every message counts as progress. But during a long prompt, or with a full queue, no message may arrive for minutes. So
+while there is work, the gateway also checks the dense worker's health, which depends on the worker's own watchdog.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.rpc.watchdog import CHECKS_PER_BOUND, Progress
 
 
 class DenseProgress:
-    """What `Watchdog` looks at in a gateway."""
+    """The progress that a gateway's `Watchdog` reads."""
 
     def __init__(
         self, address: str, peers: PeerSection, journal: Journal, dense: DensePool, stall_timeout_s: float
@@ -31,10 +31,10 @@ class DenseProgress:
         self._journal = journal
         self._dense = dense
         self._interval_s = stall_timeout_s / CHECKS_PER_BOUND
-        self._num_answers = 0  # that it serves
+        self._num_answers = 0  # health checks answered with SERVING
 
     def progress(self) -> Progress | None:
-        """None without open requests, or without a stream: then the gateway says so anyway."""
+        """None without open requests, and without a stream, which the gateway reports anyway."""
         if not self._dense.is_connected:
             return None
         request_ids = tuple(dict.fromkeys(entry.request.request_id for entry in self._journal.unfinished()))
@@ -45,13 +45,13 @@ class DenseProgress:
         )
 
     async def run(self) -> None:
-        """Asks until cancelled."""
+        """Checks the health until cancelled."""
         async with open_channel(self._address, self._max_message_bytes, self._tls) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while True:
                 await asyncio.sleep(self._interval_s)
                 if self.progress() is None:
                     continue
-                with contextlib.suppress(grpc.aio.AioRpcError):  # no sign of life
+                with contextlib.suppress(grpc.aio.AioRpcError):  # no answer is no progress
                     reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=self._interval_s)
                     self._num_answers += reply.status == health_pb2.HealthCheckResponse.SERVING

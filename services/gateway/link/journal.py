@@ -1,7 +1,7 @@
-"""`Journal`: every open sequence of this gateway, and which stream to a dense worker runs it.
+"""`Journal`: all open sequences of this gateway, and the streams to dense workers that run them.
 
-It is what makes the death of a worker a pause: all that is needed to continue is here. Runs in the gateway's event
-loop.
+Because of the journal the death of a worker is only a pause: it has everything that is needed to continue. Runs in the
+gateway's event loop.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}
-        self._streams: dict[int, StreamSequences] = {}  # which runs a sequence, by seq_id, once it is submitted
-        self._by_request_id: dict[tuple[str, str], list[JournalEntry]] = {}  # and by caller, who comes first
-        self._instance = secrets.randbits(31)  # tells the gateways of one dense worker apart
+        self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
+        self._by_request_id: dict[tuple[str, str], list[JournalEntry]] = {}  # by (caller, request_id)
+        self._instance = secrets.randbits(31)  # identifies this gateway at a dense worker
         self._counter = itertools.count(1)
         self._shut_error: TwostrokeError | None = None
         self.num_waiting = 0  # sequences that have not started yet
-        self.num_waiting_tokens = 0  # of their prompts
-        self.left_at: deque[float] = deque(maxlen=256)  # when the last ones ceased to wait, on the monotonic clock
+        self.num_waiting_tokens = 0  # tokens of their prompts
+        self.left_at: deque[float] = deque(maxlen=256)  # when the last ones stopped waiting, on the monotonic clock
 
     def open(self, request: GenerationRequest, updates: UpdateQueue) -> list[JournalEntry]:
-        """`request.best_of` new entries with seq_ids of their own, which announce themselves at `updates`.
+        """Adds `request.best_of` new entries with new seq_ids, which announce their updates at `updates`.
 
-        Raises `InvalidRequest` if the request_id is in use by the same caller; of others' nobody learns.
+        Raises `InvalidRequest` if the same caller uses the request_id already; other callers' ids do not matter.
         """
         if self._shut_error is not None:
             raise self._shut_error
@@ -53,7 +53,7 @@ class Journal:
         return entries
 
     def close(self, entry: JournalEntry) -> None:
-        """Forgets a sequence; tokens that still come for it are ignored."""
+        """Forgets a sequence; later tokens for it are ignored."""
         del self._entries[entry.seq_id]
         stream = self._streams.pop(entry.seq_id, None)
         if stream is not None:
@@ -67,11 +67,11 @@ class Journal:
             self._count_started(entry)
 
     def new_stream(self) -> StreamSequences:
-        """What one more stream to a dense worker runs; nothing yet."""
+        """The sequences of one more stream to a dense worker; none yet."""
         return StreamSequences(self._instance)
 
     def assign(self, entry: JournalEntry, stream: StreamSequences) -> None:
-        """`stream` runs this sequence from now on, and the one that had it does not."""
+        """Moves a sequence to `stream`."""
         previous = self._streams.get(entry.seq_id)
         if previous is not None:
             previous.discard(entry)
@@ -79,7 +79,7 @@ class Journal:
         stream.add(entry)
 
     def stream_of(self, entry: JournalEntry) -> StreamSequences:
-        """Which stream runs a sequence that has been assigned to one and is open still."""
+        """The stream that runs an open sequence."""
         return self._streams[entry.seq_id]
 
     def of_request(self, caller: str, request_id: str) -> list[JournalEntry]:
@@ -87,11 +87,11 @@ class Journal:
         return list(self._by_request_id.get((caller, request_id), ()))
 
     def unfinished(self) -> Iterator[JournalEntry]:
-        """Entries that a dense worker has to continue, oldest first."""
+        """Entries that a dense worker must continue, oldest first."""
         return (entry for entry in self._entries.values() if not entry.is_ended)
 
     def shut(self, error: TwostrokeError) -> None:
-        """Fails every sequence, and from now on every new one, with `error`."""
+        """Fails all sequences, and all later ones, with `error`."""
         self._shut_error = error
         for entry in self._entries.values():
             entry.fail(error)
@@ -100,7 +100,7 @@ class Journal:
         return len(self._entries)
 
     def _count_started(self, entry: JournalEntry) -> None:
-        """An entry does not wait any more."""
+        """Counts that an entry no longer waits."""
         self.num_waiting -= 1
         self.num_waiting_tokens -= len(entry.request.prompt_token_ids)
         self.left_at.append(time.monotonic())

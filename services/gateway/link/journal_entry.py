@@ -1,7 +1,7 @@
-"""`JournalEntry`: one open sequence, with all that is needed to continue it after a worker died.
+"""`JournalEntry`: one open sequence, with everything that is needed to continue it after a worker died.
 
-Its request and every token so far. The reader of the dense worker's stream appends tokens, the request's handler takes
-them; both run in the gateway's event loop, so there are no locks.
+That is its request and all tokens so far. The reader of the dense worker's stream appends tokens, and the request's
+handler takes them. Both run in the gateway's event loop, so there are no locks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class FinishReason(Enum):
 
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context length
-    ABORT = "abort"  # somebody asked for it
+    ABORT = "abort"  # the client called Abort
 
 
 class UpdateQueue:
-    """Tells a request's handler which of its sequences have something new."""
+    """A queue of the sequences of a request that have updates, for the request's handler."""
 
     def __init__(self) -> None:
-        self._entries: deque[JournalEntry] = deque()  # each once
+        self._entries: deque[JournalEntry] = deque()  # each entry at most once
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, entry: JournalEntry) -> None:
-        """Announces an entry that is not announced already."""
+        """Adds an entry that is not in the queue."""
         self._entries.append(entry)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -83,7 +83,7 @@ class JournalEntry:
         updates: UpdateQueue,
         on_start: Callable[[JournalEntry], None],
     ) -> None:
-        """It announces itself at `updates` when it has something new; `on_start` is called when it first runs."""
+        """The entry adds itself to `updates` when it has an update; `on_start` is called when it first runs."""
         self.seq_id = seq_id
         self.request = request
         self.index = index
@@ -91,8 +91,8 @@ class JournalEntry:
         if index:
             self.sampling = replace(request.sampling, seed=(request.sampling.seed + index) & MAX_SEED)
         self.output_token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []  # aligned with `output_token_ids`, if asked for
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of all prompt tokens but the first, if asked for
+        self.logprobs: list[TokenLogprobs] = []  # aligned with `output_token_ids`, if requested
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of all prompt tokens but the first, if requested
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
         self.arrival = time.monotonic()
@@ -100,13 +100,13 @@ class JournalEntry:
         self.last_token_at: float | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TwostrokeError | None = None
-        self.is_admitted = False  # a step of the dense worker may have it
-        self.num_crashes = 0  # of a worker, in a row, that it may have caused: no token came in between
-        self.crash_start = 0  # index of the first token that a step was computing in the last of them, as far as known
+        self.is_admitted = False  # whether steps of the dense worker may run it
+        self.num_crashes = 0  # consecutive worker crashes, without a token in between, that it may have caused
+        self.crash_start = 0  # index of the first token being computed in the last of these crashes, if known
         self._on_start = on_start
-        self._num_taken = 0  # output tokens that the handler has
+        self._num_taken = 0  # output tokens that the handler has taken
         self.updates = updates
-        self._is_announced = False  # announced, and not taken since
+        self._is_announced = False  # whether it is in the queue of updates
 
     @property
     def is_ended(self) -> bool:
@@ -115,9 +115,9 @@ class JournalEntry:
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """How many likeliest prompt tokens to report still; None: nothing, or all of it is here.
+        """How many most likely prompt tokens to report; None if none are requested, or all have arrived.
 
-        All answers have the same: the first one asks for them.
+        They are the same for all answers, so only the first one requests them.
         """
         if self.index:
             return None
@@ -126,20 +126,20 @@ class JournalEntry:
 
     @property
     def queue_timeout_ms(self) -> int:
-        """What is left of the time it may wait; 0, for ever, once it has run."""
+        """The rest of its waiting time in milliseconds; 0 (no limit) after it has run."""
         limit_s = self.request.queue_timeout_s
         if limit_s is None or self.queue_s is not None:
             return 0
         return max(1, round(1e3 * (self.arrival + limit_s - time.monotonic())))
 
     def start(self, queue_s: float, num_cached_tokens: int) -> None:
-        """The sequence took part in a step; it may do so again after a worker died, which changes nothing."""
+        """Notes the sequence's first step. A later call, after a worker died, changes nothing."""
         if self.queue_s is None:
             self.queue_s, self.num_cached_tokens = queue_s, num_cached_tokens
             self._on_start(self)
 
     def append(self, token_id: int, now: float) -> None:
-        """Adds one token, which came at `now` by the monotonic clock."""
+        """Adds one token, which arrived at `now` on the monotonic clock."""
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
@@ -149,7 +149,7 @@ class JournalEntry:
             self._announce()
 
     def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Those of the prompt tokens from index `start` on; a span may come again after a worker died."""
+        """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""
         if start - 1 <= len(self.prompt_logprobs):
             self.prompt_logprobs[start - 1 : start - 1 + len(logprobs)] = logprobs
 
@@ -162,7 +162,7 @@ class JournalEntry:
         self._announce()
 
     def _forget_token(self) -> None:
-        """The prompt alone was wanted; this came in the same step as the end, so that nobody has seen it."""
+        """Drops the token of a request for the prompt only. It arrived with the end, so no handler has seen it."""
         self.output_token_ids.clear()
         self.logprobs.clear()
         self.first_token_at = self.last_token_at = None
@@ -174,9 +174,9 @@ class JournalEntry:
             self._announce()
 
     def take(self) -> tuple[list[int], list[TokenLogprobs]]:
-        """All tokens not taken yet, with their log-probabilities if asked for.
+        """Takes all tokens not taken yet, with their log-probabilities if requested.
 
-        Raises the error that ended the sequence, once its tokens are taken.
+        Raises the error that ended the sequence when all its tokens are taken.
         """
         self._is_announced = False
         start = self._num_taken
@@ -184,7 +184,7 @@ class JournalEntry:
         if self.error is not None:
             if not token_ids:
                 raise self.error
-            self._announce()  # for the next call
+            self._announce()  # so that the next call raises
         self._num_taken += len(token_ids)
         return token_ids, self.logprobs[start:]
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a stream: what a dense worker says of itself before it gets a sequence."""
+"""The model that a dense worker serves, as the worker describes it before it gets a sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.pb import dense_pb2, dense_pb2_grpc
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the dense worker says it serves."""
+    """The properties of the served model that requests depend on."""
 
     family: str
     dtype: str
@@ -25,7 +25,7 @@ class ServedModel:
 
 
 def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
-    """The part of the message that requests depend on."""
+    """The properties of a `DenseInfo` message that requests depend on."""
     return ServedModel(
         family=info.family,
         dtype=info.dtype,
@@ -37,7 +37,7 @@ def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
 
 
 async def ask_info(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseInfo:
-    """By a call of its own, over a channel to one worker. Raises `PeerError`."""
+    """Asks for the description by a separate call, on a channel to a single worker. Raises `PeerError`."""
     try:
         return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
@@ -45,7 +45,7 @@ async def ask_info(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> de
 
 
 async def wait_info(call: grpc.aio.StreamStreamCall, timeout_s: float) -> dense_pb2.DenseInfo:
-    """Of the worker that took the call: one of several, so that nobody else could tell. Raises `PeerError`."""
+    """Reads the description from a stream's metadata: another call could reach another replica. Raises `PeerError`."""
     try:
         async with asyncio.timeout(timeout_s):
             info = read_dense_info(await call.initial_metadata())
@@ -59,5 +59,5 @@ async def wait_info(call: grpc.aio.StreamStreamCall, timeout_s: float) -> dense_
 
 
 def peer_error(error: grpc.aio.AioRpcError) -> PeerError:
-    """Why a call to a dense worker failed, in its own words."""
+    """A `PeerError` with the message of a failed call to a dense worker."""
     return PeerError(f"{error.code().name}: {error.details()}")

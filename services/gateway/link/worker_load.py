@@ -1,4 +1,4 @@
-"""How busy the two workers are, asked for when somebody looks; a worker that is away is `None`, not an error."""
+"""How busy the two workers are, read on demand. The load of a worker that does not answer is `None`, not an error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.common.config import PeerSection
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 
-ANSWER_TIMEOUT_S = 1.0  # of a worker; a busy one answers between two steps
-MAX_AGE_S = 0.5  # however many look, a worker is asked no more often
+ANSWER_TIMEOUT_S = 1.0  # for a worker's answer; a busy worker answers between two steps
+MAX_AGE_S = 0.5  # a worker is not asked more often, however many clients ask
 
 Status = TypeVar("Status")
 
@@ -29,7 +29,7 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True)
 class CacheLoad:
-    """Blocks of the KV cache; those that only hold a findable prefix count as free."""
+    """Blocks of the KV cache; blocks that only hold a cached prefix count as free."""
 
     num_blocks: int
     num_free_blocks: int
@@ -37,14 +37,14 @@ class CacheLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`None` where the worker did not answer."""
+    """The load of both workers; `None` if a worker did not answer."""
 
     requests: RequestLoad | None
     kv_cache: CacheLoad | None
 
 
 class WorkerLoad:
-    """Owns a channel to each worker; lives in the gateway's event loop."""
+    """Owns a channel to each worker. Used in the gateway's event loop."""
 
     def __init__(self, dense_address: str, attention_address: str, peers: PeerSection) -> None:
         addresses = (dense_address, attention_address)
@@ -56,15 +56,15 @@ class WorkerLoad:
         self._stale_at = 0.0
 
     async def read(self) -> Load:
-        """The load within the last `MAX_AGE_S`; takes `ANSWER_TIMEOUT_S` at the most."""
+        """The load within the last `MAX_AGE_S`; takes at most `ANSWER_TIMEOUT_S`."""
         loop = asyncio.get_running_loop()
         if self._reading is None or (self._reading.done() and loop.time() >= self._stale_at):
             self._reading = asyncio.create_task(self._ask())
             self._stale_at = loop.time() + MAX_AGE_S
-        return await asyncio.shield(self._reading)  # one that goes away does not end it for the others
+        return await asyncio.shield(self._reading)  # a cancelled caller does not cancel it for the others
 
     async def close(self) -> None:
-        """Closes the channels; ends a reading that is under way."""
+        """Closes the channels and cancels a running request."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
