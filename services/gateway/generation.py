@@ -153,7 +153,7 @@ class _Answer:
         token_ids, logprobs = entry.take()
         reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
-        text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # the stop token is not part of the text
+        text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token
         text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None
