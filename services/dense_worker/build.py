@@ -1,4 +1,4 @@
-"""Builds what runs steps on the dense worker's device: the weights, a backend, the sampler and the runner."""
+"""Builds the dense worker's model: weights, backend, sampler and runner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadedModel:
     runner: ModelRunner
 
     def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
-        """What a gateway may ask for: the model's limits, and the KV cache's where they are lower."""
+        """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
         model, config = self.resolved, self.resolved.config
         return dense_pb2.DenseInfo(
             family=config.family,
@@ -43,9 +43,9 @@ class LoadedModel:
 
 
 def load_model(config: Config, model: ResolvedModel) -> LoadedModel:
-    """Takes minutes for a large model. Raises `ModelError` for weights that are missing or damaged.
+    """Loads a model; takes minutes for a large one. Raises `ModelError` for missing or damaged weights.
 
-    Raises `CapacityError` where a GPU has no room for the weights or for a step.
+    Raises `CapacityError` if a GPU has no room for the weights or for a step.
     """
     digest, weights = _open_weights(config.model, model)
     with naming_what_needs_memory("the buffers of a step"):

@@ -1,6 +1,6 @@
-"""`DenseMetrics`: what the dense worker tells Prometheus; see `deploy/prometheus/metrics.md`.
+"""`DenseMetrics`: the Prometheus metrics of the dense worker; see `deploy/prometheus/metrics.md`.
 
-Histograms are observed on the engine thread, a few times a step whatever its batch; counts that the engine keeps
+Histograms are observed on the engine thread, a few times per step for any batch size. Counts that the engine keeps
 anyway are read when a scraper asks.
 """
 
@@ -57,18 +57,18 @@ class DenseMetrics:
         self._handoff_aborts = counter("handoff_aborts_total", "Times the attention worker was lost.")
 
     def watch(self, read_counts: Callable[[], EngineCounts]) -> None:
-        """Reports these counts too; `read_counts` is called on the scraper's thread."""
+        """Adds these counts to the metrics; `read_counts` is called on the scraper's thread."""
         self._registry.register(_CountsCollector(read_counts))
 
     def on_submitted(self, sequence: Sequence) -> None:
-        """A gateway wants it to run. Called on the event loop."""
+        """Counts a recovered sequence that a gateway has submitted. Called on the event loop."""
         if sequence.output_token_ids:
             self._recovered.inc()
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
         """Observes the step in histograms and counters. Called on the engine thread."""
         if not stats.num_seqs:
-            return  # it only closed sequences
+            return  # the plan only closed sequences
         self._step.observe(stats.duration_s)
         if stats.wait_s is not None:
             self._step_wait.observe(stats.wait_s)

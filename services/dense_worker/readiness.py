@@ -1,8 +1,8 @@
-"""`Readiness`: tells gateways, health checks and the supervisor whether this dense worker can serve.
+"""`Readiness`: reports to gateways, health checks and the supervisor whether this dense worker can serve.
 
-It can while it is attached, from when its engine is ready for steps: on a GPU that has graphs to capture. When an
-attachment ends, every gateway's stream ends with a farewell that says whether that was a crash; the gateways come
-back and submit their sequences again. Runs on the event loop.
+It can serve while it is attached and its engine is ready for steps; on a GPU the engine first captures graphs. When an
+attachment ends, every gateway's stream ends with a farewell that says whether it was a crash; the gateways reconnect
+and submit their sequences again. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Readiness:
         self._describe = describe
 
     async def ready(self, attachment: Attachment) -> None:
-        """Gateways are welcome."""
+        """Begins to serve gateways."""
         info = self._describe(attachment)
         self._servicer.set_info(info)
         self._servicer.status.state = dense_pb2.DenseStatus.SERVING
@@ -38,7 +38,7 @@ class Readiness:
         log.info("serving", backend=info.backend, device=info.device, dtype=info.dtype)
 
     async def detached(self, end: AttachmentEnd) -> None:
-        """Gateways are sent away, and may come back."""
+        """Ends the streams of all gateways, which may reconnect."""
         (log.warning if end.is_crash else log.info)("no attention worker", reason=end.reason, is_crash=end.is_crash)
         servicer, state = self._servicer, dense_pb2.DenseStatus
         servicer.set_info(None)

@@ -1,4 +1,4 @@
-"""`DenseWorker`: a dense worker put together from its parts."""
+"""`DenseWorker`: a dense worker with all its parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.dense.v1.DenseWorker"
 STOP_GRACE_S = 1.0
-# A gateway then connects anew, and asks for the addresses behind our name again; open streams stay.
+# After this time gateways reconnect and resolve the addresses of our name again; open streams stay.
 MAX_CONNECTION_AGE_MS = 60_000
 
 
@@ -52,7 +52,7 @@ class DenseWorker:
         self._metrics = DenseMetrics(self._registry)
 
     async def start(self) -> None:
-        """Answers health checks from now on, loads the weights, and starts the engine."""
+        """Begins to answer health checks, loads the weights, and starts the engine."""
         config = self._config
         address = None if self._is_standby else config.dense.metrics_address
         self._opened.enter_context(serving_metrics(address, self._registry))
@@ -66,7 +66,7 @@ class DenseWorker:
         self._announce(bound_address)
 
     async def run(self) -> None:
-        """Raises whatever ends the engine, or the client of the attention worker."""
+        """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
         servicer, epoch = self._servicer, secrets.randbits(64)
         readiness = Readiness(servicer, self._server, lambda attachment: self._model.describe(attachment, epoch))
         try:
@@ -76,7 +76,7 @@ class DenseWorker:
                 self._watchdog.run(),
                 self._serve_late_metrics(),
             )
-        except asyncio.CancelledError:  # asked to stop: no crash
+        except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             servicer.set_info(None)
             servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
             await servicer.wait_ended(STOP_GRACE_S)
@@ -87,7 +87,7 @@ class DenseWorker:
         await self._opened.aclose()
 
     def draft_source(self) -> DraftSource | None:
-        """Where drafts come from. With None, each step is planned while the one before it runs."""
+        """The source of drafts. With None, each step is planned while the previous one runs."""
         return None
 
     async def _start_server(self, tracer: Tracer) -> str:
@@ -137,7 +137,7 @@ class DenseWorker:
         self._opened.callback(self._client.abort)  # the engine thread may wait for the attention worker
 
     def _announce(self, address: str) -> None:
-        """Who asks is told that all is loaded, and whether it is this worker's turn."""
+        """Reports that the model is loaded, and whether this worker may attach."""
         servicer, state = self._servicer, dense_pb2.DenseStatus
         servicer.set_engine(self._engine, self._watchdog)
         servicer.status.weights_hash = self._model.weights_hash
@@ -151,14 +151,14 @@ class DenseWorker:
         await asyncio.shield(asyncio.wrap_future(self._engine.failure))
 
     async def _serve_late_metrics(self) -> None:
-        """Of a worker in standby, once it is its turn: until then the address is the present worker's."""
+        """Serves the metrics of a worker in standby after it takes over; until then the old worker has the address."""
         if self._is_standby:
             await self._servicer.may_attach.wait()
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry)
 
 
 def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
-    """What this worker tells the attention worker of itself."""
+    """The values that this worker sends to the attention worker."""
     shape, dtype, device = model.resolved.config, model.resolved.dtype, model.resolved.device
     scheduler = config.scheduler
     return AttachOptions(
@@ -172,7 +172,7 @@ def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
 
 
 def scheduler_limits(config: Config, model: ResolvedModel) -> SchedulerLimits:
-    """What bounds steps and the queue: the configuration, and the model's longest sequence."""
+    """The limits of steps and of the queue, from the config and the model's longest sequence."""
     scheduler = config.scheduler
     return SchedulerLimits(
         max_num_seqs=scheduler.max_num_seqs,

@@ -1,4 +1,4 @@
-"""gRPC front of the dense worker: one multiplexed stream per gateway. Runs on the event loop."""
+"""The gRPC servicer of the dense worker: one multiplexed stream per gateway. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _REASONS = {
 }
 
 _POLL_S = 0.005
-_LEAVE_TIMEOUT_S = 10.0  # for the step under way
+_LEAVE_TIMEOUT_S = 10.0  # for the running step to end
 
 _Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the stream
 
 
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
-    """Knows which gateway owns which sequence; the engine does not."""
+    """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
 
     def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
         self._metrics = metrics
         self._tracer = tracer
-        self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` keeps it
-        self.may_attach = asyncio.Event()  # whether it is this worker's turn
+        self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
+        self.may_attach = asyncio.Event()  # set while this worker may attach
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
@@ -56,11 +56,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._readers: set[asyncio.Task[None]] = set()
 
     def set_engine(self, engine: Engine, watchdog: Watchdog) -> None:
-        """All is loaded."""
+        """Called when the model is loaded."""
         self._engine, self._watchdog = engine, watchdog
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
-        """From now on gateways are served, or with None refused as UNAVAILABLE."""
+        """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
         self._info = info
 
     def spans_under_way(self) -> list[dense_pb2.SequenceSpan]:
@@ -69,12 +69,12 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         return [dense_pb2.SequenceSpan(seq_id=key, start=span.start, end=span.stop) for key, span in spans.items()]
 
     def end_streams(self, farewell: dense_pb2.Farewell) -> None:
-        """Ends every gateway's stream with this message; what has been delivered before goes first."""
+        """Ends every gateway's stream with this message, after all messages delivered before."""
         for outbox in self._streams:
             outbox.put_nowait(dense_pb2.StepOutput(farewell=farewell))
 
     async def wait_ended(self, timeout_s: float) -> None:
-        """Until the streams have ended, but no longer than `timeout_s` seconds."""
+        """Waits until the streams have ended, at most `timeout_s` seconds."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._streams and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -133,7 +133,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         self._streams.add(outbox)
-        peer = context.peer()  # to ask when the call is over would crash
+        peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
         try:
             is_last = False
@@ -144,8 +144,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 is_last = output.HasField("farewell")
                 yield output
         finally:
-            # The reader ends with the call. Not cancelled: gRPC would write a message that it is just receiving
-            # into memory that is no longer there.
+            # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
+            # arriving into freed memory.
             self._streams.remove(outbox)
             orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
             for seq_id in orphans:
@@ -155,7 +155,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             log.info("gateway gone", peer=peer, cancelled=len(orphans))
 
     def deliver(self, report: StepReport) -> None:
-        """Sends a step's news to the gateways, one message each. Called on the event loop."""
+        """Sends the results of a step to the gateways, one message each. Called on the event loop."""
         messages: dict[_Outbox, dense_pb2.StepOutput] = defaultdict(
             lambda: dense_pb2.StepOutput(step_id=report.step_id)
         )
@@ -183,7 +183,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             outbox.put_nowait(message)
 
     def _outbox_of(self, sequence: Sequence) -> _Outbox | None:
-        """None for one that nobody wants any more, even if another of its seq_id has been submitted since."""
+        """The outbox of a sequence; None if it was cancelled, even if its seq_id has been submitted again since."""
         current, outbox = self._owned.get(sequence.seq_id, (None, None))
         return outbox if current is sequence else None
 
@@ -196,7 +196,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox) -> None:
         try:
             await self._handle_all(requests, engine, outbox)
-        except Exception as error:  # nobody awaits the reader
+        except Exception as error:  # no one awaits the reader task
             outbox.put_nowait(error)
 
     async def _handle_all(
@@ -210,7 +210,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 sequence = decode_sequence(request.submit)
                 log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
                 if sequence.seq_id in self._owned:
-                    engine.cancel(sequence.seq_id)  # submitted again before its old stream was seen to break
+                    engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
                 self._owned[sequence.seq_id] = sequence, outbox
                 self._metrics.on_submitted(sequence)
                 self._tracer.begin(sequence, request.submit.traceparent)
@@ -224,7 +224,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
 
 
 def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
-    """The sequence that a gateway, which has validated it, wants to run."""
+    """The sequence of a gateway's message, which the gateway has validated."""
     return Sequence(
         seq_id=submit.seq_id,
         request_id=submit.request_id,
@@ -244,7 +244,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
 
 
 def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs:
-    """One message a step and prompt."""
+    """One message per step and prompt."""
     return dense_pb2.PromptLogprobs(
         seq_id=logprobs.seq_id,
         start=logprobs.start,
@@ -257,7 +257,7 @@ def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: Seq
     for token_id in output.token_ids:
         message.seq_ids.append(seq_id)
         message.token_ids.append(token_id)
-    for _, value in zip(output.token_ids, logprobs, strict=False):  # an end may come before the step's last token
+    for _, value in zip(output.token_ids, logprobs, strict=False):  # the sequence may end before the step's last token
         message.logprobs.add(seq_id=seq_id, token=encode_logprobs(value))
     if output.finish_reason is not None:
         end = message.ended.add(seq_id=seq_id, reason=_REASONS[output.finish_reason])

@@ -1,4 +1,4 @@
-"""`python -m services.launch`: all services on one machine; `... ctl` talks to a launcher that runs, see `ctl.py`."""
+"""`python -m services.launch`: all services on one machine; `... ctl` calls a running launcher, see `ctl.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the services listen: Unix sockets in the launcher's directory unless the config gives addresses."""
+"""The addresses of the services: Unix sockets in the launcher's directory unless the config gives addresses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from services.rpc.tls import tls_files
 
 
 def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
-    """Unix sockets for the workers that got no address of their own; for the gateway if nobody else calls.
+    """Sets Unix sockets for workers without a configured address, and for the gateway if only the launcher calls it.
 
-    The gateway always has one for the launcher, which needs no certificate there and which no crowd of clients fills.
+    The gateway always has a socket for the launcher, which needs no certificate there and where no clients interfere.
     """
     places = {
         "dense": {"address": "dense"},
         "attention": {"address": "attention"},
-        "gateway": {"local_address": "gateway-0"},  # of the first, if there are several
+        "gateway": {"local_address": "gateway-0"},  # for the first one, if there are several
     }
     if is_private:
         places["gateway"] |= {"address": "gateway", "http_address": "http"}
@@ -34,19 +34,19 @@ def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
 
 
 def control_address(run_dir: Path) -> str:
-    """Where the launcher of that directory answers `ctl`."""
+    """The address at which the launcher of a directory answers `ctl`."""
     return f"unix:{run_dir}/launch.sock"
 
 
 def check_tls(config: Config) -> None:
-    """Raises `ConfigError` for files that the services could not use: sooner than they would, and once."""
+    """Raises `ConfigError` for TLS files that the services cannot use, before any service starts."""
     gateway = config.gateway
     tls_files(gateway.tls_certificate, gateway.tls_key, gateway.tls_client_ca)
     read_peer_tls(config.peers)
 
 
 def check_addresses(config: Config) -> None:
-    """Raises `ConfigError` for an address where no service could listen, or where its clients would not find it."""
+    """Raises `ConfigError` for an address where a service cannot listen, or where its clients cannot find it."""
     for address in (
         config.gateway.address, config.gateway.http_address, config.dense.address, config.attention.address
     ):
@@ -54,12 +54,12 @@ def check_addresses(config: Config) -> None:
 
 
 def check_free(address: str) -> None:
-    """Raises `ConfigError` when somebody serves there: their answers would be taken for our own.
+    """Raises `ConfigError` if another process serves there: its answers would be taken for those of our service.
 
-    So it does for port 0, where only the service itself would know the address.
+    Port 0 is also an error, because only the service itself would know its real port.
     """
     if address.startswith("unix:"):
-        return  # the service itself can tell
+        return  # the service itself checks this
     host, _, port = address.rpartition(":")
     if int(port) == 0:
         raise ConfigError(f"cannot listen on {address}: nobody would find it; ports are from 1 to {MAX_PORT}")

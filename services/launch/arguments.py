@@ -11,9 +11,9 @@ from services.common.errors import ConfigError
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
-    """Flags are shorthands for config keys; a wrong config ends the process with one line and status 1."""
+    """Flags are short forms of config keys. An invalid config ends the process with one line and status 1."""
     parser = argparse.ArgumentParser(
-        prog="services.launch", description="All services on one machine, started, watched and stopped together."
+        prog="services.launch", description="Starts, watches and stops all services on one machine."
     )
     add_config_arguments(parser)
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
@@ -21,8 +21,8 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--num-layers", type=int, metavar="N", help="run only the first N layers")
     parser.add_argument("--gateway-processes", type=int, metavar="N", help="gateways at the same ports (1)")
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
-    parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then go on serving")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="length of that answer (64)")
+    parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of that answer (64)")
     arguments = parser.parse_args(dashed(argv))
     flags = {
         "model.path": arguments.model,

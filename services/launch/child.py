@@ -21,7 +21,7 @@ from services.rpc.client import PeerTls, read_peer_tls
 
 log = structlog.get_logger()
 
-MAX_WAITERS = 4  # for the end of one process: who watches, drains, stops, and kills it
+MAX_WAITERS = 4  # threads that wait for the end of one process: to watch, drain, stop and kill it
 
 
 class Child:
@@ -38,7 +38,7 @@ class Child:
         environment: Mapping[str, str] | None,
     ) -> None:
         """`options`: those of this child alone; the rest is filled in here."""
-        self.name = name  # of its files
+        self.name = name  # prefix of its files
         self.role = role
         self.last_end = ""
         self._environment = environment
@@ -50,24 +50,24 @@ class Child:
         self.config_file.write_text(dump_config(config))
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = ThreadPoolExecutor(MAX_WAITERS, thread_name_prefix=name)
-        self._exits: list[float] = []  # times of unexpected ends, within the window that counts
+        self._exits: list[float] = []  # times of unexpected ends within the restart window
         self._is_stopping = False
-        self._kill_reason = ""  # why the launcher ended it
+        self._kill_reason = ""  # why the launcher killed it
         self.num_restarts = 0
-        self.may_restart = False  # until all have served once, an end is a mistake that would repeat itself
+        self.may_restart = False  # before all services have served once, an end is an error that would repeat itself
 
     async def watch(self) -> None:
-        """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` when it ends too often."""
+        """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` if it ends too often."""
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             self._kill_reason = ""
             command = [sys.executable, "-m", f"services.{self.role}", "--config", str(self.config_file)]
-            # Not asyncio's own way, which forks: with gRPC's threads around that may crash the child.
+            # asyncio would fork, which may crash the child because of gRPC's threads.
             self._process = subprocess.Popen(  # noqa: ASYNC220
                 [*command, "--child", self.options.model_dump_json()],
                 stdin=subprocess.DEVNULL,
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the services
+                start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
             )
             return_code = await self._wait(None)
             if self._is_stopping:
@@ -80,7 +80,7 @@ class Child:
 
     @property
     def address(self) -> str:
-        """Where its gRPC server listens, for this process to ask."""
+        """The address of its gRPC server, for this process."""
         if self.role == "gateway":
             assert self.config.gateway.local_address is not None, "the launcher has given it one"
             return self.config.gateway.local_address
@@ -89,25 +89,25 @@ class Child:
 
     @property
     def tls(self) -> PeerTls | None:
-        """How to speak to it there. Raises `ConfigError` for files that cannot be used any more."""
+        """The TLS files for calls to it. Raises `ConfigError` if they have become unusable."""
         return None if self.role == "gateway" else read_peer_tls(self.config.peers)
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Process id, if it has been started."""
+        """The process id, or None if it was never started."""
         return self._process.pid if self._process else None
 
     def retire(self) -> None:
-        """It goes on, but is not started again when it ends."""
+        """Lets it run, but does not restart it when it ends."""
         self._is_stopping = True
 
     def keep(self) -> None:
-        """Takes `retire` back; if it has ended meanwhile, `watch` starts it."""
+        """Undoes `retire`; if it has ended meanwhile, `watch` starts it again."""
         self._is_stopping = False
 
     def leave_standby(self) -> None:
@@ -115,15 +115,15 @@ class Child:
         self.options = self.options.model_copy(update={"is_standby": False})
 
     def stop(self, *, drains: bool = False) -> None:
-        """Asks the service to stop, with `drains` a gateway once it has no requests; it will not be restarted."""
+        """Asks the service to stop and does not restart it. With `drains` a gateway first finishes its requests."""
         self._is_stopping = True
         if self._process is not None:
-            # SIGINT is for those that have served alone: before, Python would show where it interrupts.
+            # SIGINT only for services that have served: before that, Python would print a traceback.
             is_soft = drains or self.role != "gateway" or not self.may_restart
             self._process.send_signal(signal.SIGTERM if is_soft else signal.SIGINT)
 
     async def wait(self, grace_s: float) -> None:
-        """Until the service has ended, which is forced after `grace_s` seconds."""
+        """Waits until the service has ended; kills it after `grace_s` seconds."""
         if self._process is None:
             return
         try:
@@ -134,18 +134,18 @@ class Child:
             await self._wait(None)
 
     async def _wait(self, timeout_s: float | None) -> int:
-        """On threads of its own: asyncio's are few, and with many services all of them would be waiting."""
+        """Waits on a separate thread: asyncio has few threads, and with many services all of them would wait."""
         assert self._process is not None
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._process.wait, timeout_s)
 
     def kill(self, reason: str) -> None:
-        """Ends the process at once; it is started again."""
+        """Kills the process, which is then restarted."""
         if self._process is not None:
             self._kill_reason = reason
             self._process.kill()
 
     def _describe_end(self, return_code: int) -> str:
-        """With the last error that the process has logged, for that says why."""
+        """Describes the end of the process with the last error that it logged."""
         end = f"exit code {return_code}"
         if return_code < 0:
             end = f"signal {signal.Signals(-return_code).name}"
@@ -154,7 +154,7 @@ class Child:
         try:
             return f"{end}, after: {self._error_file.read_text().strip()}"
         except OSError:
-            return end  # it had no time to say anything
+            return end  # it had no time to log an error
 
     def _back_off(self) -> float:
         if not self.may_restart:

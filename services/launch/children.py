@@ -1,4 +1,4 @@
-"""`Children`: the services that the launcher keeps running. Which they are may change while it runs."""
+"""`Children`: the services that the launcher keeps running. They may change while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.launch.child import Child
 
 
 class Children:
-    """In starting order. Lives in the event loop; may be iterated on any thread."""
+    """The services in starting order. Used in the event loop; may be iterated on any thread."""
 
     def __init__(self) -> None:
         self._watchers: dict[Child, asyncio.Task[None]] = {}
@@ -19,35 +19,35 @@ class Children:
         return iter(list(self._watchers))
 
     def of_role(self, role: str) -> list[Child]:
-        """Those of one kind of service."""
+        """The services of one role."""
         return [child for child in self if child.role == role]
 
     def start(self, child: Child) -> None:
-        """Starts a service, which is watched from now on."""
+        """Starts and watches a service."""
         self._watchers[child] = asyncio.create_task(child.watch())
         self._watchers[child].add_done_callback(self._note_end)
 
     def exchange(self, old: Child, new: Child, watcher: asyncio.Task[None]) -> None:
-        """Takes over a service that `watcher`, its `watch`, has started; lets go of the one in its place."""
+        """Replaces a service by another one, which its `watch` task `watcher` has started."""
         self._watchers = {new if child is old else child: each for child, each in self._watchers.items()}
         self._watchers[new] = watcher
         watcher.add_done_callback(self._note_end)
 
     def has_ended(self, child: Child) -> bool:
-        """Whether nobody starts this service again."""
+        """Whether this service has ended for good."""
         return self._watchers[child].done()
 
     async def wait_failure(self) -> None:
-        """Raises what ends a service for good."""
+        """Waits for a service to fail for good, and raises its error."""
         await asyncio.shield(self._failure)
 
     async def stop(self, grace_s: float) -> None:
-        """Asks all to stop, in reverse order, and ends those that have not after `grace_s` seconds."""
+        """Asks all services to stop, in reverse order, and kills those that still run after `grace_s` seconds."""
         for child in reversed(list(self)):
             child.stop()
         await asyncio.gather(*(child.wait(grace_s) for child in self))
         for watcher in self._watchers.values():
-            watcher.cancel()  # it may be waiting to start a service again
+            watcher.cancel()  # it may be waiting to restart a service
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     def _note_end(self, watcher: asyncio.Task[None]) -> None:

@@ -1,6 +1,6 @@
-"""`python -m services.launch ctl`: asks the launcher that runs on this machine, by its socket.
+"""`python -m services.launch ctl`: calls the launcher that runs on this machine, by its socket.
 
-Exit status: 0 done; 1 refused or rolled back, everything is as before; 2 wrong command line; 3 no launcher answers.
+Exit status: 0 done; 1 refused or rolled back, nothing has changed; 2 wrong command line; 3 no launcher answers.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from services.pb import launch_pb2, launch_pb2_grpc
 
 DONE, FAILED, NO_LAUNCHER = 0, 1, 3
 STATUS_TIMEOUT_S = 10.0
-PATHS = ("model.path", "dense.plan_dir", "dense.step_log")  # of which the launcher's directory is not meant
+PATHS = ("model.path", "dense.plan_dir", "dense.step_log")  # relative to where `ctl` is called
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="services.launch ctl", description="Talks to a launcher that runs.")
-    parser.add_argument("--launcher", metavar="unix:PATH", help="its socket, where several run; its log names it")
+    parser = argparse.ArgumentParser(prog="services.launch ctl", description="Calls a running launcher.")
+    parser.add_argument("--launcher", metavar="unix:PATH", help="the launcher's socket, if several run; see its log")
     commands = parser.add_subparsers(dest="command", required=True)
-    replace = commands.add_parser("replace-dense", help="put another dense worker in the present one's place")
+    replace = commands.add_parser("replace-dense", help="replace the dense worker by a new one")
     replace.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="what is different in the new worker's config, of the sections dense and model",
+        help="changed config, in the sections dense and model",
     )
     replace.add_argument(
         "--drop-caches", action="store_true",
-        help="accept other weights: the KV cache is dropped and requests under way fail",
+        help="accept other weights: the KV cache is emptied and running requests fail",
     )
     replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
-    commands.add_parser("status", help="the services that run")
+    commands.add_parser("status", help="list the running services")
     arguments = parser.parse_args(dashed(argv))
     try:
         address = arguments.launcher or find_launcher()
@@ -70,7 +70,7 @@ def find_launcher() -> str:
 
 
 def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:
-    """Says what serves now."""
+    """Replaces the dense worker and prints the new one."""
     request = launch_pb2.ReplaceDenseRequest(
         overrides=[_absolute(override) for override in arguments.set], drop_caches=arguments.drop_caches
     )
@@ -84,7 +84,7 @@ def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namesp
 
 
 def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
-    """One line a service."""
+    """Prints one line per service."""
     for service in stub.GetStatus(launch_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S).services:
         last_end = f", last end: {service.last_end}" if service.last_end else ""
         print(f"{service.role} process {service.pid}, {service.num_restarts} restarts{last_end}")
@@ -92,7 +92,7 @@ def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
 
 
 def _absolute(override: str) -> str:
-    """Paths are meant from where the command is given, not from where the launcher was started."""
+    """Resolves paths from the directory of the command, not from that of the launcher."""
     key, equals, value = override.partition("=")
     if key.strip() not in PATHS or not equals:
         return override

@@ -1,7 +1,7 @@
-"""`DenseAddress`: the one address where gateways find whichever dense worker is the present one.
+"""`DenseAddress`: the one address at which gateways find the present dense worker.
 
-Every dense worker listens at a socket of its own; the address in the config is a symbolic link to the present one's,
-so that a switch is one atomic rename. A TCP port cannot be passed on like this: a worker there cannot be replaced.
+Every dense worker listens at its own socket. The address in the config is a symbolic link to the present worker's
+socket, so a switch is one atomic rename. A TCP port cannot be switched like this, so a worker there cannot be replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNIX = "unix:"
 
 
 class DenseAddress:
-    """Owns the link. Raises `ConfigError` if `address` is taken, see `check_socket_free`."""
+    """Owns the link. Raises `ConfigError` if `address` is in use, see `check_socket_free`."""
 
     def __init__(self, address: str, run_dir: Path) -> None:
         self._link = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
@@ -29,17 +29,17 @@ class DenseAddress:
 
     @property
     def can_switch(self) -> bool:
-        """Whether there can be a second worker."""
+        """Whether the address can be switched to a second worker."""
         return self._link is not None
 
     def new_address(self) -> str:
-        """Where one more dense worker can listen."""
+        """A new address for one more dense worker."""
         if self._link is None:
             return self._address
         return f"{UNIX}{self._run_dir}/dense-{next(self._numbers)}.sock"
 
     def point_to(self, address: str) -> None:
-        """From now on gateways that connect find the worker at this one of the `new_address`es."""
+        """Makes gateways that connect from now on find the worker at this address, made by `new_address`."""
         if self._link is None:
             return
         self._target = address.removeprefix(UNIX)
@@ -49,6 +49,6 @@ class DenseAddress:
         beside.replace(self._link)
 
     def remove(self) -> None:
-        """Takes the link away, if it is still this one."""
+        """Removes the link, if it is still this one."""
         if self._link is not None and self._link.is_symlink() and os.readlink(self._link) == self._target:
             self._link.unlink()

@@ -1,12 +1,12 @@
-"""`HealthWatch`: finds the service that makes no progress, and ends it, so that it is started again.
+"""`HealthWatch`: finds a service that makes no progress and kills it, so that it is restarted.
 
-    it does not answer its health check               → it, and nobody else: the others may just wait for it
-    it is stalled in its own computation              → it
-    it is stalled waiting for the other worker,       → the dense worker, which costs no KV cache;
-    which says the same, or has nothing to say          if that does not help, both
+    it does not answer its health check               → kill only it: the others may just wait for it
+    it is stalled in its own computation              → kill it
+    it is stalled waiting for the other worker,       → kill the dense worker, which costs no KV cache;
+    which is stalled too, or reports nothing            if that does not help, kill both
 
-A process that has not served yet may be silent while it loads or builds: several times as long as the slowest start of
-its role has taken, and at first for as long as a start may take at all.
+A process that has not served yet may be silent while it loads or builds: for several times the slowest start of its
+role so far, and for the first start as long as `launch.start_timeout_s`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 1 << 20
 CHECKS_PER_BOUND = 5
-START_FACTOR = 4.0  # by which a start may be slower than those before
-MIN_MISSED = 3  # checks: that the launcher itself was stopped for a while is no fault of its children
+START_FACTOR = 4.0  # a start may be this much slower than the slowest one before
+MIN_MISSED = 3  # missed checks before a kill, since the launcher itself may have been stopped
 DENSE_ROLE, ATTENTION_ROLE = "dense_worker", "attn_worker"
 
 
 @dataclass(slots=True)
 class HealthRecord:
-    """What is known of one process."""
+    """The record of one process."""
 
     first_seen_at: float = field(default_factory=time.monotonic)
-    answered_at: float = field(default_factory=time.monotonic)  # last answer, or when it was first seen
-    num_missed: int = 0  # checks since then
+    answered_at: float = field(default_factory=time.monotonic)  # time of the last answer, or of the first check
+    num_missed: int = 0  # missed checks since then
     has_served: bool = False
-    stall: stall_pb2.Stall | None = None  # that it admits
+    stall: stall_pb2.Stall | None = None  # the stall that it reports
 
 
 class HealthWatch:
@@ -55,7 +55,7 @@ class HealthWatch:
         self._stall_timeout_s = section.stall_timeout_s
         self._start_timeout_s = start_timeout_s
         self._records: dict[int, HealthRecord] = {}  # by process id
-        self._start_s: dict[str, float] = {}  # until it served, of the slowest start, by role
+        self._start_s: dict[str, float] = {}  # seconds of the slowest start until it served, by role
         self._dense_ended_at = float("-inf")
 
     async def run(self) -> None:
@@ -71,11 +71,11 @@ class HealthWatch:
                 child.kill(reason)
 
     def note_start(self, role: str, start_s: float) -> None:
-        """A process of that role serves, `start_s` seconds after it was first seen."""
+        """Notes that a process of a role serves, `start_s` seconds after its first check."""
         self._start_s[role] = max(start_s, self._start_s.get(role, 0.0))
 
     def find_culprits(self, records: Sequence[tuple[Child, HealthRecord]], now: float) -> list[tuple[Child, str]]:
-        """Who is to be ended, and why; `now` is on the monotonic clock."""
+        """The services to kill, with the reasons; `now` is on the monotonic clock."""
         silent = []
         for child, record in records:
             bound_s, silent_s = self._stall_timeout_s, now - record.answered_at
@@ -93,7 +93,7 @@ class HealthWatch:
             return computing
         roles = {child.role for child, _ in stalls}
         lone_wait_s = max((stall.stalled_s for _, stall in stalls), default=0.0)
-        # A lone one waits for an answer that is lost, or only a little longer than the other one.
+        # If only one is stalled, it waits for a lost answer, or noticed the stall a little earlier than the other.
         if computing or {DENSE_ROLE, ATTENTION_ROLE} <= roles or lone_wait_s > 2 * self._stall_timeout_s:
             return self._blame_dense(records, stalls, now)
         return []
@@ -101,7 +101,7 @@ class HealthWatch:
     def _blame_dense(
         self, records: Sequence[tuple[Child, HealthRecord]], stalls: Sequence[tuple[Child, stall_pb2.Stall]], now: float
     ) -> list[tuple[Child, str]]:
-        """Where a step runs on GPUs alone, the dense worker cannot tell computing from waiting: blamed as well."""
+        """Chooses the dense worker. On GPUs it cannot tell computing from waiting, so it is chosen there too."""
         is_again = now - self._dense_ended_at < 4 * self._stall_timeout_s
         self._dense_ended_at = now
         roles = (DENSE_ROLE, ATTENTION_ROLE) if is_again else (DENSE_ROLE,)
@@ -109,11 +109,11 @@ class HealthWatch:
         return [(child, reason) for child, _ in records if child.role in roles]
 
     async def _check(self, child: Child, record: HealthRecord) -> None:
-        """Asks one service for its health, and for its stall if it does not serve."""
+        """Checks the health of one service, and reads its stall if it does not serve."""
         timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
         try:
             tls = child.tls
-        except ConfigError as error:  # somebody exchanges the files just now: no fault of a service that runs
+        except ConfigError as error:  # the TLS files are being replaced, which is no fault of the running service
             log.error("cannot ask a service for its health", role=child.role, reason=str(error))
             return
         async with open_channel(child.address, MAX_MESSAGE_BYTES, tls) as channel:
@@ -131,7 +131,7 @@ class HealthWatch:
                 return
             try:
                 record.stall = await _read_stall(child.role, channel, timeout_s)
-            except grpc.aio.AioRpcError as error:  # it has nothing to say yet
+            except grpc.aio.AioRpcError as error:  # it cannot report yet
                 log.debug("no status", role=child.role, reason=error.details())
 
 
@@ -143,5 +143,5 @@ async def _read_stall(role: str, channel: grpc.aio.Channel, timeout_s: float) ->
         attention = attn_pb2_grpc.AttentionWorkerStub(channel)
         status = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
     else:
-        return None  # a gateway's stall is the dense worker's
+        return None  # a gateway's stall is caused by the dense worker
     return status.stall if status.HasField("stall") else None

@@ -1,4 +1,4 @@
-"""`LaunchMetrics`: what the launcher tells Prometheus of its children; see `deploy/prometheus/metrics.md`."""
+"""`LaunchMetrics`: the Prometheus metrics of the launcher's services; see `deploy/prometheus/metrics.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 
 class ChildCounts(Protocol):
-    """See `Child`."""
+    """The state of a `Child` that metrics read."""
 
     role: str
     num_restarts: int
@@ -26,7 +26,7 @@ class LaunchMetrics:
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Yields the metrics; called by the registry."""
         restarts = CounterMetricFamily(
             "twostroke_launch_restarts", "Times a service was started again, in all.", labels=["role"]
         )

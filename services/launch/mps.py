@@ -1,8 +1,8 @@
 """`MpsDaemon`: NVIDIA's Multi-Process Service for the two workers of one GPU.
 
-Without it two processes share a GPU by time slices, and a handoff takes hundreds of microseconds. The daemon
-gets a directory of its own and ends with who started it, the launcher or, in a container of its own,
-`python -m services.launch.mps --directory DIR`; no setting of the card is touched.
+Without it two processes share a GPU by time slices, and a handoff takes hundreds of microseconds. The daemon has its
+own directory and ends with the process that started it: the launcher or, in a container of its own,
+`python -m services.launch.mps --directory DIR`. No setting of the card is changed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class MpsDaemon:
             "CUDA_MPS_PIPE_DIRECTORY": str(self._pipe),
             "CUDA_MPS_LOG_DIRECTORY": str(self._log),
         }
-        # Both would count: a client's indices would be looked up among the devices that the daemon was left with.
+        # Both settings would apply: a client's indices would count only the devices that are visible to the daemon.
         self._own_environment = {k: v for k, v in self.environment.items() if k != "CUDA_VISIBLE_DEVICES"}
 
     def start(self) -> None:
-        """Raises `PeerError` when the daemon cannot be started or does not answer; then none is left behind."""
+        """Starts the daemon. Raises `PeerError` if it cannot be started or does not answer; then none remains."""
         self._pipe.mkdir(parents=True, exist_ok=True)
         self._log.mkdir(exist_ok=True)
         try:
@@ -66,12 +66,12 @@ class MpsDaemon:
             raise
 
     def client_pids(self) -> set[int]:
-        """Process ids of all that use the GPU through this daemon. Raises `PeerError` when it does not answer."""
+        """Process ids of all clients of this daemon. Raises `PeerError` if it does not answer."""
         servers = self._ask("get_server_list").split()
         return {int(pid) for server in servers for pid in self._ask(f"get_client_list {server}").split()}
 
     def stop(self) -> None:
-        """Ends the daemon and its server; its clients have ended before. Raises `PeerError` if it does not answer."""
+        """Ends the daemon and its server, after its clients. Raises `PeerError` if it does not answer."""
         self._ask("quit")
 
     def _ask(self, command: str) -> str:
@@ -98,7 +98,7 @@ class MpsDaemon:
 
 
 def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
-    """Starts MPS where both workers share a GPU; raises `PeerError` when it is asked for and cannot be had."""
+    """Starts MPS if both workers share a GPU. Raises `PeerError` if it is configured but not available."""
     mode, shares_gpu = config.launch.mps, share_gpu(config.dense.device, config.attention.device)
     if mode != "off" and shares_gpu and has_mps():
         daemon = MpsDaemon(run_dir / "mps")
@@ -118,7 +118,7 @@ def start_mps(config: Config, run_dir: Path) -> MpsDaemon | None:
 
 
 def stop_mps(daemon: MpsDaemon) -> None:
-    """A daemon that does not answer is told of in the log: why the launcher ends is something else."""
+    """Stops the daemon. If it does not answer, that is only logged, so that it does not hide another error."""
     try:
         daemon.stop()
     except PeerError as error:
@@ -126,13 +126,13 @@ def stop_mps(daemon: MpsDaemon) -> None:
 
 
 def share_gpu(*devices: str) -> bool:
-    """Whether these are names of one GPU, if the machine has one: `auto` and `cuda` are the first."""
+    """Whether both names mean the same GPU, if the machine has one; `auto` and `cuda` mean the first."""
     first = {"auto": "cuda:0", "cuda": "cuda:0"}
     return "cpu" not in devices and len({first.get(device, device) for device in devices}) == 1
 
 
 async def serve(daemon: MpsDaemon) -> None:
-    """Runs the daemon until cancelled, and logs who its clients are. Raises `PeerError` when it stops answering."""
+    """Runs the daemon until cancelled, and logs its clients. Raises `PeerError` when it stops answering."""
     await asyncio.to_thread(daemon.start)
     known: set[int] = set()
     try:
@@ -149,8 +149,8 @@ async def serve(daemon: MpsDaemon) -> None:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="services.launch.mps", description="Runs the MPS daemon until SIGTERM.")
-    parser.add_argument("--directory", type=Path, required=True, help="for its pipes and logs, alike for all clients")
-    parser.add_argument("--check", action="store_true", help="only ask a running one for an answer: status 0 or 1")
+    parser.add_argument("--directory", type=Path, required=True, help="for pipes and logs; the same for all clients")
+    parser.add_argument("--check", action="store_true", help="only check whether one answers: status 0 or 1")
     arguments = parser.parse_args(argv)
     daemon = MpsDaemon(arguments.directory)
     if not arguments.check:

@@ -1,4 +1,4 @@
-"""The launcher's own API key, where clients need one: made anew at each start, known to its gateways alone."""
+"""The launcher's own API key, if clients need one: new at each start, and known only to its gateways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OWN_KEY_NAME = "twostroke-launcher"
 
 
 def make_own_key(config: Config) -> str | None:
-    """One more key for the gateways that this process will start, or None if they ask for none."""
+    """Adds a key for the gateways that this process will start and returns it; None if they require none."""
     if config.gateway.api_keys_file is None and not api_keys_of_environment():
         return None
     api_key = secrets.token_urlsafe(32)

@@ -1,4 +1,4 @@
-"""One token out of a dense worker: proof that weights, engine, channel and attention worker go together."""
+"""Computes one token on a dense worker, to check that weights, engine, channel and attention worker work together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from services.common.errors import CapacityError, PeerError
 from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2
 
 MOST_URGENT = -(2**31)
-TOKEN_ID = 0  # there is one in every vocabulary
+TOKEN_ID = 0  # every vocabulary has it
 
 
 async def compute_one_token(dense: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> bool:
-    """Runs a sequence of its own before the gateways'; whether its turn came in time, for a worker may be full.
+    """Runs a sequence with priority over those of gateways. Returns whether it ran in time: a worker may be full.
 
     Raises `PeerError` if the worker breaks.
     """

@@ -1,10 +1,9 @@
-"""`DenseReplacer`: puts another dense worker in the present one's place, without a stream noticing more than a pause.
+"""`DenseReplacer`: replaces the dense worker by a new one; streams only see a pause.
 
     start the new one in standby → compare weights → the old one leaves at a step boundary, its sequences stay with
     the attention worker → the new one takes over, and computes a token → the old one stops
 
-Whatever fails before the last arrow is undone: the new worker stops and the old one, which has kept its weights,
-goes on.
+A failure before the last arrow is undone: the new worker stops, and the old one, which has kept its weights, continues.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from services.rpc.client import open_channel
 log = structlog.get_logger()
 
 ROLE = "dense_worker"
-SECTIONS = ("dense", "model")  # in which the new worker may differ
+SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
 POLL_S = 0.02
-LAST_WORDS_S = 3.0  # for a worker that breaks to end, so that its own error can be told
+LAST_WORDS_S = 3.0  # for a failing worker to end, so that its own error can be reported
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A dense worker that serves in place of another one."""
+    """The result of a replacement."""
 
     pid: int
     pause_ms: float  # from asking the old one to leave until the new one was attached
@@ -63,11 +62,11 @@ class DenseReplacer:
         self._dense_address = dense_address
         self._attention_address = attention_address
         self._make_child = make_child
-        self._task: asyncio.Task[Any] | None = None  # of the replacement under way
+        self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
 
     async def replace(self, overrides: Sequence[str], *, drops_caches: bool) -> Replaced:
-        """Raises `RolledBack`, and for what cannot even be tried `InvalidRequest` or `ConfigError`."""
+        """Replaces the worker. Raises `RolledBack`; before any attempt `InvalidRequest` or `ConfigError`."""
         if self._task is not None:
             raise RolledBack("another replacement is under way")
         [old] = self._children.of_role(ROLE)
@@ -81,7 +80,7 @@ class DenseReplacer:
             self._task = None
 
     async def close(self) -> None:
-        """Undoes a replacement that is under way."""
+        """Undoes a running replacement."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -125,7 +124,7 @@ class DenseReplacer:
         new.may_restart, new.num_restarts = True, old.num_restarts
         self._children.exchange(old, new, watcher)
         old.stop()
-        await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nobody else would end it by force
+        await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nothing else would kill it
         assert new.pid is not None
         log.info("dense worker replaced", pid=new.pid, backend=backend, pause_ms=round(pause_ms, 1))
         return Replaced(new.pid, pause_ms, backend, present.weights_hash != loaded.weights_hash)
@@ -138,13 +137,13 @@ class DenseReplacer:
         new_stub: dense_pb2_grpc.DenseWorkerStub,
         watcher: asyncio.Task[None],
     ) -> tuple[float, str]:
-        """The pause in milliseconds and the new worker's backend. What fails is undone."""
-        old.retire()  # started again now, it would throw the new one out
-        # Before the streams end, so that they come back to the new one.
+        """Switches the workers; returns the pause in milliseconds and the new backend. A failure is undone."""
+        old.retire()  # if it restarted now, it would replace the new one
+        # Done before the streams end, so that gateways reconnect to the new worker.
         self._dense_address.point_to(new.config.dense.address)
         begin = time.monotonic()
         try:
-            timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step's, and an answer's
+            timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step and an answer
             await old_stub.Leave(dense_pb2.LeaveRequest(), timeout=timeout_s)
             take_over = new_stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
             await _or_end(take_over, new, watcher)
@@ -152,18 +151,18 @@ class DenseReplacer:
             info = await _or_end(self._check_service(new, new_stub), new, watcher)
         except BaseException:
             self._dense_address.point_to(old.config.dense.address)
-            await _end(new, watcher)  # before the old one attaches: both at once would throw each other out
+            await _end(new, watcher)  # before the old one attaches, since they would replace each other
             await self._bring_back(old, old_stub)
             raise
         return pause_ms, info.backend
 
     async def _check_service(self, new: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseInfo:
-        """Raises what shows that the new worker, which is attached, cannot serve."""
+        """Raises `PeerError` if the attached new worker cannot serve."""
         timeout_s = new.config.peers.rpc_timeout_s
         async with open_channel(self._attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
             before = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
-            if not await compute_one_token(stub, timeout_s):  # the gateways' sequences may fill all steps
+            if not await compute_one_token(stub, timeout_s):  # sequences of gateways may fill all steps
                 after = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
                 if after.num_steps == before.num_steps:
                     raise PeerError(f"the new dense worker has completed no step within {timeout_s:g} s")
@@ -179,13 +178,13 @@ class DenseReplacer:
             await stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             log.error("the old dense worker does not come back", reason=_describe(error), pid=old.pid)
-            old.kill("it does not take over again")  # started again, it attaches by itself
+            old.kill("it does not take over again")  # after a restart it attaches by itself
 
 
 async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseStatus:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(grpc.aio.AioRpcError):  # it listens as soon as it can
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it may not be listening yet
             status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=1.0)
             if status.state != dense_pb2.DenseStatus.LOADING:
                 return status
@@ -212,7 +211,7 @@ def _check_weights(present: str, loaded: str, *, drops_caches: bool) -> None:
 async def _or_end(
     work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child, watcher: asyncio.Task[None]
 ) -> Any:
-    """What `work` returns, unless the new worker ends before: then its own last error is raised."""
+    """The result of `work`. If the new worker ends first, raises the worker's last error."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)

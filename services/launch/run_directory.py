@@ -1,4 +1,4 @@
-"""The launcher's directory for sockets and files, and the removal of those that killed launchers left."""
+"""The launcher's directory for sockets and files, and the removal of directories that killed launchers left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix=NAME_PREFIX))
     with (path / "new-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(lock.name).rename(path / LOCK_NAME)  # not before: to others an unlocked one means a dead launcher
+        Path(lock.name).rename(path / LOCK_NAME)  # only now: an unlocked directory means a dead launcher to others
         try:
             yield path
         finally:
@@ -29,7 +29,7 @@ def run_directory() -> Iterator[Path]:
 
 
 def live_directories() -> list[Path]:
-    """Those of this user's launchers that run now."""
+    """The directories of this user's running launchers."""
     live = []
     for path in Path(tempfile.gettempdir()).glob(f"{NAME_PREFIX}*/{LOCK_NAME}"):
         try:
@@ -52,7 +52,7 @@ def remove_stale_directories() -> list[str]:
             continue  # another user's, or just removed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)  # another launcher, or a service that ends, may be at it too
+            shutil.rmtree(path.parent, ignore_errors=True)  # another launcher, or an ending service, may remove it too
             removed.append(path.parent.name)
         except BlockingIOError:
             pass  # its launcher lives

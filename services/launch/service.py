@@ -1,7 +1,7 @@
 """`Launcher`: all services on one machine, started, watched and stopped together.
 
-The workers talk over Unix sockets in a temporary directory unless the config gives them addresses.
-Logs go to standard error; standard output carries generated text alone.
+The workers use Unix sockets in a temporary directory unless the config gives them addresses. Logs go to standard error;
+standard output has only generated text.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ log = structlog.get_logger()
 
 
 class Launcher:
-    """A `Service`. Once `drain` is set, the gateways finish what runs, and `run` returns."""
+    """A `Service`. After `drain` is set, the gateways finish their requests, and `run` returns."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, drain: asyncio.Event) -> None:
-        """`arguments`: what the user wants answered, see `services.launch.arguments`."""
+        """`arguments`: the command line, see `services.launch.arguments`."""
         self._config = config
         self._arguments = arguments
         self._drain = drain
         self._opened = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Starts every service, and answers `ctl` from now on. Raises `ConfigError` or `PeerError`."""
+        """Starts all services and begins to answer `ctl`. Raises `ConfigError` or `PeerError`."""
         run_dir = self._opened.enter_context(run_directory())
         config = self._config = place_sockets(self._config, run_dir, is_private=self._arguments.prompt is not None)
         check_addresses(config)
@@ -59,7 +59,7 @@ class Launcher:
         self._mps = start_mps(config, run_dir)
         if self._mps is not None:
             self._opened.callback(stop_mps, self._mps)
-        self._opened.callback(remove_stale_regions)  # of killed children; others have removed theirs
+        self._opened.callback(remove_stale_regions)  # regions of killed children; others have removed theirs
         self._opened.callback(dense_address.remove)
         self._children = Children()
         self._opened.push_async_callback(self._children.stop, config.launch.stop_grace_s)
@@ -73,13 +73,13 @@ class Launcher:
         await self._start_control(run_dir, replacer)
 
     async def run(self) -> None:
-        """Until the prompt is answered, if there is one, or all has drained. Raises what ends a service for good."""
+        """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
         config = self._config
         health = HealthWatch(self._children, config.watchdog, config.launch.start_timeout_s)
         await run_until_first(self._use(), self._drained(), self._children.wait_failure(), health.run())
 
     async def stop(self) -> None:
-        """Ends first what uses the services, then them, within `launch.stop_grace_s`, whoever asks for more haste."""
+        """Ends first the users of the services, then the services, within `launch.stop_grace_s`. Not cancellable."""
         await uninterrupted(self._opened.aclose())
 
     async def _start_control(self, run_dir: Path, replacer: DenseReplacer) -> None:
@@ -93,7 +93,7 @@ class Launcher:
         self._opened.enter_context(serving_metrics(self._config.launch.metrics_address, registry))
 
     async def _use(self) -> None:
-        """What the user sees: one answer and out, or a served address."""
+        """Prints the answer to a prompt and returns, or prints the addresses and serves."""
         config, arguments = self._config, self._arguments
         gateways = self._children.of_role("gateway")
         timeout_s = config.launch.start_timeout_s
@@ -119,7 +119,7 @@ class Launcher:
             log.info("both workers are MPS clients")
 
     async def _drained(self) -> None:
-        """Once `drain` is set: lets every gateway end its requests, for which it needs the workers."""
+        """Waits for `drain`, then lets every gateway finish its requests while the workers still run."""
         await self._drain.wait()
         gateways = self._children.of_role("gateway")
         for gateway in gateways:
@@ -129,7 +129,7 @@ class Launcher:
 
 
 async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs all until the first of them returns or fails, and then cancels the others. Raises its error."""
+    """Runs all until the first one returns or fails, then cancels the others. Raises its error."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

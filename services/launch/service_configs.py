@@ -1,7 +1,7 @@
-"""What each of the launcher's services is started with: the common config, and what is its own.
+"""The config of each of the launcher's services: the common config with a few own values.
 
-Several gateways serve at the same ports, among which the kernel deals out connections (SO_REUSEPORT). What each has
-for itself is a Unix socket, where the launcher and its siblings reach it and no other one, and a port for its metrics.
+Several gateways serve at the same ports; the kernel distributes connections among them (SO_REUSEPORT). Each has its own
+Unix socket, at which the launcher and its siblings reach it, and its own port for metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.common.config import MAX_PORT, Config
 from services.common.errors import ConfigError
 from services.launch.dense_address import DenseAddress
 
-METRICS_PORT_STEP = 10  # 9100, 9110, ...: the ports between belong to the other services by custom
+METRICS_PORT_STEP = 10  # 9100, 9110, ...: other services usually have the ports between
 
 
 class ServiceStart(NamedTuple):
@@ -39,7 +39,7 @@ def service_configs(config: Config, run_dir: Path, dense_address: DenseAddress) 
 
 
 def with_dense_address(config: Config, address: str) -> Config:
-    """A dense worker's own config; the others' say where they find whichever is the present one."""
+    """The config of a dense worker with its own address; other services have the address of the present worker."""
     return config.model_copy(update={"dense": config.dense.model_copy(update={"address": address})})
 
 

@@ -1,4 +1,4 @@
-"""gRPC front of the launcher, for `ctl`, at a socket in the launcher's own directory. Runs on the event loop."""
+"""The gRPC servicer of the launcher, for `ctl`, at a socket in the launcher's directory. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SERVICE_NAME = launch_pb2.DESCRIPTOR.services_by_name["Launcher"].full_name
 
 
 def make_control(run_dir: Path, children: Children, replacer: DenseReplacer) -> GrpcServer:
-    """The server, not started yet."""
+    """Creates the server, without starting it."""
     server = GrpcServer(control_address(run_dir), [SERVICE_NAME], MAX_MESSAGE_BYTES)
     launch_pb2_grpc.add_LauncherServicer_to_server(LauncherServicer(children, replacer), server.server)
     return server
 
 
 class LauncherServicer(launch_pb2_grpc.LauncherServicer):
-    """Errors leave as `TwostrokeError` and become statuses in `services.rpc.server`."""
+    """Answers `ctl`. Raises errors as `TwostrokeError`, which become statuses in `services.rpc.server`."""
 
     def __init__(self, children: Children, replacer: DenseReplacer) -> None:
         self._children = children
@@ -33,7 +33,7 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
     async def ReplaceDense(
         self, request: launch_pb2.ReplaceDenseRequest, context: grpc.aio.ServicerContext
     ) -> launch_pb2.ReplaceDenseReply:
-        """Who cancels the call undoes the replacement."""
+        """Replaces the dense worker. Cancelling the call undoes the replacement."""
         replaced = await self._replacer.replace(list(request.overrides), drops_caches=request.drop_caches)
         return launch_pb2.ReplaceDenseReply(
             pid=replaced.pid,

@@ -1,4 +1,4 @@
-"""What the user of the launcher gets once all serves: the answer to a prompt, or where and how to ask."""
+"""Output for the launcher's user when all services serve: the answer to a prompt, or the addresses and commands."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ async def answer_prompt(address: str, prompt: str, max_tokens: int, api_key: str
 
 
 def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None) -> list[str]:
-    """Of the chat client, each in one argument with its value: a prompt, and one key in 64, begins with a dash."""
+    """Flags of the chat client, each in one argument with its value: prompts, and one key in 64, begin with a dash."""
     flags = [f"--address={address}", f"--prompt={prompt}", f"--max-tokens={max_tokens}"]
     return flags if api_key is None else [*flags, f"--api-key={api_key}"]
 
 
 def tell_addresses(config: Config) -> None:
-    """Tells the user where the gateway serves, and how to talk to it."""
+    """Prints the gateway's addresses and commands to call it."""
     address, http_address = config.gateway.address, config.gateway.http_address
-    # With TLS the chat client would need certificates at the public address.
+    # With TLS the chat client would need certificates for the public address.
     chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
     scheme = "http" if config.gateway.tls_certificate is None else "https"
     page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"

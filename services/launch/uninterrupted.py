@@ -1,4 +1,4 @@
-"""Work that must be done whoever asked for it has gone."""
+"""Runs work that must be completed even if the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`, which must have a bound of its own, to its end, however often we are cancelled meanwhile."""
+    """Runs `work` to its end, even if the caller is cancelled meanwhile. `work` must have its own time limit."""
     task = asyncio.ensure_future(work)
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):

@@ -228,20 +228,20 @@ def _status_of(error: Exception) -> grpc.Status:
 
 
 class Service(Protocol):
-    """What a process runs: put together in `start`, taken apart in `stop`."""
+    """A service that a process runs: `start` opens its parts, `stop` closes them."""
 
     async def start(self) -> None:
-        """Opens everything, in the order in which each part needs the others."""
+        """Opens all parts in the order of their dependencies."""
 
     async def run(self) -> None:
-        """Serves until cancelled, or until something fails: then it raises that."""
+        """Serves until cancelled. Raises the error of a part that fails."""
 
     async def stop(self) -> None:
-        """Closes what `start` has opened, in reverse; also after a start that failed half way."""
+        """Closes everything that `start` opened, in reverse order, also after a start that failed."""
 
 
 async def serve(service: Service) -> None:
-    """A service's whole life. Raises what ended it."""
+    """Starts, runs and stops a service. Raises the error that ended it."""
     try:
         await service.start()
         await service.run()
