@@ -56,7 +56,7 @@ def build_engine(
 
 
 def make_cache_spec(section: AttentionSection, model: ResolvedModel) -> KVCacheSpec:
-    """As many blocks as configured, or as fit: in `kv_cache_bytes` on a CPU, in what is free on a GPU."""
+    """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU."""
     device = model.device
     one_block = KVCacheSpec.of_model(model.config, model.dtype, num_blocks=1, block_size=section.block_size)
     if device.type == "cpu":

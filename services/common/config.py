@@ -231,7 +231,7 @@ class LaunchSection(Section):
 
 
 class LogSection(Section):
-    """What the services write to standard error."""
+    """The logs that services write to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"  # least severe level that is written
     format: Literal["logfmt", "json"] = "logfmt"  # format of the log lines

@@ -1,4 +1,4 @@
-"""What leaves of an answer, before any wire format: chunks while it grows, the whole completion, how it finished."""
+"""The parts of an answer, before any wire format: its chunks, the whole completion, and its finish."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.link.journal_entry import FinishReason
 
-MAX_INLINE_VALUES = 1000  # tokens and log-probabilities that the event loop encodes itself
+MAX_INLINE_VALUES = 1000  # up to this many tokens and log-probabilities the event loop encodes itself
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Durations of one answer, in seconds; those before the first token are None if there was none."""
 
-    queue_s: float | None  # until it first took part in a step
+    queue_s: float | None  # until its first step
     first_token_s: float | None
     per_token_s: float | None  # mean time from one token to the next; None for fewer than two
     total_s: float
@@ -37,23 +37,23 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a request that asked to see it again."""
+    """The prompt, for a request with `echo` or `prompt_logprobs`."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if asked for and computed
+    logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if requested and computed
 
 
-@dataclass(slots=True)  # not frozen: that takes three times as long to make, and there is one for every token
+@dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make, and there is one per token
 class Chunk:
-    """What is new since the last chunk of the same answer."""
+    """The new part of an answer since its last chunk."""
 
-    index: int  # of the answer
+    index: int  # number of the answer
     text: str  # whole characters; may lag behind `token_ids`
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if asked for
-    num_output_tokens: int  # of the answer so far, these included
-    finish: Finish | None  # on the last chunk, which has the last tokens, too, unless more became known only later
-    prompt: Prompt | None  # on the first chunk of answer 0, if asked for
+    logprobs: list[TokenLogprobs] | None  # aligned with `token_ids`, if requested
+    num_output_tokens: int  # all tokens of the answer so far
+    finish: Finish | None  # on the last chunk
+    prompt: Prompt | None  # on the first chunk of answer 0, if requested
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Completion:
 
 
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
-    """Whether these take more than a millisecond to encode: then a thread does it, and the event loop goes on."""
+    """Whether encoding these takes more than a millisecond; then a thread should do it, not the event loop."""
     num_values = sum(len(each.token_ids) for each in pieces)
     for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
         if logprobs:

@@ -68,7 +68,7 @@ class GenerationRequest:
 
     @property
     def num_computed_logprobs(self) -> int | None:
-        """As asked for; to choose the best of several answers takes the tokens' own."""
+        """The requested number; choosing the best of several answers needs at least the tokens' own values."""
         return 0 if self.num_logprobs is None and self.best_of > self.n else self.num_logprobs
 
     @property

@@ -18,7 +18,7 @@ METRICS_PORT_STEP = 10  # 9100, 9110, ...: other services usually have the ports
 
 
 class ServiceStart(NamedTuple):
-    """What a `Child` is made of."""
+    """The parameters of a `Child`."""
 
     name: str  # of its files
     role: str

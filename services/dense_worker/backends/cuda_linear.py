@@ -19,10 +19,10 @@ from services.dense_worker.model.plain_weight import PlainWeight
 
 
 class StreamingKernels(Protocol):
-    """Products of up to `linear_choice.ROW_BUCKETS[-1]` rows, bound by the reading of weights of one format."""
+    """Kernels for one format and up to `linear_choice.ROW_BUCKETS[-1]` rows; their time is that of reading weights."""
 
     def can_multiply(self, linear: Linear) -> bool:
-        """Whether this layer's dtype and shape, and the GPU, are such as the kernels can do."""
+        """Whether the kernels support this layer's dtype and shape, and the GPU."""
 
     def multiply(
         self,
@@ -33,18 +33,18 @@ class StreamingKernels(Protocol):
         is_gated: bool,
         residual: torch.Tensor | None,
     ) -> None:
-        """As `CudaLinear.multiply`; a norm comes with one row only."""
+        """Like `CudaLinear.multiply`; a norm is possible only for one row."""
 
 
 class CudaLinear:
-    """For one stream, in which the kernels share their workspaces."""
+    """Multiplies linear layers on one stream, on which the kernels share their workspaces."""
 
     def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
         self.choice = LinearChoice()
         self._streaming: dict[type, StreamingKernels] = {PlainWeight: StreamedPlain(launcher, device)}
 
     def can_stream(self, linear: Linear) -> bool:
-        """Whether there are streaming kernels for this layer; only then may they be chosen."""
+        """Whether there are streaming kernels for this layer; otherwise they must not be chosen."""
         kernels = self._streaming.get(type(linear.weight))
         return kernels is not None and kernels.can_multiply(linear)
 
@@ -59,7 +59,7 @@ class CudaLinear:
         is_gated: bool = False,  # SiLU of the first half times the second; only streamed
         residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only streamed
     ) -> None:
-        """out = W x + b and what is fused. `kernel` is what `choice` has for this layer and number of rows."""
+        """out = W x + b, with the fused operations. `kernel` is the choice for this layer and number of rows."""
         if kernel is LinearKernel.STREAMED:
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
         else:

@@ -1,4 +1,4 @@
-"""Which DenseBackend the worker uses: resolved once, at start, from the config and what the machine has."""
+"""Chooses the DenseBackend once, at start, by the config and the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SelectedBackend:
-    """What runs the dense stroke, and what it is called."""
+    """A dense backend with its name."""
 
     name: str
     backend: DenseBackend
@@ -42,12 +42,12 @@ class SelectedBackend:
 def select_backend(
     section: DenseSection, model: ResolvedModel, weights: ModelWeights, path: Path, limits: Limits
 ) -> SelectedBackend:
-    """Resolves `dense.backend`; loads the TensorRT plans it needs, and builds those that are missing.
+    """Resolves `dense.backend`; loads the TensorRT plans that it needs and builds missing ones.
 
-    `auto` is torch where there is no GPU, or no TensorRT for it and the model's dtype, and the log says so;
-    otherwise the faster of the two, for each segment and size. `path` is the model's directory, `limits` are
-    the scheduler's. Raises ConfigError where TensorRT is asked for and cannot be had, naming what is missing;
-    for profiles that end below the limits; for plans that are missing while `dense.build` is "never".
+    `auto` is torch if there is no GPU, or no TensorRT for the GPU and the model's dtype, and the log says so; otherwise
+    the faster of the two, for each segment and size. `path` is the model's directory, `limits` are the scheduler's.
+    Raises ConfigError, naming what is missing, if TensorRT is configured but not usable; if the profiles end below the
+    limits; and if plans are missing while `dense.build` is "never".
     """
     if section.backend != "torch":
         gpu = current_gpu(model.device)
@@ -66,7 +66,7 @@ def select_backend(
 
 
 def torch_backend(weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> DenseBackend:
-    """The fastest way without TensorRT on the device where `weights` lie."""
+    """The fastest backend without TensorRT on the device of `weights`."""
     if weights.device.type == "cpu":
         return TorchBackend(weights)
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
@@ -97,7 +97,7 @@ def _tensorrt_backend(
     api: TensorRT,
     gpu: Gpu,
 ) -> TensorRTBackend:
-    # Here, because a worker that runs torch does without the packages of requirements-export.txt.
+    # Imported here, because a worker with torch does not need the packages of requirements-export.txt.
     from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
     from services.dense_worker.tensorrt.onnx_segments import export_networks
 

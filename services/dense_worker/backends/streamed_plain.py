@@ -22,7 +22,7 @@ class StreamedPlain:
         self._splits = SplitWorkspace(device, launcher.num_sms)
 
     def can_multiply(self, linear: Linear) -> bool:
-        """For 16 bits, on a GPU with as much shared memory as Hopper has, and rows that fit into registers."""
+        """True for 16-bit weights whose rows fit into registers, on a GPU with Hopper's shared memory."""
         has_room = self._launcher.shared_memory_bytes >= _SHARED_BYTES
         return has_room and linear.weight.kind in _DTYPES and linear.in_features <= MAX_IN_FEATURES
 
@@ -35,7 +35,7 @@ class StreamedPlain:
         is_gated: bool,
         residual: torch.Tensor | None,
     ) -> None:
-        """One kernel for one row, another for more."""
+        """Runs the GEMV kernel for one row, the skinny kernel for more."""
         matrix, bias = linear.weight.matrix.data, linear.bias_data
         if len(x) == 1:
             norm_weight, eps = (None, 0.0) if norm is None else (norm.weight.data, norm.eps)

@@ -36,17 +36,17 @@ class TensorRTBackend:
             self._torch.begin_step(plan, num_tokens)
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """By the faster one for this number of tokens."""
+        """Runs the faster backend for this number of tokens."""
         return self._faster("first", len(token_ids)).first(token_ids, qkv_out)
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
     ) -> torch.Tensor:
-        """By the faster one for this number of tokens, whichever made the residual."""
+        """Runs the faster backend for this number of tokens; either backend may have made the residual."""
         return self._faster("middle", len(attn_out)).middle(layer, attn_out, residual, qkv_out)
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """By the faster one for this number of rows."""
+        """Runs the faster backend for this number of rows."""
         return self._faster("last", len(rows)).last(attn_out, residual, rows)
 
     def _faster(self, segment: str, size: int) -> DenseBackend:

@@ -46,7 +46,7 @@ def measure_segments(
 
 
 def known_measurements(plans: Mapping[str, CachedEnginePlan], limits: Limits) -> Measurements | None:
-    """What was measured for these plans earlier, if it was with this torch and reaches the limits."""
+    """Earlier measurements of these plans; None unless they used this torch and cover the limits."""
     measured: dict[str, dict[int, dict[str, float]]] = {}
     for segment, max_size in _max_sizes(plans, limits).items():
         record = plans[segment].record

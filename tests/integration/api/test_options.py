@@ -24,7 +24,7 @@ from transformers import (
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import dense_pb2, sampling_pb2
-from tests.support.clients.dense_stream import EOS, SequenceNews, run_all, stream_steps, submit
+from tests.support.clients.dense_stream import EOS, ReceivedSequence, run_all, stream_steps, submit
 from tests.support.clients.http_clients import client
 from tests.support.cluster import Cluster, request, running_cluster
 
@@ -104,25 +104,27 @@ def check_logprobs(
     torch.testing.assert_close(top, expected[list(reported.top_token_ids)], rtol=0, atol=LOGPROB_TOLERANCE)
 
 
-def check_news(news: SequenceNews, prompt: list[int], num_top: int, num_prompt_top: int | None = None) -> None:
+def check_received(
+    received: ReceivedSequence, prompt: list[int], num_top: int, num_prompt_top: int | None = None
+) -> None:
     """All log-probabilities of a finished sequence equal those of one pass over its tokens."""
-    expected = reference_logprobs(prompt + news.token_ids)
-    assert len(news.logprobs) == len(news.token_ids)
-    for i, (token_id, reported) in enumerate(zip(news.token_ids, news.logprobs, strict=True), len(prompt) - 1):
+    expected = reference_logprobs(prompt + received.token_ids)
+    assert len(received.logprobs) == len(received.token_ids)
+    for i, (token_id, reported) in enumerate(zip(received.token_ids, received.logprobs, strict=True), len(prompt) - 1):
         check_logprobs(reported, token_id, expected[i], num_top)
     if num_prompt_top is not None:
-        assert sorted(news.prompt_logprobs) == list(range(1, len(prompt)))
-        for i, reported in news.prompt_logprobs.items():
+        assert sorted(received.prompt_logprobs) == list(range(1, len(prompt)))
+        for i, reported in received.prompt_logprobs.items():
             check_logprobs(reported, prompt[i], expected[i - 1], num_prompt_top)
 
 
 def test_greedy_logprobs_equal_hugging_face(cluster: Cluster) -> None:
     prompt = random_prompt(100, seed=1)
-    news = run_all(cluster.dense, [submit(1, prompt, 30, num_logprobs=5)])[1]
-    assert news.token_ids == reference_tokens(prompt, 30)
-    check_news(news, prompt, num_top=5)
-    assert [each.top_token_ids[0] for each in news.logprobs] == news.token_ids
-    assert not news.prompt_logprobs
+    received = run_all(cluster.dense, [submit(1, prompt, 30, num_logprobs=5)])[1]
+    assert received.token_ids == reference_tokens(prompt, 30)
+    check_received(received, prompt, num_top=5)
+    assert [each.top_token_ids[0] for each in received.logprobs] == received.token_ids
+    assert not received.prompt_logprobs
 
 
 def test_logprobs_of_the_whole_vocabulary_equal_hugging_face(cluster: Cluster) -> None:
@@ -146,9 +148,9 @@ def test_logprobs_are_of_the_model_whatever_the_options(cluster: Cluster) -> Non
         "logit_bias": {7: 20.0, 8: 20.0},
         "bad_words": [sampling_pb2.TokenSequence(token_ids=[7])],
     }
-    news = run_all(cluster.dense, [submit(1, prompt, 20, num_logprobs=3, **options)])[1]
-    assert 8 in news.token_ids and 7 not in news.token_ids
-    check_news(news, prompt, num_top=3)
+    received = run_all(cluster.dense, [submit(1, prompt, 20, num_logprobs=3, **options)])[1]
+    assert 8 in received.token_ids and 7 not in received.token_ids
+    check_received(received, prompt, num_top=3)
 
 
 def test_prompt_logprobs_equal_hugging_face_though_the_prompt_is_cached_and_cut(cluster: Cluster) -> None:
@@ -156,14 +158,14 @@ def test_prompt_logprobs_equal_hugging_face_though_the_prompt_is_cached_and_cut(
     run_all(cluster.dense, [submit(1, prompt, 1)])
     cached = run_all(cluster.dense, [submit(2, prompt, 1)])[2]
     assert cached.start is not None and cached.start.num_cached_tokens > 100
-    news = run_all(cluster.dense, [submit(3, prompt, 5, num_logprobs=0, num_prompt_logprobs=4)])[3]
-    assert news.start is not None and news.start.num_cached_tokens == 0
-    check_news(news, prompt, num_top=0, num_prompt_top=4)
+    received = run_all(cluster.dense, [submit(3, prompt, 5, num_logprobs=0, num_prompt_logprobs=4)])[3]
+    assert received.start is not None and received.start.num_cached_tokens == 0
+    check_received(received, prompt, num_top=0, num_prompt_top=4)
 
 
 def test_prompt_of_one_token_has_no_prompt_logprobs(cluster: Cluster) -> None:
-    news = run_all(cluster.dense, [submit(1, [5], 3, num_logprobs=1, num_prompt_logprobs=1)])[1]
-    check_news(news, [5], num_top=1, num_prompt_top=1)
+    received = run_all(cluster.dense, [submit(1, [5], 3, num_logprobs=1, num_prompt_logprobs=1)])[1]
+    check_received(received, [5], num_top=1, num_prompt_top=1)
 
 
 def test_only_those_that_ask_get_logprobs_in_a_crowd_and_past_preemption(cluster: Cluster) -> None:
@@ -182,24 +184,24 @@ def test_only_those_that_ask_get_logprobs_in_a_crowd_and_past_preemption(cluster
     ]
     together = run_all(cluster.dense, submits)
     assert cluster.dense_status().num_preemptions > num_preemptions, "the cache was meant to be too small"
-    for seq_id, news in together.items():
+    for seq_id, received in together.items():
         prompt = prompts[seq_id]
-        assert news.token_ids == reference_tokens(prompt, 30, eos_token_id=-1)
+        assert received.token_ids == reference_tokens(prompt, 30, eos_token_id=-1)
         if seq_id % 2:
-            check_news(news, prompt, num_top=seq_id % 3)
+            check_received(received, prompt, num_top=seq_id % 3)
         else:
-            assert not news.logprobs
+            assert not received.logprobs
         if seq_id % 3 == 0:
-            assert sorted(news.prompt_logprobs) == list(range(1, len(prompt)))
+            assert sorted(received.prompt_logprobs) == list(range(1, len(prompt)))
         else:
-            assert not news.prompt_logprobs
+            assert not received.prompt_logprobs
     cluster.wait_idle()
 
 
 def test_queue_time_of_a_waiting_sequence_is_reported(cluster: Cluster) -> None:
     first, second = random_prompt(200, seed=20), random_prompt(200, seed=21)
-    news = run_all(cluster.dense, [submit(1, first, 60), submit(2, second, 1)])
-    starts = [news[1].start, news[2].start]
+    received = run_all(cluster.dense, [submit(1, first, 60), submit(2, second, 1)])
+    starts = [received[1].start, received[2].start]
     assert all(start is not None for start in starts)
     # The second prompt waits while the first is cut into chunks: for five steps or more.
     assert 0 < starts[0].queue_us < starts[1].queue_us < 60e6
@@ -290,7 +292,7 @@ def test_min_tokens_equals_hugging_face(cluster: Cluster) -> None:
 def test_sampled_tokens_follow_the_distribution_of_hugging_face(cluster: Cluster, temperature: float) -> None:
     prompt, num_samples = random_prompt(8, seed=8), 800
     submits = [submit(seed, prompt, 1, temperature=temperature, seed=seed) for seed in range(1, num_samples + 1)]
-    sampled = torch.tensor([news.token_ids[0] for news in run_all(cluster.dense, submits).values()])
+    sampled = torch.tensor([received.token_ids[0] for received in run_all(cluster.dense, submits).values()])
     expected = (reference_logprobs(prompt)[-1] / temperature).softmax(-1) * num_samples
     order = expected.argsort(descending=True)
     num_bins = int((expected >= 10).sum())  # the others share one more
@@ -332,11 +334,11 @@ def test_killed_dense_worker_gives_the_same_tokens_and_logprobs_when_it_is_back(
         first, second = before[10 + i], after[10 + i]
         num_before = len(first.token_ids)
         assert 0 < num_before < 40
-        joined = SequenceNews(
+        joined = ReceivedSequence(
             first.token_ids + second.token_ids, first.logprobs + second.logprobs, second.prompt_logprobs
         )
         assert joined.token_ids == undisturbed[i].token_ids
-        check_news(joined, prompt, options[i]["num_logprobs"], options[i].get("num_prompt_logprobs"))
+        check_received(joined, prompt, options[i]["num_logprobs"], options[i].get("num_prompt_logprobs"))
     cluster.wait_idle()
 
 
@@ -349,35 +351,35 @@ def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(clu
         chunks.append(chunk)
         if len(chunks) == 8:
             os.kill(pid, signal.SIGKILL)
-    news = SequenceNews()
+    received = ReceivedSequence()
     for chunk in chunks:
-        news.token_ids += chunk.token_ids
-        news.logprobs += chunk.logprobs
-        news.prompt_logprobs.update(enumerate(chunk.prompt.logprobs, 1))
+        received.token_ids += chunk.token_ids
+        received.logprobs += chunk.logprobs
+        received.prompt_logprobs.update(enumerate(chunk.prompt.logprobs, 1))
     assert cluster.pid_of("dense_worker") != pid
-    assert news.token_ids == reference_tokens(
+    assert received.token_ids == reference_tokens(
         prompt, 60, repetition_penalty=1.1, bad_words_ids=[[7], [8, 9]], eos_token_id=None
     )
-    check_news(news, prompt, num_top=3, num_prompt_top=2)
+    check_received(received, prompt, num_top=3, num_prompt_top=2)
 
 
 def kill_dense_worker_after(
     cluster: Cluster, num_steps: int, submits: list[dense_pb2.Submit]
-) -> dict[int, SequenceNews]:
+) -> dict[int, ReceivedSequence]:
     """What came until the dense worker was killed, some steps on, when all had tokens; returns when another serves."""
     pid = cluster.pid_of("dense_worker")
-    news: dict[int, SequenceNews] = {}
+    received: dict[int, ReceivedSequence] = {}
     is_killed = False
     with contextlib.suppress(grpc.RpcError):
-        for num_done, _ in enumerate(stream_steps(cluster.dense, submits, news), 1):
-            if not is_killed and num_done >= num_steps and all(each.token_ids for each in news.values()):
+        for num_done, _ in enumerate(stream_steps(cluster.dense, submits, received), 1):
+            if not is_killed and num_done >= num_steps and all(each.token_ids for each in received.values()):
                 os.kill(pid, signal.SIGKILL)
                 is_killed = True
     deadline = time.monotonic() + RESTART_TIMEOUT_S
     while True:
         try:
             cluster.dense_status()
-            return news
+            return received
         except grpc.RpcError:
             assert time.monotonic() < deadline, "no dense worker came back"
             time.sleep(0.1)

@@ -13,7 +13,7 @@ EOS = 2  # of the embedded model
 
 
 @dataclass
-class SequenceNews:
+class ReceivedSequence:
     """All that the dense worker has told of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -38,43 +38,43 @@ def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -
 
 
 def stream_steps(
-    stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit], news: dict[int, SequenceNews]
+    stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit], received: dict[int, ReceivedSequence]
 ) -> Iterator[None]:
-    """Collects all `news` by seq_id, step by step, until every sequence has ended or the stream breaks."""
+    """Collects all `received` by seq_id, step by step, until every sequence has ended or the stream breaks."""
     outbox: queue.SimpleQueue[dense_pb2.GatewayMessage | None] = queue.SimpleQueue()
     for each in submits:
-        news[each.seq_id] = SequenceNews()
+        received[each.seq_id] = ReceivedSequence()
         outbox.put(dense_pb2.GatewayMessage(submit=each))
     call = stub.Connect(iter(outbox.get, None), timeout=TIMEOUT_S)
     try:
         for step in call:
-            _take(news, step)
+            _take(received, step)
             yield
-            if all(each.end is not None for each in news.values()):
+            if all(each.end is not None for each in received.values()):
                 return
     finally:
         outbox.put(None)
         call.cancel()
 
 
-def run_all(stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit]) -> dict[int, SequenceNews]:
-    """All news, by seq_id, once every sequence has ended."""
-    news: dict[int, SequenceNews] = {}
-    for _ in stream_steps(stub, submits, news):
+def run_all(stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit]) -> dict[int, ReceivedSequence]:
+    """All received, by seq_id, once every sequence has ended."""
+    received: dict[int, ReceivedSequence] = {}
+    for _ in stream_steps(stub, submits, received):
         pass
-    return news
+    return received
 
 
-def _take(news: dict[int, SequenceNews], step: dense_pb2.StepOutput) -> None:
+def _take(received: dict[int, ReceivedSequence], step: dense_pb2.StepOutput) -> None:
     for start in step.started:
-        news[start.seq_id].start = start
-    for stretch in step.prompt_logprobs:
-        news[stretch.seq_id].prompt_logprobs.update(enumerate(stretch.tokens, stretch.start))
+        received[start.seq_id].start = start
+    for span in step.prompt_logprobs:
+        received[span.seq_id].prompt_logprobs.update(enumerate(span.tokens, span.start))
     for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
-        news[seq_id].token_ids.append(token_id)
+        received[seq_id].token_ids.append(token_id)
     for logprobs in step.logprobs:
-        each = news[logprobs.seq_id]
+        each = received[logprobs.seq_id]
         each.logprobs.append(logprobs.token)
         assert len(each.logprobs) == len(each.token_ids), "a token's log-probabilities come with it"
     for end in step.ended:
-        news[end.seq_id].end = end
+        received[end.seq_id].end = end

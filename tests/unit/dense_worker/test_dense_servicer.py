@@ -1,4 +1,4 @@
-"""The dense worker's front: which gateway's stream gets the news of which sequence."""
+"""The dense worker's front: which gateway's stream gets the received of which sequence."""
 
 from __future__ import annotations
 
