@@ -31,6 +31,7 @@ from services.dense_worker.tensorrt import build, export
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
 from services.dense_worker.tensorrt.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.onnx_segments import export_networks, export_segment
+from tests.support.dense.steps import make_noisy, relative_error
 from tests.support.model_configs import VARIANTS, small_config, write_config
 from tests.support.models import make_model_dir
 
@@ -57,16 +58,7 @@ def graph_of(variant: str, segment: str, dtype: torch.dtype = torch.float16) -> 
 
 
 def noisy_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Norms and biases random too, so that leaving one out shows."""
-    weights = empty_weights(config, dtype, CPU)
-    generator = torch.Generator().manual_seed(1)
-    for _, tensor in weights.named_tensors():
-        tensor.normal_(0.5 if tensor.dim() == 1 else 0.0, 0.2, generator=generator)
-    return weights
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
+    return make_noisy(empty_weights(config, dtype, CPU))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
