@@ -64,4 +64,10 @@ class CudaLinear:
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
         else:
             assert norm is None and not is_gated and residual is None, "the reference fuses nothing"
-            linear.multiply(x, out)
+            self._multiply_by_reference(linear, x, out)
+
+    def _multiply_by_reference(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+        if out.dtype == x.dtype:
+            linear.weight.multiply(x, linear.bias_data, out)
+        else:
+            out.copy_(linear.weight.multiply(x, linear.bias_data))

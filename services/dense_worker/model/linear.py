@@ -27,8 +27,8 @@ class WeightFormat(Protocol):
     ) -> torch.Tensor:
         """x [n, in_features], bias [out_features] -> [n, out_features], in x's dtype.
 
-        If `out` is given, the result is `out`, written in place; its dtype may be wider than x's. This is the reference
-        for all kernels of the format, in torch, on every device; torch.export can record it if `out` is None.
+        If `out` is given, the result is `out`, written in place. This is the reference for all kernels of the format,
+        in torch, on every device; torch.export can record it if `out` is None.
         """
 
 
@@ -63,7 +63,3 @@ class Linear:
     def bias_data(self) -> torch.Tensor | None:
         """The bias as a tensor; None if there is none."""
         return None if self.bias is None else self.bias.data
-
-    def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [n, in_features] -> [n, out_features] by the reference of the weight's format, in `out` if given."""
-        return self.weight.multiply(x, self.bias_data, out)

@@ -27,8 +27,6 @@ class PlainWeight:
         matrix = self.matrix.data
         if out is None:
             return F.linear(x, matrix, bias)
-        if out.dtype != x.dtype:
-            return out.copy_(F.linear(x, matrix, bias))
         if bias is None:
             return torch.mm(x, matrix.t(), out=out)
         return torch.addmm(bias, x, matrix.t(), out=out)

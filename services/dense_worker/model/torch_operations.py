@@ -17,7 +17,8 @@ class TorchOperations:
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
-        return linear.multiply(x, out)
+        bias = linear.bias
+        return linear.weight.multiply(x, bias if bias is None else bias.data, out)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """Looks up a row of the table for each token."""

@@ -32,6 +32,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter, parts_of_type, with_tensors
+from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
@@ -255,7 +256,7 @@ def test_layers_cut_as_they_say_give_together_what_the_whole_gives(name: str) ->
         if linear.cut is Cut.OUT:
             rows = torch.cat([each.chunk(2)[i] for each in torch.arange(linear.out_features).split(sizes)])
             tensors, inputs = {f"{name}_weight": matrix[rows], f"{name}_bias": bias[rows]}, x
-        return with_tensors(linear, tensors).multiply(inputs)
+        return TorchOperations().linear(with_tensors(linear, tensors), inputs)
 
     parts, expected = [part(0), part(1)], F.linear(x, matrix, bias)
     if linear.cut is Cut.IN:
