@@ -69,7 +69,7 @@ class Stubs:
         return Answer(token_ids, "".join(pieces), finish)
 
     def generate_all(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Answer]:
-        """All at the same time."""
+        """Generates all answers concurrently."""
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(self.generate, prompts, max_tokens))
 
@@ -82,7 +82,7 @@ class Stubs:
         return self.dense.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
     def wait_idle(self, timeout_s: float = 10.0) -> attn_pb2.AttentionStatus:
-        """Until no sequence is open and all blocks are free; fails after `timeout_s` seconds."""
+        """Waits until no sequence is open and all blocks are free; fails after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.attention_status()
@@ -192,7 +192,7 @@ def wait_for_log(process: subprocess.Popen[str] | WarmProcess, log_file: Path, t
 
 
 def free_port() -> int:
-    """One of this machine that nobody listens at."""
+    """A port of this machine at which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -209,7 +209,7 @@ def stale_regions() -> set[Path]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Its services, if it is a launcher."""
+    """The child processes; of a launcher these are its services."""
     children = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What the files in deploy/prometheus and deploy/grafana ask Prometheus for."""
+"""The queries in deploy/prometheus and deploy/grafana."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rules() -> list[dict[str, str]]:
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    """Of all series that services serve or rules record."""
+    """The names of all series that services serve or rules record."""
     names = {rule["record"] for rule in rules() if "record" in rule}
     for row in read_table():
         suffixes = ("_bucket", "_sum", "_count") if row.type == "histogram" else ("",)

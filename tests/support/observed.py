@@ -1,4 +1,4 @@
-"""A cluster that tells all it can: metrics of every service, the step log, and traces to a collector in the test."""
+"""A cluster with metrics of every service, a step log, and traces to a collector in the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Observed:
-    """The cluster, and where it tells what."""
+    """The cluster and the addresses and files of its figures."""
 
     cluster: Cluster
     addresses: dict[str, str]  # of the metrics, by service

@@ -1,4 +1,4 @@
-"""Plans as tests write them, entry by entry."""
+"""Builds plans for tests, entry by entry."""
 
 from __future__ import annotations
 

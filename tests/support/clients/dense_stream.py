@@ -1,4 +1,4 @@
-"""A plain client of the dense worker's stream, in place of a gateway: tests see what a gateway would."""
+"""A plain client of the dense worker's stream, so that tests see the messages that a gateway gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS = 2  # of the embedded model
 
 @dataclass
 class ReceivedSequence:
-    """All that the dense worker has told of one sequence."""
+    """Everything that the dense worker has sent about one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
@@ -24,7 +24,7 @@ class ReceivedSequence:
 
 
 def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -> dense_pb2.Submit:
-    """Greedy to the end or EOS, unless `options`, those of `SamplingParams` and `Submit` alike, say otherwise."""
+    """A greedy request up to max_tokens or EOS. `options` are fields of `SamplingParams` or `Submit`."""
     names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     sampling = {"temperature": 0.0, "seed": 1} | {name: options.pop(name) for name in names & options.keys()}
     return dense_pb2.Submit(
@@ -40,7 +40,7 @@ def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -
 def stream_steps(
     stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit], received: dict[int, ReceivedSequence]
 ) -> Iterator[None]:
-    """Collects all `received` by seq_id, step by step, until every sequence has ended or the stream breaks."""
+    """Collects the results in `received`, by seq_id, until every sequence has ended or the stream breaks."""
     outbox: queue.SimpleQueue[dense_pb2.GatewayMessage | None] = queue.SimpleQueue()
     for each in submits:
         received[each.seq_id] = ReceivedSequence()
@@ -58,7 +58,7 @@ def stream_steps(
 
 
 def run_all(stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit]) -> dict[int, ReceivedSequence]:
-    """All received, by seq_id, once every sequence has ended."""
+    """The results by seq_id, after every sequence has ended."""
     received: dict[int, ReceivedSequence] = {}
     for _ in stream_steps(stub, submits, received):
         pass

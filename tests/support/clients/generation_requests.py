@@ -40,7 +40,7 @@ def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
 
 
 async def take(entry: JournalEntry) -> list[int]:
-    """Waits for updates of an entry, as its request's handler would; its new tokens."""
+    """Waits for updates of an entry, like its request's handler, and returns its new tokens."""
     assert await entry.updates.next() is entry
     token_ids, _ = entry.take()
     return token_ids

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand (RFC 9113): a gRPC client whose behaviour a real one's library would not allow."""
+"""HTTP/2 frames made by hand (RFC 9113), for a gRPC client that behaves as no library would allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def begin(window_bytes: int | None = None) -> bytes:
-    """What a connection starts with. `window_bytes`: of each answer the client takes no more."""
+    """The first frames of a connection. `window_bytes`: the client accepts no more of each answer."""
     setting = b"" if window_bytes is None else struct.pack(">HI", INITIAL_WINDOW_SIZE, window_bytes)
     return PREFACE + frame(SETTINGS, 0, 0, setting)
 

@@ -15,13 +15,13 @@ CLIENT_TIMEOUT_S = 60.0
 
 
 def socket_path(address: str) -> str:
-    """Of `unix:PATH`."""
+    """The path of `unix:PATH`."""
     assert address.startswith("unix:")
     return address.removeprefix("unix:")
 
 
 def async_client(address: str) -> httpx2.AsyncClient:
-    """For a gateway at `unix:PATH`."""
+    """An HTTP client for a gateway at `unix:PATH`."""
     transport = httpx2.AsyncHTTPTransport(uds=socket_path(address))
     return httpx2.AsyncClient(transport=transport, base_url="http://gateway", timeout=CLIENT_TIMEOUT_S)
 

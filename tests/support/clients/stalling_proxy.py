@@ -1,4 +1,4 @@
-"""A client's line that dies in the middle of what it sends: the answer still comes through."""
+"""A proxy that stops passing on a client's data midway; answers still pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bystander: one normal client whose stream must keep its pace, whatever others do to the gateway."""
+"""One normal client whose stream must keep its pace, whatever other clients do to the gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SteadyStream:
         self._thread.start()
 
     def check(self, since: float) -> None:
-        """Events came all the time since then, and one more comes now."""
+        """Checks that events have arrived without a long gap since then, and that one more arrives now."""
         gap = self.longest_gap(since)
         assert gap < MAX_GAP_S, f"the normal stream stood still for {gap:.1f} s"
 
@@ -63,7 +63,7 @@ class SteadyStream:
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = LATE_S) -> None:
-    """Returns once it holds."""
+    """Waits until the condition holds."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline

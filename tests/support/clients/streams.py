@@ -1,4 +1,4 @@
-"""Streams of every kind, each with its whole answer, so that a disturbed run can be held against a quiet one."""
+"""Streams of every kind with their whole answers, to compare a disturbed run with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STREAM_TIMEOUT_S = 200.0  # tests on a busy machine have that much
 
 @dataclass
 class Collected:
-    """Everything that a stream brought, by index of the answer."""
+    """The content of a stream, by index of the answer."""
 
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     text: dict[int, str] = field(default_factory=lambda: defaultdict(str))
@@ -25,7 +25,7 @@ class Collected:
     prompt_logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def assert_equals(self, expected: Collected) -> None:
-        """Tokens, texts and ends alike; log-probabilities but for rounding, which the batch's size decides."""
+        """Tokens, texts and ends must be equal; log-probabilities may differ by rounding."""
         assert self.token_ids == expected.token_ids
         assert self.text == expected.text
         assert self.reasons == expected.reasons

@@ -1,4 +1,4 @@
-"""Protobuf messages written by hand: what no generated class would make, such as a million empty fields."""
+"""Protobuf messages made by hand that no generated class would make, such as a million empty fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LENGTH_DELIMITED = 2
 
 
 def varint(value: int) -> bytes:
-    """Of a number that is not negative."""
+    """Encodes a non-negative number."""
     data = bytearray()
     while value > 0x7F:
         data.append(value & 0x7F | 0x80)

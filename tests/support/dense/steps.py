@@ -55,5 +55,5 @@ def make_noisy(weights: ModelWeights) -> ModelWeights:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The greatest difference, relative to the greatest value."""
+    """The greatest difference relative to the greatest value."""
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
