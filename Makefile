@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test clients chaos bench protos docs clean
+.PHONY: setup run test test-one-half test-other-half test-alone clients chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -19,7 +19,26 @@ run: setup
 
 test: setup
 	$(RUN) -m ruff check .
-	$(RUN) -m pytest --hypothesis-profile=ci tests # the same examples in every run; without the option, new ones
+	$(MAKE) --jobs=2 --output-sync=target test-one-half test-other-half
+	$(MAKE) test-alone
+
+# The same examples in every run; without the option, new ones.
+PYTEST := $(RUN) -m pytest --hypothesis-profile=ci
+
+# These measure delays and memory under attack, or look into the shared memory of the whole machine.
+ALONE := tests/integration/hostile tests/unit/channel
+
+# Side by side, on two cores: each half takes about as long as the other.
+HALF := tests/unit tests/integration/api
+
+test-one-half:
+	$(PYTEST) $(HALF) $(ALONE:%=--ignore=%)
+
+test-other-half:
+	$(PYTEST) tests $(HALF:%=--ignore=%) $(ALONE:%=--ignore=%)
+
+test-alone:
+	$(PYTEST) $(ALONE)
 
 # Installs the clients of other projects that docs/clients.md lists into .clients, and tests them against a cluster.
 clients: setup

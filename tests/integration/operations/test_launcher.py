@@ -18,6 +18,7 @@ import pytest
 
 from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
 from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
+from tests.support.warm_process import run_warm
 
 
 def test_a_killed_launchers_directory_is_removed_at_the_next_start(
@@ -110,8 +111,7 @@ def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_err
     ],
 )
 def test_a_device_that_is_not_there_is_one_line(setting: str, message: str) -> None:
-    command = [sys.executable, "-m", "services.launch", "--prompt", "a", "--set", "dense.device=cpu", "--set", setting]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    result = run_warm("services.launch", "--prompt", "a", "--set", "dense.device=cpu", "--set", setting)
     assert result.returncode == 1 and result.stdout == ""
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
 

@@ -16,7 +16,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import dense_pb2, dense_pb2_grpc, gateway_pb2_grpc
-from tests.support.cluster import REQUEST_TIMEOUT_S, STOP_TIMEOUT_S, free_port, request, stale_regions
+from tests.support.cluster import (
+    REQUEST_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    assert_nothing_left,
+    free_port,
+    request,
+    stale_regions,
+)
 from tests.support.warm_process import WarmProcess, warm_server
 
 WAIT_S = 90.0
@@ -184,4 +191,5 @@ def test_when_a_pair_dies_its_streams_go_on_with_the_other_and_it_is_found_again
         for name in ("gateway", "dense_worker-a", "dense_worker-b", "attn_worker-a", "attn_worker-b"):
             running.processes.signal(name, signal.SIGTERM)
             assert running.processes.wait(name) == 0, running.processes.logs()
-    assert stale_regions() <= regions, "what the killed pair left is removed by the next"
+    logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert_nothing_left(regions, logs)  # what the killed pair left is removed by the next
