@@ -49,7 +49,7 @@ def cluster(
     directory = tmp_path_factory.mktemp("replace")
     overrides = ("attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
     dense_metrics = f"dense.metrics_address={dense_metrics_address}"
-    with running_cluster(directory, *overrides, dense_metrics, is_warm=True) as cluster:
+    with running_cluster(directory, *overrides, dense_metrics) as cluster:
         yield cluster
 
 
