@@ -18,6 +18,7 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL, load_config
 from services.gateway import chat_client
 from services.launch.child import Child
@@ -175,7 +176,7 @@ def ask_status(worker: str, channel: grpc.Channel) -> None:
 @pytest.mark.parametrize("role", ["attn_worker", "dense_worker", "gateway"])
 def test_the_launcher_can_ask_every_service_for_its_health(locked: Locked, tmp_path: Path, role: str) -> None:
     """Else it would take them for dead after a while, and start them again."""
-    child = Child(role, role, load_config(None, locked.overrides), tmp_path, None)
+    child = Child(role, role, load_config(None, locked.overrides), ChildOptions(), run_dir=tmp_path, environment=None)
 
     async def ask() -> int:
         async with open_channel(child.address, MAX_MESSAGE_BYTES, child.tls) as channel:
