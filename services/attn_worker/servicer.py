@@ -263,7 +263,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         loop = asyncio.get_running_loop()
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
-            loop.call_soon_threadsafe(self._tell, results, result)
+            loop.call_soon_threadsafe(self._report, results, result)
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
@@ -317,7 +317,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
         engine.submit(engine.open_sequence, attachment, new).add_done_callback(report)
 
-    def _tell(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
+    def _report(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):
             self._note_failure(result)  # even if the dense worker, which may have failed too, no longer reads
         results.put_nowait(result)

@@ -82,7 +82,9 @@ class CudaIpcChannel:
         attn_out_pointer = device_pointer + _attn_out_offset(spec)
         attn_out_shape = (spec.max_tokens, spec.attn_size)
         with naming_what_needs_memory("attention's output"):
-            self._near_attn_out = torch.empty(attn_out_shape, dtype=spec.dtype, device=device) if lies_on_peer else None
+            self._local_attn_out = None
+            if lies_on_peer:
+                self._local_attn_out = torch.empty(attn_out_shape, dtype=spec.dtype, device=device)
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
         address = ctypes.addressof(self._host)
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
@@ -160,10 +162,10 @@ class CudaIpcChannel:
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
         """The first rows of `attn_out`. Enqueues a copy if the memory lies on a peer GPU and the rows are many."""
         attn_out = self.attn_out[:num_tokens]
-        if self._near_attn_out is None or num_tokens < _COPIED_FROM_TOKENS:
+        if self._local_attn_out is None or num_tokens < _COPIED_FROM_TOKENS:
             return attn_out
         # A multiplication is a kernel. `copy_` would become a copy node in the CUDA graph, which takes 10 µs longer.
-        return torch.mul(attn_out, 1.0, out=self._near_attn_out[:num_tokens])
+        return torch.mul(attn_out, 1.0, out=self._local_attn_out[:num_tokens])
 
     def check(self) -> None:
         """Raises `ChannelAborted` if the region carries the abort mark. Does not wait for the device."""
@@ -189,7 +191,7 @@ class CudaIpcChannel:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self._flags.close()
-            del self.qkv, self.attn_out, self._near_attn_out
+            del self.qkv, self.attn_out, self._local_attn_out
             check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
             del self._host
             if self._is_owner:

@@ -42,7 +42,7 @@ def configure_logs(section: LogSection, service: str, error_file: Path | None = 
     )
 
 
-def tell_people(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Writes a text to standard error, for the person who started this process; ignores a closed stream."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -16,15 +16,15 @@ def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
 
     The gateway always has a socket for the launcher, which needs no certificate there and where no clients interfere.
     """
-    places = {
+    endpoints = {
         "dense": {"address": "dense"},
         "attention": {"address": "attention"},
         "gateway": {"local_address": "gateway-0"},  # for the first one, if there are several
     }
     if is_private:
-        places["gateway"] |= {"address": "gateway", "http_address": "http"}
+        endpoints["gateway"] |= {"address": "gateway", "http_address": "http"}
     update = {}
-    for name, keys in places.items():
+    for name, keys in endpoints.items():
         section = getattr(config, name)
         sockets = {
             key: f"unix:{run_dir}/{file}.sock" for key, file in keys.items() if key not in section.model_fields_set

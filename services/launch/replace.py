@@ -35,7 +35,7 @@ ROLE = "dense_worker"
 SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
 POLL_S = 0.02
-LAST_WORDS_S = 3.0  # for a failing worker to end, so that its own error can be reported
+ERROR_GRACE_S = 3.0  # for a failing worker to end, so that its own error can be reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ async def _or_end(
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
             return task.result()
-        await asyncio.wait([watcher], timeout=LAST_WORDS_S)
+        await asyncio.wait([watcher], timeout=ERROR_GRACE_S)
         if watcher.done():
             raise PeerError(f"the new dense worker ended: {new.last_end}") from watcher.exception()
         return await task

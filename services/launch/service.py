@@ -30,7 +30,7 @@ from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import service_configs
 from services.launch.servicer import make_control
-from services.launch.serving import answer_prompt, tell_addresses, wait_serving
+from services.launch.serving import answer_prompt, print_addresses, wait_serving
 from services.launch.uninterrupted import uninterrupted
 from services.rpc.metrics import new_registry, serving_metrics
 
@@ -106,7 +106,7 @@ class Launcher:
         if prompt is not None:
             await answer_prompt(gateways[0].address, prompt, arguments.max_tokens, self._api_key)
         if arguments.prompt is None:
-            tell_addresses(config)
+            print_addresses(config)
             await asyncio.Event().wait()
 
     async def _check_mps(self, mps: MpsDaemon) -> None:

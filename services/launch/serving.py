@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import Config
 from services.common.errors import PeerError
-from services.common.logs import tell_people
+from services.common.logs import print_to_stderr
 from services.gateway import chat_client
 from services.rpc.client import open_channel
 
@@ -47,14 +47,14 @@ def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None
     return flags if api_key is None else [*flags, f"--api-key={api_key}"]
 
 
-def tell_addresses(config: Config) -> None:
+def print_addresses(config: Config) -> None:
     """Prints the gateway's addresses and commands to call it."""
     address, http_address = config.gateway.address, config.gateway.http_address
     # With TLS the chat client would need certificates for the public address.
     chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
     scheme = "http" if config.gateway.tls_certificate is None else "https"
     page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
-    tell_people(
+    print_to_stderr(
         f"\nServing {config.model.path.name} for gRPC clients at {address} and for OpenAI's over HTTP at "
         f"{http_address}. Stop with Ctrl-C.\n{page}"
         f"  one answer: {sys.executable} -m services.gateway.chat_client --address {chat_address} "

@@ -1,6 +1,6 @@
 """`Engine`: the dense worker's one engine thread. It owns scheduler, runner and device.
 
-    schedule → publish → collect → update → tell
+    schedule → publish → collect → update → report
 
 A plan is published while the previous step still runs, so that the attention worker never waits for a plan. The thread
 handles calls from outside between two steps, and while a GPU runs a step.
@@ -129,7 +129,7 @@ class Engine:
             if ahead is not None:
                 result = collect_step(ahead, session, self._thread, self._open, self._result_timeout_s)
                 report = self._update(session, ahead, result)
-                self._tell(ahead, report)
+                self._report(ahead, report)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return True
@@ -171,7 +171,7 @@ class Engine:
         note_first_tokens(outputs, step.end_s)
         return StepReport(published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs)
 
-    def _tell(self, step: InFlight, report: StepReport) -> None:
+    def _report(self, step: InFlight, report: StepReport) -> None:
         """Delivers the step's report to the gateways, then its figures to the observers."""
         if report.started or report.outputs or report.prompt_logprobs:
             self._deliver(report)

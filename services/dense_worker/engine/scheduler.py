@@ -18,7 +18,7 @@ from services.common.errors import CapacityError, InvalidRequest, PeerError, Req
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import NOWHERE, Opening, PublishedPlan, Session
+from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, drafts: DraftSource | None = None) -> None:
         self.limits = limits
-        self.session = Session(NOWHERE)  # until the first attachment
+        self.session = Session(NO_ATTACHMENT)  # until the first attachment
         self.num_preemptions = 0
         self._drafts = drafts
         self._sequences: dict[int, Sequence] = {}

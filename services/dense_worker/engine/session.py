@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.dense_worker.runner.model_runner import RunningStep
 
 # How long after an attachment gateways may submit the sequences of an earlier dense worker again.
-CLAIM_S = 30.0
+CLAIM_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class InFlight:
 
 
 # The attachment of a worker that has not attached yet. It has no blocks, so that nothing runs.
-NOWHERE = Attachment(
+NO_ATTACHMENT = Attachment(
     epoch=0, attachment_id=0, channels={}, block_size=1, num_blocks=0, num_free_blocks=0, held_blocks={}
 )
 
@@ -85,7 +85,7 @@ class Session:
 
         # Blocks of sequences of an earlier dense worker, and the time until which gateways may claim them.
         self.held_blocks = dict(attachment.held_blocks)  # by seq_id
-        self.claim_deadline_s = time.monotonic() + CLAIM_S if attachment.held_blocks else None
+        self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.held_blocks else None
 
         self.to_close: list[int] = []  # seq_ids that the next plan closes
         self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them

@@ -152,8 +152,8 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 def _destinations(weights: ModelWeights) -> dict[str, torch.Tensor]:
     """The destinations of checkpoint tensors: the name of a tensor -> a view of our tensors."""
-    places: dict[str, torch.Tensor] = {}
+    destinations: dict[str, torch.Tensor] = {}
     for _, parameter in weights.named_parameters():
         views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
-        places |= zip((source.name for source in parameter.sources), views, strict=True)
-    return places
+        destinations |= zip((source.name for source in parameter.sources), views, strict=True)
+    return destinations

@@ -89,8 +89,9 @@ def test_a_pipe_without_a_reader_or_without_room_costs_lines_alone() -> None:
 def test_a_process_whose_log_is_full_ends_well() -> None:
     program = (
         "import structlog; from services.common.config import LogSection;"
-        "from services.common.logs import configure_logs, tell_people; from services.rpc.server import run_service\n"
-        "async def main(): structlog.get_logger().error('lost'); tell_people('lost')\n"
+        "from services.common.logs import configure_logs, print_to_stderr;"
+        "from services.rpc.server import run_service\n"
+        "async def main(): structlog.get_logger().error('lost'); print_to_stderr('lost')\n"
         "configure_logs(LogSection(), 'test'); run_service(main())"
     )
     with FULL.open("w") as full:
