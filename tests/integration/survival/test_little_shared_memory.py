@@ -21,7 +21,7 @@ ROW_BYTES = (MODEL.config.qkv_size + MODEL.config.attn_size) * MODEL.dtype.items
 REGION_BYTES = Config().scheduler.max_num_batched_tokens * ROW_BYTES
 SHM_BYTES = 3 * REGION_BYTES // 2
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
-MESSAGES = [request("Count", 150, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
+MESSAGES = [request("Count", 500, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
 
 
 @pytest.fixture(scope="module")
