@@ -82,13 +82,21 @@ class Stubs:
         return self.dense.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
     def wait_idle(self, timeout_s: float = 10.0) -> attn_pb2.AttentionStatus:
-        """Waits until no sequence is open and all blocks are free; fails after `timeout_s` seconds."""
+        """Waits until no sequence is open and all blocks are free; fails after `timeout_s` seconds.
+
+        Also waits for an attention worker that was killed just now, and for a dense worker to attach to its successor.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
-            status = self.attention_status()
-            if status.num_sequences == 0 and status.num_free_blocks == status.num_blocks:
-                return status
-            assert time.monotonic() < deadline, f"blocks are still in use: {status}"
+            try:
+                status = self.attention_status()
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+                    raise
+            else:
+                if status.num_sequences == 0 and status.num_free_blocks == status.num_blocks:
+                    return status
+                assert time.monotonic() < deadline, f"blocks are still in use: {status}"
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -113,11 +121,15 @@ class Cluster(Stubs):
         self.http_address = settings["gateway.http_address"]
 
     def pid_of(self, role: str) -> int:
-        """Process id of a child of the launcher."""
-        for pid in children_of(self.process.pid):
-            if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
-                return pid
-        raise AssertionError(f"no {role} among the children of the launcher")
+        """Process id of a child of the launcher. Waits for one that was killed just now to be started again."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            for pid in children_of(self.process.pid):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                    if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
+                        return pid
+            assert time.monotonic() < deadline, f"no {role} among the children of the launcher"
+            time.sleep(0.02)
 
 
 def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> gateway_pb2.GenerateRequest:
@@ -225,7 +237,7 @@ def children_of(pid: int) -> list[int]:
     """The child processes; of a launcher these are its services."""
     children = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             if WARM_SERVER not in Path(f"/proc/{child}/cmdline").read_text():
                 children.append(int(child))
     return children

@@ -20,6 +20,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2_grpc
 from tests.support.cluster import (
     REPOSITORY,
+    START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     children_of,
     is_alive,
@@ -182,17 +183,32 @@ def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path)
 
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
+    num_tokens = 600  # the kill comes in the middle, although this client reads slowly on a busy machine
     options = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
     with running_cluster(tmp_path, is_warm=True) as cluster:
-        expected = cluster.generate("Count from 1", 400, **options).token_ids
-        for role in ("dense_worker", "attn_worker"):
-            stream = cluster.gateway.GenerateStream(request("Count from 1", 400, **options))
+        expected = cluster.generate("Count from 1", num_tokens, **options).token_ids
+        for number, role in enumerate(("dense_worker", "attn_worker"), 1):
+            pid = cluster.pid_of(role)
+            stream = cluster.gateway.GenerateStream(request("Count from 1", num_tokens, **options))
             token_ids = list(next(stream).token_ids)
-            os.kill(cluster.pid_of(role), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             for chunk in stream:
                 token_ids += chunk.token_ids
             assert token_ids == expected
+            assert cluster.log_file.read_text().count("num_resubmitted=1") == number, "the stream had ended before"
             cluster.wait_idle()
+
+
+def test_a_worker_killed_without_open_streams_is_replaced(tmp_path: Path) -> None:
+    with running_cluster(tmp_path, is_warm=True) as cluster:
+        expected = cluster.generate("Count from 1", 20, ignore_eos=True).token_ids
+        for role in ("dense_worker", "attn_worker"):
+            pid = cluster.pid_of(role)
+            cluster.wait_idle()
+            os.kill(pid, signal.SIGKILL)
+            cluster.wait_idle(START_TIMEOUT_S)
+            assert cluster.generate("Count from 1", 20, ignore_eos=True).token_ids == expected
+            assert cluster.pid_of(role) != pid
 
 
 def write_config(directory: Path) -> Path:
