@@ -15,7 +15,7 @@ def main() -> None:
     configure_logs(config.log, "attn_worker", options.error_file)
     with importing():
         from services.attn_worker.service import AttentionWorker
-    run_service(serve(AttentionWorker(config)))
+    run_service(serve(lambda: AttentionWorker(config)))
 
 
 if __name__ == "__main__":

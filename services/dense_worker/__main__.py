@@ -15,7 +15,7 @@ def main() -> None:
     configure_logs(config.log, "dense_worker", options.error_file)
     with importing():
         from services.dense_worker.service import DenseWorker
-    run_service(serve(DenseWorker(config, options)))
+    run_service(serve(lambda: DenseWorker(config, options)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def main() -> None:
     with importing():
         from services.gateway.service import Gateway
     drain = asyncio.Event()
-    run_service(serve(Gateway(config, drain, options)), drain)
+    run_service(serve(lambda: Gateway(config, drain, options)), drain)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main() -> None:
     config, arguments = parse_args(sys.argv[1:])
     configure_logs(config.log, "launch")
     drain = asyncio.Event()
-    run_service(serve(Launcher(config, arguments, drain)), drain)
+    run_service(serve(lambda: Launcher(config, arguments, drain)), drain)
 
 
 if __name__ == "__main__":

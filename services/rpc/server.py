@@ -240,8 +240,9 @@ class Service(Protocol):
         """Closes everything that `start` opened, in reverse order, also after a start that failed."""
 
 
-async def serve(service: Service) -> None:
-    """Starts, runs and stops a service. Raises the error that ended it."""
+async def serve(make_service: Callable[[], Service]) -> None:
+    """Makes, starts, runs and stops a service. Raises the error that ended it, its constructor's too."""
+    service = make_service()
     try:
         await service.start()
         await service.run()

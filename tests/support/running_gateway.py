@@ -136,7 +136,7 @@ async def running_gateway(
     )
     if dense is not None:
         await dense.start(dense_address)
-    service = asyncio.create_task(serve(Gateway(config, asyncio.Event(), ChildOptions())))
+    service = asyncio.create_task(serve(lambda: Gateway(config, asyncio.Event(), ChildOptions())))
     async with grpc.aio.insecure_channel(gateway_options.get("local_address", address)) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         gateway = RunningGateway(address, http_address, dense_address, channel, stub, service)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
 from services.rpc.server import serve
+from tests.support.cluster import REPOSITORY
 
 
 class NotedService:
@@ -36,7 +39,7 @@ class NotedService:
 def test_a_service_that_fails_is_stopped_and_its_error_told(failing: str, calls: list[str]) -> None:
     service = NotedService(failing)
     with pytest.raises(RuntimeError, match=f"{failing} fails"):
-        asyncio.run(serve(service))
+        asyncio.run(serve(lambda: service))
     assert service.calls == calls
 
 
@@ -44,7 +47,7 @@ def test_a_service_that_is_cancelled_is_stopped() -> None:
     service = NotedService()
 
     async def cancel_it() -> None:
-        serving = asyncio.create_task(serve(service))
+        serving = asyncio.create_task(serve(lambda: service))
         while "run" not in service.calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
         serving.cancel()
@@ -53,3 +56,11 @@ def test_a_service_that_is_cancelled_is_stopped() -> None:
 
     asyncio.run(cancel_it())
     assert service.calls == ["start", "run", "stop"]
+
+
+def test_a_bug_in_a_constructor_ends_the_process_like_any_other_bug() -> None:
+    program = "from services.rpc.server import run_service, serve; run_service(serve(lambda: 1 / 0))"
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 70  # EX_SOFTWARE of sysexits.h
+    assert "ZeroDivisionError" in ended.stdout + ended.stderr
