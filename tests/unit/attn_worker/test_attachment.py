@@ -5,9 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from services.attn_worker.attachment import Attachment
+from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.engine import AttentionEngine
+from services.attn_worker.metrics import AttentionMetrics
+from services.attn_worker.runner.layer_runner import FinishedStep
 from services.rpc.watchdog import Progress
-from services.step import PlanEntry, StepPlan
+from services.step import NewSequence, PlanEntry, StepPlan
 
 NUM_LAYERS = 4
 
@@ -46,3 +52,23 @@ def test_all_lanes_end_together() -> None:
     attachment.abort()
     attachment.close()
     assert deeds == ["abort 0", "abort 1", "close 0", "close 1"]
+
+
+def test_a_step_runs_on_the_channel_of_its_lane() -> None:
+    channels: dict[int, Any] = {lane: SimpleNamespace(waited_s=None, close=lambda: None) for lane in (0, 1)}
+    used: list[Any] = []
+
+    def launch(_: object, channel: Any) -> FinishedStep:
+        used.append(channel)
+        return FinishedStep()
+
+    runner: Any = SimpleNamespace(attach=lambda channels: None, launch=launch)
+    metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
+    engine = AttentionEngine(KVCache(8, 4, max_model_len=32), runner, metrics)
+    attachment = Attachment(7, channels, max_num_tokens=16)
+    engine.attach(attachment, "00")
+    engine.open_sequence(attachment, NewSequence(5, "named", (1, 2, 3), 3))
+    for step_id, lane in ((1, 1), (2, 0)):
+        plan = StepPlan(step_id, (PlanEntry(5, step_id - 1, 1, 0),), lane=lane)
+        engine.run_step(attachment, plan, 0.0, lambda accepted: None)
+    assert used == [channels[1], channels[0]]
