@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
+from services.common.structured_output import Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
-_LISTS = ("logit_bias", "bad_words", "allowed_token_ids")
-_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _LISTS)
+_COMPOUND = ("logit_bias", "bad_words", "allowed_token_ids", "structured_output")
+_SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOUND)
 
 
 def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
@@ -19,11 +21,15 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
         logit_bias=dict(params.logit_bias),
         bad_words=[sampling_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
         allowed_token_ids=params.allowed_token_ids,
+        structured_output=_encode_structured_output(params.structured_output),
     )
 
 
 def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
-    """The options of a message, not validated. Missing ones come from `defaults`, else from `SamplingParams`."""
+    """The options of a message, not validated. Missing ones come from `defaults`, else from `SamplingParams`.
+
+    Raises `InvalidRequest` for a `structured_output` without a form.
+    """
     given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     if message.logit_bias:
         given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
@@ -31,4 +37,29 @@ def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> Sa
         given["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
     if message.allowed_token_ids:
         given["allowed_token_ids"] = tuple(sorted(set(message.allowed_token_ids)))
+    if message.HasField("structured_output"):
+        given["structured_output"] = _decode_structured_output(message.structured_output)
     return SamplingParams(**{**defaults, **given})
+
+
+def _encode_structured_output(form: StructuredOutput | None) -> sampling_pb2.StructuredOutput | None:
+    if form is None:
+        return None
+    if form.constraint is Constraint.CHOICE:
+        return sampling_pb2.StructuredOutput(choice=sampling_pb2.Choice(choices=form.choices))
+    if form.constraint is Constraint.JSON_OBJECT:
+        return sampling_pb2.StructuredOutput(json_object=True)
+    return sampling_pb2.StructuredOutput(**{form.constraint.value: form.text})
+
+
+def _decode_structured_output(message: sampling_pb2.StructuredOutput) -> StructuredOutput:
+    name = message.WhichOneof("constraint")
+    if name is None or (name == "json_object" and not message.json_object):
+        names = ", ".join(constraint.value for constraint in Constraint)
+        raise InvalidRequest(f"structured_output names no form: one of {names} is required", "structured_output")
+    constraint = Constraint(name)
+    if constraint is Constraint.CHOICE:
+        return StructuredOutput(constraint, choices=tuple(message.choice.choices))
+    if constraint is Constraint.JSON_OBJECT:
+        return StructuredOutput(constraint)
+    return StructuredOutput(constraint, getattr(message, name))

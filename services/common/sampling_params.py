@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
+from services.common.structured_output import StructuredOutput
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would always pick the most likely token anyway
 MAX_TEMPERATURE = 100.0
@@ -46,6 +47,7 @@ class SamplingParams:
     # Only these tokens are sampled (EOS too must be listed); empty: all tokens. No token twice. Where bad words and
     # `min_tokens` exclude all of these tokens, all of them are equally likely.
     allowed_token_ids: tuple[int, ...] = ()
+    structured_output: StructuredOutput | None = None  # the form of the output's text; None: any text
 
     @property
     def is_greedy(self) -> bool:

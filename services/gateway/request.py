@@ -253,6 +253,8 @@ async def _read_sampling(
         sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
     sampling.validate()
     sampling.validate_token_ids(limits.vocab_size)
+    if sampling.structured_output is not None:
+        raise InvalidRequest("structured_output is not supported yet", "structured_output")
     return sampling
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.common.sampling_params import SamplingParams
+from services.common.structured_output import Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
 TOKENS = st.integers(0, 2**32 - 1)
+TEXT_FORMS = [each for each in Constraint if each not in (Constraint.CHOICE, Constraint.JSON_OBJECT)]
+FORMS = st.one_of(
+    st.builds(StructuredOutput, st.sampled_from(TEXT_FORMS), st.text()),
+    st.builds(StructuredOutput, st.just(Constraint.CHOICE), choices=st.lists(st.text()).map(tuple)),
+    st.just(StructuredOutput(Constraint.JSON_OBJECT)),
+)
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.floats(0, 100),
@@ -26,6 +35,7 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(TOKENS, st.floats(-100, 100, width=32)).map(lambda bias: tuple(sorted(bias.items()))),
     bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), max_size=5).map(tuple),
     allowed_token_ids=st.sets(TOKENS, max_size=5).map(lambda token_ids: tuple(sorted(token_ids))),
+    structured_output=st.none() | FORMS,
 )
 
 
@@ -45,3 +55,15 @@ def test_missing_options_take_the_given_default_and_present_ones_do_not() -> Non
     assert decode_sampling(sampling_pb2.SamplingParams(seed=0, temperature=0.0), seed=7) == SamplingParams(
         temperature=0.0, seed=0
     )
+
+
+@pytest.mark.parametrize("form", [{}, {"json_object": False}])
+def test_a_form_that_is_none_is_refused(form: dict[str, bool]) -> None:
+    message = sampling_pb2.SamplingParams(structured_output=sampling_pb2.StructuredOutput(**form))
+    with pytest.raises(InvalidRequest, match="structured_output names no form"):
+        decode_sampling(message)
+
+
+def test_every_form_has_a_field_of_the_same_name() -> None:
+    names = {field.name for field in sampling_pb2.StructuredOutput.DESCRIPTOR.fields}
+    assert names == set(Constraint)
