@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.channel import ChannelSpec
+from services.channel.shm import ShmChannel
 from services.common.config import PeerSection
 from services.common.errors import ConfigError
 from services.dense_worker.engine.attachment import AttachmentEnd
@@ -22,6 +23,7 @@ from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 TEST_LIMIT_S = 30.0
 NUM_SEQUENCES = 50
 ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1)
+SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
 
 
 class Call:
@@ -82,8 +84,7 @@ class Watcher:
 
 
 def make_client(attention: Attention) -> AttentionClient:
-    spec = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
-    options = AttachOptions("", "", 1, spec, torch.device("cpu"), 1.0)
+    options = AttachOptions("", "", 1, SPEC, torch.device("cpu"), 1.0)
     client = AttentionClient("127.0.0.1:9", options, PeerSection(), asyncio.Event())
     client._stub = attention
     return client
@@ -199,3 +200,29 @@ def test_a_channel_for_another_kind_of_device_is_an_error_at_once() -> None:
             await make_client(Attention())._attach()
 
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+
+
+def test_each_lane_of_the_reply_is_mapped_under_its_number() -> None:
+    created = {lane: ShmChannel.create(SPEC, 1, 1, lane, 1.0) for lane in (1, 0)}
+    for lane, channel in created.items():
+        channel.qkv.fill_(lane)
+
+    class TwoLaneAttention(Attention):
+        async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+            lanes = [
+                attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in created.items()
+            ]
+            return attn_pb2.AttachReply(epoch=1, attachment_id=1, lanes=lanes)
+
+    async def test() -> None:
+        attachment = await make_client(TwoLaneAttention())._attach()
+        try:
+            assert {lane: channel.qkv.item() for lane, channel in attachment.channels.items()} == {0: 0.0, 1: 1.0}
+        finally:
+            attachment.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+    finally:
+        for channel in created.values():
+            channel.close()

@@ -1,0 +1,143 @@
+"""The dense worker uses the channel and the error count of a step's lane. The tests alternate between two lanes."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine import engine as engine_module
+from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.observer import EngineCounts
+from services.dense_worker.engine.progress import progress_of
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import FinishReason, Sequence
+from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan, Session
+from services.dense_worker.engine.step_report import StepReport
+from services.rpc.watchdog import Progress
+from services.step import PlanEntry, StepPlan
+from tests.support.scripted_attention import BAD, GOOD, LIMITS, TIMEOUT_S, FakeAttention, FakeRunner, FakeStep
+
+NUM_LAYERS = 4
+NUM_BLOCKS = 100
+
+
+class AlternatingScheduler(Scheduler):
+    """Plans odd steps for lane 1 and even steps for lane 0."""
+
+    def schedule(self) -> PublishedPlan | None:
+        published = super().schedule()
+        if published is None:
+            return None
+        plan = dataclasses.replace(published.plan, lane=published.plan.step_id % 2)
+        published = self.session.published[plan.step_id] = dataclasses.replace(published, plan=plan)
+        return published
+
+
+class TwoLaneAttention(FakeAttention):
+    """Counts an error in the channel of the step's lane."""
+
+    def __init__(self, bad_step: int) -> None:
+        super().__init__(bad_step)
+        self.channels = {
+            lane: SimpleNamespace(
+                num_errors=0, num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
+            )
+            for lane in (0, 1)
+        }
+
+    def run(self, attachment: Attachment, plan: StepPlan) -> None:
+        self.channel = self.channels[plan.lane]
+        super().run(attachment, plan)
+
+
+class RecordingRunner(FakeRunner):
+    """Records the channels that it is attached to, and the lane and channel of each step."""
+
+    def __init__(self) -> None:
+        self.attached: list[object] = []
+        self.launched: list[tuple[int, object]] = []
+
+    def attach(self, channels: Any) -> None:
+        self.attached = list(channels)
+
+    def launch(self, plan: StepPlan, channel: object) -> FakeStep:
+        self.launched.append((plan.lane, channel))
+        return super().launch(plan, channel)
+
+
+def start_engine(
+    monkeypatch: pytest.MonkeyPatch, attention: TwoLaneAttention, runner: FakeRunner
+) -> tuple[Engine, queue.Queue[StepReport]]:
+    """An engine that is attached to two lanes and plans for them in turn, and the queue of its reports."""
+    monkeypatch.setattr(engine_module, "Scheduler", AlternatingScheduler)
+    reports: queue.Queue[StepReport] = queue.Queue()
+    engine = Engine(LIMITS, runner, attention, reports.put, result_timeout_s=TIMEOUT_S)
+    engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
+    attention.engine = engine
+    engine.start()
+    engine.on_attached(Attachment(1, 1, attention.channels, 4, NUM_BLOCKS, NUM_BLOCKS, {}))
+    return engine, reports
+
+
+def run_to_end(engine: Engine, reports: queue.Queue[StepReport], seq_ids: tuple[int, ...]) -> dict[int, FinishReason]:
+    """Runs sequences of six tokens. Returns why they ended."""
+    for seq_id in seq_ids:
+        engine.submit(Sequence(seq_id, f"r{seq_id}", [5, 6, 7], SamplingParams(), max_tokens=6))
+    ends: dict[int, FinishReason] = {}
+    while len(ends) < len(seq_ids):
+        report = reports.get(timeout=TIMEOUT_S)
+        assert report.step_id >= 0, "the engine failed"
+        for output in report.outputs:
+            if output.finish_reason is not None:
+                ends[output.sequence.seq_id] = output.finish_reason
+    engine.stop(TIMEOUT_S)
+    return ends
+
+
+def test_a_step_runs_on_the_channel_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, runner = TwoLaneAttention(bad_step=0), RecordingRunner()
+    engine, reports = start_engine(monkeypatch, attention, runner)
+    assert run_to_end(engine, reports, (GOOD,)) == {GOOD: FinishReason.LENGTH}
+    channels = attention.channels
+    assert runner.attached == [channels[0], channels[1]]
+    assert [lane for lane, _ in runner.launched[:6]] == [1, 0, 1, 0, 1, 0]
+    assert all(channel is channels[lane] for lane, channel in runner.launched)
+
+
+@pytest.mark.parametrize("bad_step", [1, 2])
+def test_errors_are_counted_for_the_lane_of_their_step(monkeypatch: pytest.MonkeyPatch, bad_step: int) -> None:
+    """A wrong count would end the attachment: the engine waits until its count equals the channel's."""
+    attention = TwoLaneAttention(bad_step)
+    engine, reports = start_engine(monkeypatch, attention, FakeRunner())
+    ends = run_to_end(engine, reports, (GOOD, BAD))
+    assert ends == {GOOD: FinishReason.LENGTH, BAD: FinishReason.ERROR}
+    assert {lane: channel.num_errors for lane, channel in attention.channels.items()} == {
+        bad_step % 2: 1,
+        1 - bad_step % 2: 0,
+    }
+
+
+def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:
+    channels: dict[int, Any] = {
+        0: SimpleNamespace(num_waits=9, is_waiting=False),
+        1: SimpleNamespace(num_waits=14, is_waiting=True),
+    }
+    session = Session(dataclasses.replace(NO_ATTACHMENT, attachment_id=7, channels=channels))
+    session.request_ids[5] = "named"
+    counts = EngineCounts(0, 0, 1, num_steps=31, num_preemptions=0, is_attached=True)
+
+    def progress(*lanes: int) -> Progress | None:
+        plans = [StepPlan(30 + lane, (PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1)), lane=lane) for lane in lanes]
+        session.in_flight = tuple(InFlight(PublishedPlan(plan, ()), channels[plan.lane], 0.0) for plan in plans)
+        return progress_of(session, counts, NUM_LAYERS)
+
+    assert progress(1, 0) == Progress(
+        (7, 31, 0, 9, 14), step_id=31, layer=2, request_ids=("named", "ab"), waits_for="attn_worker"
+    )
+    assert progress(0, 1) == Progress((7, 31, 0, 9, 14), step_id=30, layer=1, request_ids=("named", "ab"))
