@@ -150,7 +150,7 @@ class _Answer:
         """A chunk with the entry's new tokens. Raises the error that ended the entry."""
         entry, request = self.entry, self.entry.request
         is_first = self.num_output_tokens == 0
-        token_ids, logprobs = entry.take()
+        token_ids, logprobs = entry.take_new_tokens()
         reason = entry.finish_reason  # set in the same step as the last token
         stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
         text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token

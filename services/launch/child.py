@@ -106,7 +106,7 @@ class Child:
         """Lets it run, but does not restart it when it ends."""
         self._is_stopping = True
 
-    def keep(self) -> None:
+    def undo_retire(self) -> None:
         """Undoes `retire`; if it has ended meanwhile, `watch` starts it again."""
         self._is_stopping = False
 

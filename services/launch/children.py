@@ -27,7 +27,7 @@ class Children:
         self._watchers[child] = asyncio.create_task(child.watch())
         self._watchers[child].add_done_callback(self._note_end)
 
-    def exchange(self, old: Child, new: Child, watcher: asyncio.Task[None]) -> None:
+    def replace(self, old: Child, new: Child, watcher: asyncio.Task[None]) -> None:
         """Replaces a service by another one, which its `watch` task `watcher` has started."""
         self._watchers = {new if child is old else child: each for child, each in self._watchers.items()}
         self._watchers[new] = watcher

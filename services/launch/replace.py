@@ -39,7 +39,7 @@ ERROR_GRACE_S = 3.0  # for a failing worker to end, so that its own error can be
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class Replacement:
     """The result of a replacement."""
 
     pid: int
@@ -65,7 +65,7 @@ class DenseReplacer:
         self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
 
-    async def replace(self, overrides: Sequence[str], *, drops_caches: bool) -> Replaced:
+    async def replace(self, overrides: Sequence[str], *, drops_caches: bool) -> Replacement:
         """Replaces the worker. Raises `RolledBack`; before any attempt `InvalidRequest` or `ConfigError`."""
         if self._task is not None:
             raise RolledBack("another replacement is under way")
@@ -103,7 +103,7 @@ class DenseReplacer:
         except ConfigError as error:
             raise InvalidRequest(str(error)) from error
 
-    async def _replace(self, old: Child, new: Child, *, drops_caches: bool) -> Replaced:
+    async def _replace(self, old: Child, new: Child, *, drops_caches: bool) -> Replacement:
         log.info("replacing the dense worker", old_pid=old.pid)
         watcher = asyncio.create_task(new.watch())
         timeout_s = new.config.launch.start_timeout_s
@@ -122,12 +122,12 @@ class DenseReplacer:
             raise
         new.leave_standby()
         new.may_restart, new.num_restarts = True, old.num_restarts
-        self._children.exchange(old, new, watcher)
+        self._children.replace(old, new, watcher)
         old.stop()
         await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nothing else would kill it
         assert new.pid is not None
         log.info("dense worker replaced", pid=new.pid, backend=backend, pause_ms=round(pause_ms, 1))
-        return Replaced(new.pid, pause_ms, backend, present.weights_hash != loaded.weights_hash)
+        return Replacement(new.pid, pause_ms, backend, present.weights_hash != loaded.weights_hash)
 
     async def _switch(
         self,
@@ -169,7 +169,7 @@ class DenseReplacer:
         return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
 
     async def _bring_back(self, old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
-        old.keep()
+        old.undo_retire()
         if self._children.has_ended(old):
             self._children.start(old)  # it died in standby
             return

@@ -16,6 +16,7 @@ import structlog
 
 from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError, TwostrokeError
+from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.collect_step import collect_step
 from services.dense_worker.engine.drafts import DraftSource
@@ -24,7 +25,7 @@ from services.dense_worker.engine.progress import progress_of
 from services.dense_worker.engine.scheduler import Scheduler, SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
-from services.dense_worker.engine.step_report import StepReport, note_first_tokens, note_prompt_logprobs, note_started
+from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, spans_of
@@ -165,10 +166,10 @@ class Engine:
         session.complete(step, time.monotonic())
         published = step.published
         sequences = [entry.sequence for entry in published.entries]
-        started = note_started(sequences, step.begin_s)
-        prompt_logprobs = note_prompt_logprobs(sequences, result.prompt_logprobs) if result.prompt_logprobs else ()
+        started = step_report.record_started(sequences, step.begin_s)
+        prompt_logprobs = step_report.record_prompt_logprobs(sequences, result.prompt_logprobs)
         outputs = self._scheduler.update(published, result)
-        note_first_tokens(outputs, step.end_s)
+        step_report.record_first_tokens(outputs, step.end_s)
         return StepReport(published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs)
 
     def _report(self, step: InFlight, report: StepReport) -> None:

@@ -142,10 +142,10 @@ class Scheduler:
         blocks, and the others may need the space. Suspects come before all, one at a time.
         """
         session, chosen = self.session, list[Sequence]()
-        if session.is_short_of_blocks or self._suspects.open() is not None:
+        if session.is_short_of_blocks or self._suspects.active() is not None:
             return chosen
         while self._waiting and len(session.openings) + len(session.running) < self.limits.max_num_seqs:
-            sequence = self._suspects.first() or self._waiting.first(session.held_blocks)
+            sequence = self._suspects.next_to_open() or self._waiting.first(session.held_blocks)
             if sequence.num_pending_tokens or sequence.seq_id in session.closing:
                 break  # just preempted: its last token, or the answer to its closing, has not arrived yet
             num_blocks = self._blocks_to_reserve(sequence, session.held_blocks.get(sequence.seq_id, 0))
@@ -200,7 +200,7 @@ class Scheduler:
         session.is_short_of_blocks = False
         step = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
         prefills = []
-        suspect = self._suspects.open()
+        suspect = self._suspects.active()
         for sequence in list(session.running):
             if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
                 continue

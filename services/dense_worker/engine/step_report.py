@@ -23,28 +23,30 @@ class StepReport:
     admitted: SequenceOf[Sequence] = ()  # sequences that steps may run from now on
 
 
-def note_started(sequences: Iterable[Sequence], begin_s: float) -> list[Sequence]:
-    """Sequences in their first step, which began at `begin_s`; not those submitted again with tokens."""
+def record_started(sequences: Iterable[Sequence], begin_s: float) -> list[Sequence]:
+    """Stores in each sequence when its first step began. Returns those in their first step, without resumed ones."""
     started = [each for each in sequences if each.started_s is None and not each.output_token_ids]
     for sequence in started:
         sequence.started_s = begin_s
     return started
 
 
-def note_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None:
+def record_first_tokens(outputs: Iterable[SequenceOutput], end_s: float) -> None:
     """Stores in each sequence when its first token was known."""
     for output in outputs:
         if output.sequence.first_token_s is None:
             output.sequence.first_token_s = end_s
 
 
-def note_prompt_logprobs(
-    sequences: Iterable[Sequence], found: Iterable[PromptLogprobs]
+def record_prompt_logprobs(
+    sequences: Iterable[Sequence], found: SequenceOf[PromptLogprobs]
 ) -> list[tuple[Sequence, PromptLogprobs]]:
-    """Log-probabilities of live sequences. A sequence whose prompt is complete does not report it again."""
+    """Adds the sequence to each span; leaves out ended ones. A sequence with a complete prompt reports it no more."""
+    if not found:  # in almost all steps
+        return []
     live = {each.seq_id: each for each in sequences if each.status is not SequenceStatus.FINISHED}
-    noted = [(live[each.seq_id], each) for each in found if each.seq_id in live]
-    for sequence, each in noted:
+    recorded = [(live[each.seq_id], each) for each in found if each.seq_id in live]
+    for sequence, each in recorded:
         if each.start + len(each.tokens) == sequence.num_prompt_tokens:
             sequence.num_prompt_logprobs = None
-    return noted
+    return recorded

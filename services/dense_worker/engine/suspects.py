@@ -26,10 +26,10 @@ class Suspects:
             sequence.num_crashes = 0
             self._sequences.pop(sequence.seq_id, None)
 
-    def open(self) -> Sequence | None:
+    def active(self) -> Sequence | None:
         """The suspect that is OPENING or RUNNING; no other sequence may run meanwhile."""
         return next((each for each in self._sequences.values() if each.status is not SequenceStatus.WAITING), None)
 
-    def first(self) -> Sequence | None:
+    def next_to_open(self) -> Sequence | None:
         """The suspect to open next."""
         return next(iter(self._sequences.values()), None)

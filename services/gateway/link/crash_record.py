@@ -36,26 +36,28 @@ class CrashRecord:
         self._epoch: int | None = None  # of the dense worker of the last stream
         self._farewell: dense_pb2.Farewell | None = None  # of the last stream, if there was one
 
-    def admitted(self, seq_ids: Iterable[int]) -> None:
-        """Notes that the dense worker may run these sequences from now on."""
+    def record_admitted(self, seq_ids: Iterable[int]) -> None:
+        """Records that the dense worker may run these sequences from now on."""
         for seq_id in seq_ids:
             entry = self._sequences.get(seq_id)
             if entry is not None:
                 entry.is_admitted = True
 
-    def farewell(self, farewell: dense_pb2.Farewell) -> None:
-        """Notes that the dense worker ends the stream itself."""
+    def record_farewell(self, farewell: dense_pb2.Farewell) -> None:
+        """Records that the dense worker ends the stream itself."""
         self._farewell = farewell
 
-    def connected(self, epoch: int) -> None:
-        """Notes that a dense worker is connected again: only now it is known whether the last one died."""
+    def record_connected(self, epoch: int) -> None:
+        """Records that a dense worker is connected again: only now it is known whether the last one died."""
         is_crash = self._epoch not in (None, epoch) if self._farewell is None else self._farewell.is_crash
         self._end_stream(is_crash=is_crash)
         self._epoch = epoch
 
-    def left(self) -> None:
-        """Notes that the sequences continue at once on another worker. Without a farewell the end of the stream counts
-        as a crash; otherwise a request could kill one worker after the other.
+    def record_sequences_moved(self) -> None:
+        """Records that the sequences continue at once on another worker.
+
+        Without a farewell the end of the stream counts as a crash; otherwise a request could kill one worker after the
+        other.
         """
         self._end_stream(is_crash=self._farewell is None or self._farewell.is_crash)
 

@@ -42,7 +42,7 @@ class StreamOwner(Protocol):
     def accept(self, client: DenseClient, model: ServedModel) -> None:
         """Accepts the worker that a stream has found, or raises `PeerError` to refuse it."""
 
-    def adopt(self, client: DenseClient) -> None:
+    def assign_orphaned_sequences(self, client: DenseClient) -> None:
         """Called before a stream continues its sequences; may give it more of them."""
 
     async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
@@ -109,7 +109,7 @@ class DenseClient:
 
     def forget(self) -> None:
         """Called without a stream, when its sequences continue elsewhere."""
-        self._crashes.left()
+        self._crashes.record_sequences_moved()
         self._end_waits()
 
     async def run(self, shared_channel: grpc.aio.Channel | None = None) -> None:
@@ -146,7 +146,7 @@ class DenseClient:
     def _meet(self, info: dense_pb2.DenseInfo) -> None:
         self._owner.accept(self, served_model(info))
         self.worker = info.epoch
-        self._crashes.connected(info.epoch)
+        self._crashes.record_connected(info.epoch)
 
     async def _converse(self, call: grpc.aio.StreamStreamCall) -> None:
         outbox: _Outbox = asyncio.Queue()
@@ -164,7 +164,7 @@ class DenseClient:
             await self._end()
 
     async def _begin(self, outbox: _Outbox) -> None:
-        self._owner.adopt(self)
+        self._owner.assign_orphaned_sequences(self)
         for entry in self.sequences.unfinished():
             outbox.put_nowait(entry)
             self.num_resubmitted += entry.queue_s is not None
@@ -206,10 +206,10 @@ class DenseClient:
                 self.num_messages += 1
                 if output.prompt_logprobs:  # before the tokens, because the first token's chunk includes them
                     await keep_prompt_logprobs(self.sequences, output.prompt_logprobs)
-                self._crashes.admitted(output.admitted)
+                self._crashes.record_admitted(output.admitted)
                 keep_output(self.sequences, output)
                 if output.HasField("farewell"):
-                    self._crashes.farewell(output.farewell)
+                    self._crashes.record_farewell(output.farewell)
                     raise PeerError(output.farewell.reason)
         except grpc.aio.AioRpcError as error:
             raise peer_error(error) from error

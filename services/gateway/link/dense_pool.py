@@ -137,7 +137,7 @@ class DensePool:
             model = replace(model, max_model_len=min(model.max_model_len, self._model.max_model_len))
         self._model = model
 
-    def adopt(self, client: DenseClient) -> None:
+    def assign_orphaned_sequences(self, client: DenseClient) -> None:
         """Gives the sequences of broken streams to this stream."""
         for other in self._clients:
             if other is not client and not other.is_connected:

@@ -52,8 +52,8 @@ class JournalEntry:
     """One open sequence: answer `index` of its request. Ends with at most `request.max_tokens` tokens."""
 
     __slots__ = (
-        "_is_announced",
-        "_num_taken",
+        "_is_in_updates",
+        "_num_taken_tokens",
         "_on_start",
         "arrival",
         "crash_start",
@@ -104,9 +104,9 @@ class JournalEntry:
         self.num_crashes = 0  # consecutive worker crashes, without a token in between, that it may have caused
         self.crash_start = 0  # index of the first token being computed in the last of these crashes, if known
         self._on_start = on_start
-        self._num_taken = 0  # output tokens that the handler has taken
+        self._num_taken_tokens = 0  # by the request's handler
         self.updates = updates
-        self._is_announced = False  # whether it is in the queue of updates
+        self._is_in_updates = False
 
     @property
     def is_ended(self) -> bool:
@@ -145,8 +145,8 @@ class JournalEntry:
         self.last_token_at = now
         self.num_crashes = 0
         self.output_token_ids.append(token_id)
-        if not self._is_announced:
-            self._announce()
+        if not self._is_in_updates:
+            self._put_in_updates()
 
     def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""
@@ -159,7 +159,7 @@ class JournalEntry:
             self._forget_token()
             reason = FinishReason.LENGTH
         self.finish_reason = reason
-        self._announce()
+        self._put_in_updates()
 
     def _forget_token(self) -> None:
         """Drops the token of a request for the prompt only. It arrived with the end, so no handler has seen it."""
@@ -171,24 +171,24 @@ class JournalEntry:
         """Ends the sequence with an error for its client, unless it has ended already."""
         if not self.is_ended:
             self.error = error
-            self._announce()
+            self._put_in_updates()
 
-    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
+    def take_new_tokens(self) -> tuple[list[int], list[TokenLogprobs]]:
         """Takes all tokens not taken yet, with their log-probabilities if requested.
 
         Raises the error that ended the sequence when all its tokens are taken.
         """
-        self._is_announced = False
-        start = self._num_taken
+        self._is_in_updates = False
+        start = self._num_taken_tokens
         token_ids = self.output_token_ids[start:]
         if self.error is not None:
             if not token_ids:
                 raise self.error
-            self._announce()  # so that the next call raises
-        self._num_taken += len(token_ids)
+            self._put_in_updates()  # so that the next call raises
+        self._num_taken_tokens += len(token_ids)
         return token_ids, self.logprobs[start:]
 
-    def _announce(self) -> None:
-        if not self._is_announced:
-            self._is_announced = True
+    def _put_in_updates(self) -> None:
+        if not self._is_in_updates:
+            self._is_in_updates = True
             self.updates.put(self)

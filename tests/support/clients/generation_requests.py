@@ -42,5 +42,5 @@ def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
 async def take(entry: JournalEntry) -> list[int]:
     """Waits for updates of an entry, like its request's handler, and returns its new tokens."""
     assert await entry.updates.next() is entry
-    token_ids, _ = entry.take()
+    token_ids, _ = entry.take_new_tokens()
     return token_ids

@@ -12,7 +12,7 @@ from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.engine.step_report import note_first_tokens, note_started
+from services.dense_worker.engine.step_report import record_first_tokens, record_started
 from services.dense_worker.metrics import DenseMetrics
 
 
@@ -49,11 +49,11 @@ def run_step(
     finish_reason: FinishReason | None = None,
 ) -> None:
     """A step that gave the sequence a token."""
-    started = note_started([sequence], begin_s)
+    started = record_started([sequence], begin_s)
     assert started == ([sequence] if is_first else [])
     sequence.output_token_ids.append(9)
     outputs = [SequenceOutput(sequence, (9,), finish_reason)]
-    note_first_tokens(outputs, end_s)
+    record_first_tokens(outputs, end_s)
     metrics.on_step(make_stats(num_sampled=1), started, outputs)
 
 
@@ -83,7 +83,7 @@ def test_a_recovered_sequence_has_no_queue_and_no_prefill(registry: CollectorReg
 def test_a_failed_sequence_has_no_decode_time(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     sequence = make_sequence()
     outputs = [SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted("no"))]
-    note_first_tokens(outputs, 1.0)
+    record_first_tokens(outputs, 1.0)
     metrics.on_step(make_stats(), [], outputs)
     assert value(registry, "decode_seconds_count") == 0
 

@@ -62,7 +62,7 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
     def retire(self) -> None:
         self._is_stopping = True
 
-    def keep(self) -> None:
+    def undo_retire(self) -> None:
         self._is_stopping = False
 
     def stop(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
-from services.dense_worker.engine.step_report import note_prompt_logprobs
+from services.dense_worker.engine.step_report import record_prompt_logprobs
 from services.step import PromptLogprobs
 
 
@@ -17,6 +17,6 @@ def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_
 
     partly, wholly = told(1, SequenceStatus.RUNNING, 1, 2), told(2, SequenceStatus.WAITING, 3, 1)
     sequences, found = zip(partly, told(3, SequenceStatus.FINISHED, 1, 3), wholly, strict=True)
-    assert note_prompt_logprobs(sequences, found) == [partly, wholly]
+    assert record_prompt_logprobs(sequences, found) == [partly, wholly]
     assert partly[0].num_prompt_logprobs == 1
     assert wholly[0].num_prompt_logprobs is None

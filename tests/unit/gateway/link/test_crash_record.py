@@ -27,14 +27,14 @@ class Story:
             journal.assign(entry, sequences)
         self.record = CrashRecord(sequences)
         self.epoch = 1
-        self.record.connected(self.epoch)
+        self.record.record_connected(self.epoch)
 
     def admit(self, *entries: JournalEntry) -> None:
-        self.record.admitted([entry.seq_id for entry in entries])
+        self.record.record_admitted([entry.seq_id for entry in entries])
 
     def crash(self) -> None:
         self.epoch += 1
-        self.record.connected(self.epoch)
+        self.record.record_connected(self.epoch)
 
     def attention_crash(self, running: Mapping[JournalEntry, range]) -> None:
         """The attention worker dies; the dense worker lives, and tells what it was computing."""
@@ -42,8 +42,8 @@ class Story:
             dense_pb2.SequenceSpan(seq_id=entry.seq_id, start=span.start, end=span.stop)
             for entry, span in running.items()
         ]
-        self.record.farewell(dense_pb2.Farewell(is_crash=True, running=spans))
-        self.record.connected(self.epoch)
+        self.record.record_farewell(dense_pb2.Farewell(is_crash=True, running=spans))
+        self.record.record_connected(self.epoch)
 
     @property
     def failed(self) -> list[int]:
@@ -110,7 +110,7 @@ def test_a_broken_connection_to_a_living_worker_does_not_count(num_breaks: int) 
     story = Story(1)
     for _ in range(num_breaks):
         story.admit(*story.entries)
-        story.record.connected(story.epoch)
+        story.record.record_connected(story.epoch)
     assert story.entries[0].num_crashes == 0
 
 
@@ -118,7 +118,7 @@ def test_an_announced_end_does_not_count_even_if_another_worker_comes() -> None:
     story = Story(1)
     for _ in range(5):
         story.admit(*story.entries)
-        story.record.farewell(dense_pb2.Farewell(is_crash=False))
+        story.record.record_farewell(dense_pb2.Farewell(is_crash=False))
         story.crash()
     assert story.failed == []
 
