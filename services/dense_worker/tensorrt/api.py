@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 
 from services.common.errors import ConfigError
 from services.dense_worker.tensorrt.engine import Engine
-from services.dense_worker.tensorrt.gpu import Gpu
+from services.dense_worker.tensorrt.gpu import Gpu, check_driver
 
 log = structlog.get_logger()
+
+MAX_WARNINGS = 8  # kept for the message of an exception
 
 MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")  # the first installed one is used
 INSTALL = (
@@ -35,7 +38,7 @@ def load_tensorrt(import_module: Callable[[str], Any] = importlib.import_module)
     """The installed TensorRT. Raises ConfigError that says what to install, or why the import fails."""
     for name in MODULES:
         try:
-            return TensorRT(import_module(name))
+            return TensorRT(import_module(name), check_driver)
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise ConfigError(f"{name} is installed but lacks the module {error.name}") from error
@@ -52,8 +55,10 @@ def is_installed() -> bool:
 class TensorRT:
     """One imported TensorRT module."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, check_driver: Callable[[], None] = lambda: None) -> None:
+        """`check_driver` raises ConfigError where CUDA does not work; there, `module.Runtime` ends the process."""
         self._trt = module
+        self._check_driver = check_driver
         self.is_rtx = module.__name__.startswith("tensorrt_rtx")
         self.version: str = module.__version__
         self.name = f"{'TensorRT-RTX' if self.is_rtx else 'TensorRT'} {self.version}"
@@ -97,9 +102,10 @@ class TensorRT:
         dtype: torch.dtype,
         timing_cache: bytes,
     ) -> tuple[bytes, bytes]:
-        """A plan for the ONNX model `network`, and the timing cache with the new timings.
+        """A plan for the ONNX model `network`, and the timing cache with the new timings; empty if there is none.
 
         profiles: for each profile the sizes of dimension 0 of every dynamic input. `title` is for messages.
+        `timing_cache` must be undamaged, see `timing_cache.py`.
         Raises ConfigError if the network cannot be parsed or no plan can be built.
         """
         self.check_dtype(dtype)
@@ -120,22 +126,40 @@ class TensorRT:
             self._set_precisions(config, definition, dtype)
         for sizes in profiles:
             config.add_optimization_profile(_profile(builder, definition, sizes))
-        cache = None
-        if not self.is_rtx:  # RTX times nothing during a build
-            cache = config.create_timing_cache(timing_cache) or config.create_timing_cache(b"")
-            config.set_timing_cache(cache, False)
-        plan = builder.build_serialized_network(definition, config)
-        if plan is None:
-            raise ConfigError(f"{self.name} cannot build a plan for {title}: {self._log.take_errors()}")
-        return bytes(plan), timing_cache if cache is None else bytes(config.get_timing_cache().serialize())
+        if self.is_rtx:  # it times nothing during a build
+            return self._build(title, builder, definition, config), b""
+        cache = self._use_timings(config, timing_cache)  # the config refers to it
+        plan = self._build(title, builder, definition, config)
+        timings = None if cache is None else config.get_timing_cache()
+        return plan, b"" if timings is None else bytes(timings.serialize())
 
     def load(self, title: str, plan: bytes) -> Engine:
-        """An engine on the current GPU. Raises ConfigError if the plan is for another version or kind of GPU."""
+        """An engine on the current GPU.
+
+        Raises ConfigError if CUDA does not work, or if the plan is for another version or kind of GPU.
+        """
+        self._check_driver()
         runtime = self._start(self._trt.Runtime)
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise ConfigError(f"{self.name} cannot load the plan of {title}: {self._log.take_errors()}")
         return Engine(self._trt, self._dtypes, self._log.take_errors, runtime, engine)
+
+    def _build(self, title: str, builder: Any, definition: Any, config: Any) -> bytes:
+        plan = builder.build_serialized_network(definition, config)
+        if plan is None:
+            raise ConfigError(f"{self.name} cannot build a plan for {title}: {self._log.take_errors()}")
+        return bytes(plan)
+
+    def _use_timings(self, config: Any, timing_cache: bytes) -> Any:
+        """The timing cache that the build uses, an empty one if TensorRT refuses the given one; None without any."""
+        for data in [timing_cache, b""] if timing_cache else [b""]:
+            cache = config.create_timing_cache(data)
+            if cache is not None and config.set_timing_cache(cache, False):
+                return cache
+            if data:
+                log.warning("TensorRT refuses the timings of earlier builds", reason=self._log.take_errors())
+        return None
 
     @property
     def _is_strongly_typed(self) -> bool:
@@ -161,6 +185,7 @@ class TensorRT:
 
     def _start(self, kind: Callable[[Any], Any]) -> Any:
         """A Builder or Runtime. All of them need a working GPU, except RTX's Builder."""
+        self._log.take_errors()  # those of an earlier call
         try:
             return kind(self._log)
         except (TypeError, RuntimeError) as error:
@@ -178,21 +203,26 @@ def _profile(builder: Any, definition: Any, sizes: Mapping[str, Sizes]) -> Any:
 
 
 def _make_log(trt: Any) -> Any:
-    """A TensorRT logger that keeps errors for the message of an exception and logs warnings."""
+    """A TensorRT logger that keeps errors and the last warnings for the message of an exception."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self._errors: list[str] = []
+            self._warnings: deque[str] = deque(maxlen=MAX_WARNINGS)
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
                 self._errors.append(message)
             elif severity == trt.ILogger.WARNING:
+                self._warnings.append(message)
                 log.debug("tensorrt", message=message)
 
         def take_errors(self) -> str:
-            errors, self._errors = "; ".join(self._errors), []
-            return errors
+            """The messages since the last call: the errors, or else the warnings, since 8.6 warns of a failed CUDA."""
+            messages = "; ".join(self._errors or self._warnings)
+            self._errors.clear()
+            self._warnings.clear()
+            return messages
 
     return Log()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx
 import torch
 
-from services.common.errors import ConfigError
+from services.common.errors import CapacityError, ConfigError
 from services.dense_worker.tensorrt.api import Sizes, TensorRT
 from services.dense_worker.tensorrt.engine_plan_cache import (
     CachedEnginePlan,
@@ -69,16 +69,18 @@ class EnginePlanBuilder:
                     cached = self._cache.find(key)  # another process may have built it while this one waited
                     if cached is None:
                         report(f"{title}: building, {self._cache.why_missing(key)}")
-                        cached = self._build(key, network, dtype)
+                        cached = self._build(key, network, dtype, report)
                 megabytes, seconds = cached.record.plan_bytes / 1e6, cached.record.build_s
                 report(f"{title}: built {key.file_stem}.plan, {megabytes:.2f} MB in {seconds} s")
             plans[name] = cached
         return plans
 
-    def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype) -> CachedEnginePlan:
+    def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype, report: Report) -> CachedEnginePlan:
+        driver = "" if self._gpu is None else self._gpu.driver
         start = time.monotonic()
         sizes = [_input_sizes(key.segment, profile, self._profiles) for profile in self._profiles]
-        plan, timings = self._api.build(key.segment, network, sizes, dtype, self._cache.timing_cache(key))
+        timing_cache = self._cache.timing_cache(key, driver, report)
+        plan, timings = self._api.build(key.segment, network, sizes, dtype, timing_cache)
         build_s = time.monotonic() - start
         graph = onnx.load_from_string(network).graph
         layers = None if self._gpu is None else self._api.load(key.segment, plan).layers()
@@ -95,7 +97,10 @@ class EnginePlanBuilder:
         cached = CachedEnginePlan(record, plan)
         self._cache.store(cached)
         if timings:
-            self._cache.store_timing_cache(key, timings)
+            try:
+                self._cache.store_timing_cache(key, driver, timings)
+            except (CapacityError, ConfigError) as error:  # later builds take longer, and nothing else
+                report(f"timings are not kept: {error}")
         return cached
 
     def _key(self, name: str, network: bytes, dtype: torch.dtype) -> EnginePlanKey:

@@ -18,6 +18,7 @@ from typing import Any
 
 from services.common.errors import ConfigError
 from services.dense_worker.tensorrt.atomic_file import TEMPORARY_SUFFIX, make_directory, write_atomically
+from services.dense_worker.tensorrt.timing_cache import TimingOrigin, read_timings, write_timings
 
 RECIPE = 1  # increase it when the builder's settings in api.py change
 
@@ -134,14 +135,16 @@ class EnginePlanCache:
                 left.unlink(missing_ok=True)
             yield
 
-    def timing_cache(self, key: EnginePlanKey) -> bytes:
-        """The timings of earlier builds with this TensorRT on this GPU; empty at first."""
-        path = self._timing_path(key)
-        return path.read_bytes() if path.is_file() else b""
+    def timing_cache(self, key: EnginePlanKey, driver: str, report: Callable[[str], None]) -> bytes:
+        """The timings of earlier builds with this TensorRT, GPU and driver; empty at first.
 
-    def store_timing_cache(self, key: EnginePlanKey, data: bytes) -> None:
-        """Replaces the timings for this TensorRT on this GPU."""
-        write_atomically(self._timing_path(key), data)
+        `report` receives a line if there are timings that cannot be used.
+        """
+        return read_timings(self._timing_path(key), _origin(key, driver), report)
+
+    def store_timing_cache(self, key: EnginePlanKey, driver: str, data: bytes) -> None:
+        """Replaces the timings for this TensorRT on this GPU. Raises CapacityError or ConfigError if it cannot."""
+        write_timings(self._timing_path(key), _origin(key, driver), data)
 
     def _timing_path(self, key: EnginePlanKey) -> Path:
         digest = hashlib.sha256(f"{key.tensorrt}\0{key.gpu}\0{key.num_sms}".encode()).hexdigest()
@@ -161,6 +164,10 @@ class EnginePlanCache:
             return replace(EnginePlanRecord(**values), key=EnginePlanKey(**values["key"]))
         except (OSError, ValueError, TypeError, LookupError):
             return None
+
+
+def _origin(key: EnginePlanKey, driver: str) -> TimingOrigin:
+    return TimingOrigin(key.tensorrt, key.gpu, key.num_sms, driver)
 
 
 def _short(value: Any) -> str:

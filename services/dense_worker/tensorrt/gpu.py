@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from services.common.errors import ConfigError
+
+DRIVER_VERSION_FILE = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,7 @@ class Gpu:
     name: str
     capability: tuple[int, int]  # compute capability, major and minor
     num_sms: int  # SMs that this process may use; under an MPS limit fewer than the device has
+    driver: str = ""  # see `driver_version`
 
 
 def current_gpu(device: torch.device) -> Gpu | None:
@@ -22,7 +28,28 @@ def current_gpu(device: torch.device) -> Gpu | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(device)
-    return Gpu(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
+    capability = (properties.major, properties.minor)
+    return Gpu(properties.name, capability, properties.multi_processor_count, driver_version())
+
+
+def driver_version() -> str:
+    """The greatest CUDA version that the driver supports and, where the kernel tells it, the driver's own version."""
+    from cuda.bindings import runtime  # comes with torch's CUDA build
+
+    error, version = runtime.cudaDriverGetVersion()
+    cuda = f"CUDA {version // 1000}.{version % 1000 // 10}" if not int(error) else "CUDA"
+    try:
+        return f"{cuda}, driver {DRIVER_VERSION_FILE.read_text().strip()}"
+    except OSError:  # not every container shows it
+        return cuda
+
+
+def check_driver() -> None:
+    """Raises ConfigError, with CUDA's reason, if this process cannot use the current GPU."""
+    try:
+        torch.cuda.synchronize()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
+        raise ConfigError(f"CUDA does not work in this process: {str(error).splitlines()[0]}") from error
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

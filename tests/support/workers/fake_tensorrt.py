@@ -3,7 +3,8 @@
 Each version has the names that the published wheel of that version has, and lacks those it lacks, as far as
 services/dense_worker/tensorrt/api.py could use them. A "plan" holds the ONNX model; an execution context
 really runs it, by onnxruntime, from and to the addresses it was given, so a wrong address shows in the
-numbers. What TensorRT would refuse is refused: False or None is returned and the logger told why.
+numbers. What TensorRT would refuse is refused: False or None is returned and the logger told why. What ended
+the process of the real 8.6.0 raises `ProcessCrash`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import onnx
 
-from tests.support.workers.fake_tensorrt_runtime import DTYPES, DataType, FakeRuntime, ILogger
+from tests.support.workers.fake_tensorrt_runtime import DTYPES, DataType, FakeRuntime, ILogger, ProcessCrash
 
 Call = tuple[Any, ...]
 
@@ -58,6 +59,11 @@ class FakeTensorRT:
         self.NetworkDefinitionCreationFlag = SimpleNamespace(**network_flags)
         self.BuilderFlag = SimpleNamespace(**builder_flags)
 
+    @property
+    def timings_header(self) -> bytes:
+        """How a timing cache of this version begins."""
+        return f"timings of {self.__version__};".encode()
+
     def record(self, *call: Any) -> bool:
         """Notes a call; False if it is the one that is to fail."""
         self.calls.append(call)
@@ -69,7 +75,8 @@ class FakeTensorRT:
 
     def Builder(self, logger: ILogger) -> _Builder:
         if not (self.has_gpu or self.is_rtx):
-            logger.log(ILogger.ERROR, "CUDA initialization failure with error: 35")
+            severity = ILogger.WARNING if self.major < 10 else ILogger.ERROR  # seen with 8.6.0
+            logger.log(severity, "CUDA initialization failure with error: 35")
             raise TypeError("pybind11::init(): factory function returned nullptr")
         return _Builder(self, logger)
 
@@ -77,6 +84,8 @@ class FakeTensorRT:
         return _Parser(network)
 
     def Runtime(self, logger: ILogger) -> FakeRuntime:
+        if not self.has_gpu:
+            raise ProcessCrash("trt.Runtime() without a working driver")
         return FakeRuntime(self, logger)
 
 
@@ -120,7 +129,7 @@ class _BuilderConfig:
         self._trt = trt
         self.flags = {"TF32"}
         self.profiles: list[_Profile] = []
-        self._cache: bytes = b""
+        self._cache: bytes | None = None
 
     def set_flag(self, flag: str) -> None:
         self._trt.record("set_flag", flag)
@@ -134,15 +143,25 @@ class _BuilderConfig:
         self.profiles.append(profile)
         return len(self.profiles) - 1
 
-    def create_timing_cache(self, data: bytes) -> bytes:
-        return data
+    def create_timing_cache(self, data: bytes) -> bytes | None:
+        """None if the bytes are another version's."""
+        self._trt.record("create_timing_cache", data)
+        if data and not data.startswith(b"timings of "):
+            raise ProcessCrash("a damaged timing cache")
+        return None if data and not data.startswith(self._trt.timings_header) else data
 
     def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        if not self._trt.record("set_timing_cache", cache):
+            return False
         self._cache = cache
-        return self._trt.record("set_timing_cache", cache)
+        return True
 
-    def get_timing_cache(self) -> SimpleNamespace:
-        return SimpleNamespace(serialize=lambda: self._cache + b"timed;")
+    def get_timing_cache(self) -> SimpleNamespace | None:
+        """None if none was set."""
+        if self._cache is None:
+            return None
+        data = (self._cache or self._trt.timings_header) + b"timed;"
+        return SimpleNamespace(serialize=lambda: data)
 
 
 class _Profile:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from tests.support.workers.fake_tensorrt import FakeTensorRT
 
 
+class ProcessCrash(BaseException):
+    """The end of the process, which nothing can catch."""
+
+
 class DataType(enum.Enum):
     FLOAT, HALF, INT32, BF16 = range(4)
 

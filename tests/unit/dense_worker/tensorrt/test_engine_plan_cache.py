@@ -150,14 +150,6 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         pass
 
 
-def test_timing_caches_are_kept_apart_by_version_and_gpu(cache: EnginePlanCache) -> None:
-    assert cache.timing_cache(KEY) == b""
-    cache.store_timing_cache(KEY, b"timings")
-    assert cache.timing_cache(replace(KEY, segment="last", profiles="1-99@9")) == b"timings"
-    assert cache.timing_cache(replace(KEY, tensorrt="TensorRT 10.3.0")) == b""
-    assert cache.timing_cache(replace(KEY, num_sms=66)) == b""
-
-
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path

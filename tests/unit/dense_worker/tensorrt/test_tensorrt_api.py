@@ -6,6 +6,7 @@ from functools import cache
 
 import onnx
 import pytest
+import structlog.testing
 import torch
 
 from services.common.errors import ConfigError
@@ -14,7 +15,7 @@ from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_segment
 from tests.support.model_configs import small_config
 from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
-from tests.support.workers.fake_tensorrt_runtime import DataType
+from tests.support.workers.fake_tensorrt_runtime import DataType, ILogger
 
 SIZES = [
     {"attn_out": (1, 4, 16), "residual": (1, 4, 16)},
@@ -79,6 +80,24 @@ def test_timing_cache_goes_in_and_comes_back_grown() -> None:
     assert build(rtx, torch.float16)[1] == b"" and not rtx.named("set_timing_cache")
 
 
+def test_timings_of_another_version_are_dropped_with_one_log_line() -> None:
+    _, timings = build(make_tensorrt("8.6.0"), torch.float16)
+    trt = make_tensorrt("8.6.1")
+    with structlog.testing.capture_logs() as logs:
+        _, own = build(trt, torch.float16, timings)
+    assert [entry["event"] for entry in logs] == ["TensorRT refuses the timings of earlier builds"]
+    assert trt.named("set_timing_cache") == [("set_timing_cache", b"")]
+    assert own == build(make_tensorrt("8.6.1"), torch.float16)[1] != timings
+
+
+def test_a_plan_is_built_although_tensorrt_takes_no_timing_cache_at_all() -> None:
+    trt = make_tensorrt("8.6.0")
+    _, timings = build(trt, torch.float16)
+    trt.fail = "set_timing_cache"
+    plan, none = build(trt, torch.float16, timings)
+    assert plan and none == b""
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -93,9 +112,37 @@ def test_a_failed_build_says_what_tensorrt_said(call: str, message: str) -> None
         build(trt, torch.float16)
 
 
-def test_builder_without_a_gpu_is_an_error_in_words() -> None:
+@pytest.mark.parametrize("version", ["8.6.0", "10.0.1"])
+def test_builder_without_a_gpu_is_an_error_in_words(version: str) -> None:
+    """8.6.0 gives the reason as a warning."""
     with pytest.raises(ConfigError, match=r"finds no GPU that it can use: CUDA initialization failure"):
-        build(make_tensorrt("10.0.1", has_gpu=False), torch.float16)
+        build(make_tensorrt(version, has_gpu=False), torch.float16)
+
+
+def test_warnings_of_an_earlier_call_are_not_given_as_a_reason() -> None:
+    trt = make_tensorrt("8.6.0")
+    api = TensorRT(trt)
+    api._log.log(ILogger.WARNING, "unrelated")
+    trt.has_gpu = False
+    with pytest.raises(ConfigError, match=r"use: CUDA initialization failure with error: 35$"):
+        api.build("middle", middle(torch.float16), SIZES, torch.float16, b"")
+
+
+def test_no_runtime_is_made_without_a_working_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's Runtime would end the process here, as the real one did."""
+    trt = make_tensorrt("8.6.0")
+    plan, _ = build(trt, torch.float16)
+    trt.has_gpu = False
+
+    def fail() -> None:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version\nmore")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(ConfigError, match=r"does not work in this process: CUDA driver version is .* version$"):
+        load_tensorrt(lambda name: trt).load("middle", plan)
+
+
+def test_rtx_builds_without_a_gpu() -> None:
     plan, _ = build(make_tensorrt("1.7.1", is_rtx=True, has_gpu=False), torch.float16)
     assert plan
 
