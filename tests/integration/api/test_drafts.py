@@ -1,4 +1,4 @@
-"""Several tokens a step, from the scheduler to the text: the same answers as without drafts, in fewer steps."""
+"""Drafts give several tokens per step: the answers are the same as without drafts, in fewer steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.reference import make_served_model, random_prompts, reference
 from tests.support.workers.drafting_dense_worker import NUM_DRAFTS, ONE_WRONG_IN, VARIABLE
 
 MAX_TOKENS = 60
-TOLERANCE = 1e-4  # of log-probabilities in float32, summed in another order
+TOLERANCE = 1e-4  # for log-probabilities in float32; the reference sums in another order
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Served:
     services: PlainServices
     model: Path
     prompts: list[list[int]]
-    answers: list[list[int]]  # greedy ones, which the source of drafts knows
+    answers: list[list[int]]  # greedy; the source of drafts knows them
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,15 @@ def test_greedy_answers_are_the_reference_in_fewer_steps(served: Served) -> None
     answer = served.services.generate(served.prompts[2], MAX_TOKENS, ignore_eos=True)
     num_steps = served.services.dense_status().num_steps - num_steps
     assert answer.token_ids == served.answers[2]
-    # One draft in ONE_WRONG_IN is wrong and ends its step, whose own token is right; a step or two only close.
+    # One draft in ONE_WRONG_IN is wrong: the step drops it and the drafts behind it, and samples the right token.
+    # One or two more steps only close sequences.
     assert num_steps <= MAX_TOKENS / (NUM_DRAFTS + 1) + MAX_TOKENS / ONE_WRONG_IN + 3
     together = served.services.generate_all(served.prompts, [MAX_TOKENS] * len(served.prompts))
     assert [answer.token_ids for answer in together] == served.answers
     served.services.wait_idle()
 
 
-def test_log_probabilities_of_accepted_drafts_are_the_models(served: Served) -> None:
+def test_log_probabilities_of_accepted_drafts_equal_those_of_the_model(served: Served) -> None:
     message = request(served.prompts[1], 30, ignore_eos=True)
     message.logprobs = 2
     response = served.services.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S)
@@ -74,7 +75,7 @@ def test_log_probabilities_of_accepted_drafts_are_the_models(served: Served) -> 
 
 
 def test_blocks_filled_by_drafts_are_found_again_with_the_right_content(served: Served) -> None:
-    """The next prompt goes on where the last answer ended: its prefix lies in blocks that drafts have filled."""
+    """The second prompt repeats the first one and most of its answer, whose blocks were filled by drafts."""
     prompt, answer = served.prompts[3], served.answers[3]
     served.services.generate(prompt, 40, ignore_eos=True)
     served.services.wait_idle()
@@ -85,7 +86,7 @@ def test_blocks_filled_by_drafts_are_found_again_with_the_right_content(served: 
 
 
 def test_options_mean_the_same_with_drafts_and_without(served: Served, tmp_path: Path) -> None:
-    """Every option, against services that draft nothing: one request at a time, so that batches are alike."""
+    """Compares with services without drafts. Requests run one at a time, so that batches have the same shapes."""
     plain = [
         {"sampling": {"temperature": 1.0, "seed": 3}},
         {"sampling": {"temperature": 0.7, "seed": 4, "top_p": 0.9}, "n": 2},
@@ -116,7 +117,7 @@ def test_a_kill_in_the_middle_of_drafts_changes_no_token(served: Served) -> None
         with ThreadPoolExecutor(1) as thread:
             answers = thread.submit(services.generate_all, served.prompts, limit)
             while services.attention_status().num_sequences == 0:
-                assert not answers.done(), "nothing was left to be killed"
+                assert not answers.done(), "the answers ended before the kill"
             os.kill(pid, signal.SIGKILL)
             assert [answer.token_ids for answer in answers.result()] == served.answers
     services.wait_idle(timeout_s=60.0)

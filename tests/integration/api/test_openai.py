@@ -115,7 +115,7 @@ def test_chats_equal_those_of_grpc(cluster: Cluster, api: openai.OpenAI, name: s
     assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
 
 
-def test_openais_fields_without_a_meaning_here_are_taken(api: openai.OpenAI) -> None:
+def test_fields_of_openai_without_effect_here_are_accepted(api: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "messages": USER, "max_tokens": 8, "temperature": 0}
     expected = api.chat.completions.create(**options).choices[0].message.content
     taken: Any = {
@@ -134,7 +134,7 @@ def test_openais_fields_without_a_meaning_here_are_taken(api: openai.OpenAI) -> 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == expected
 
 
-def test_every_chunk_has_the_counts_so_far_and_the_last_token_the_end(cluster: Cluster, api: openai.OpenAI) -> None:
+def test_every_chunk_has_the_counts_so_far_and_the_last_the_finish_reason(cluster: Cluster, api: openai.OpenAI) -> None:
     extra = {"return_token_ids": True}
     options: Any = {"model": MODEL, "max_tokens": 20, "temperature": 0, "stream": True, "extra_body": extra}
     options["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}  # as guidellm always sends
@@ -155,11 +155,11 @@ def _check_counts(chunks: list[Any], last: Any, num_prompt_tokens: int) -> None:
         num_tokens += len(chunk.choices[0].model_extra.get("token_ids", ()))
         assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (num_prompt_tokens, num_tokens)
     assert chunks[-1].choices[0].finish_reason in ("stop", "length")
-    assert chunks[-1].choices[0].model_extra["token_ids"], "it is on the last token's chunk"
+    assert chunks[-1].choices[0].model_extra["token_ids"], "the finish reason comes with the last token"
     assert (last.choices, last.usage.completion_tokens) == ([], num_tokens)
 
 
-def test_a_truncated_prompt_is_answered_as_its_last_tokens_are(api: openai.OpenAI) -> None:
+def test_a_truncated_prompt_gets_the_answer_of_its_last_tokens(api: openai.OpenAI) -> None:
     prompt = list(range(300, 400))
     options: Any = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     whole = api.completions.create(prompt=prompt, extra_body={"truncate_prompt_tokens": 30}, **options)
@@ -167,7 +167,7 @@ def test_a_truncated_prompt_is_answered_as_its_last_tokens_are(api: openai.OpenA
     assert whole.usage.prompt_tokens == 30
 
 
-def test_n_answers_are_those_of_n_seeds(cluster: Cluster, api: openai.OpenAI) -> None:
+def test_n_answers_equal_those_of_n_consecutive_seeds(cluster: Cluster, api: openai.OpenAI) -> None:
     expected = [cluster.generate(PROMPT, 12, temperature=1.0, seed=50 + i).text for i in range(3)]
     options: Any = {"model": MODEL, "prompt": [PROMPT, PROMPT], "max_tokens": 12, "temperature": 1, "seed": 50, "n": 3}
     whole = api.completions.create(**options)
@@ -209,8 +209,8 @@ def test_logprobs_of_both_kinds_agree_with_grpc(cluster: Cluster, api: openai.Op
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_prompt_is_scored_as_by_hugging_face(cluster: Cluster, api: openai.OpenAI, is_stream: bool) -> None:
-    prompts = [random_prompts(1, 90, seed)[0] for seed in range(3)]  # longer than the other prompts are
+def test_prompt_logprobs_equal_hugging_face(cluster: Cluster, api: openai.OpenAI, is_stream: bool) -> None:
+    prompts = [random_prompts(1, 90, seed)[0] for seed in range(3)]  # longer than the other prompts
     expected = [reference_logprobs(EMBEDDED_MODEL, prompt) for prompt in prompts]
     options: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2}
     if is_stream:
@@ -270,7 +270,7 @@ def test_errors_are_the_clients_own_exceptions(api: openai.OpenAI) -> None:
         tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         api.chat.completions.create(model=MODEL, messages=USER, tools=tools)
     assert unsupported.value.param == "tools"
-    with pytest.raises(openai.BadRequestError):  # of a stream, before it begins
+    with pytest.raises(openai.BadRequestError):  # the stream is refused before it begins
         api.completions.create(model=MODEL, prompt=PROMPT, temperature=1000, stream=True)
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 2048 tok") as too_long:
@@ -300,7 +300,7 @@ def test_a_closed_stream_frees_its_request(cluster: Cluster, api: openai.OpenAI)
     cluster.wait_idle()
 
 
-def test_asynchronous_streams_side_by_side_and_cancelled_ones(cluster: Cluster) -> None:
+def test_asynchronous_streams_run_beside_a_cancelled_one(cluster: Cluster) -> None:
     prompts = [PROMPT, "The capital of France is", "Water boils at", "Tokyo is"]
     expected = [cluster.generate(prompt, 16).text for prompt in prompts]
 
@@ -340,7 +340,7 @@ CURL = shutil.which("curl")
 
 
 def curl(cluster: Cluster, path: str, body: dict[str, Any]) -> tuple[str, dict[str, str], str]:
-    """Status line, headers and body as they came."""
+    """The status line, headers and body, unchanged."""
     assert CURL is not None
     command = [CURL, "-isS", "--no-buffer", "--max-time", "60", "--unix-socket", socket_path(cluster.http_address)]
     command += ["-H", "content-type: application/json", "-H", "x-request-id: curl-1", "-d", json.dumps(body)]

@@ -1,4 +1,4 @@
-"""Every sampling option and all log-probabilities through the processes, against Hugging Face, and past a kill."""
+"""All sampling options and log-probabilities of a real cluster equal those of Hugging Face, also after a kill."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.support.clients.http_clients import client
 from tests.support.cluster import Cluster, request, running_cluster
 
 VOCAB_SIZE = 1024
-# Both compute in float32, but sum in other orders (merged projections, paged attention, chunks of the prompt):
-# logits of this model then differ by about 1e-5, and no token's logarithm by more than twice as much.
+# Cluster and reference compute in float32, but sum in different orders (merged projections, paged attention, chunks
+# of the prompt). The logits of this model then differ by about 1e-5, and log-probabilities by at most twice that.
 LOGPROB_TOLERANCE = 1e-4
 RESTART_TIMEOUT_S = 60.0
 
@@ -59,7 +59,7 @@ def reference_model() -> PreTrainedModel:
 
 @torch.inference_mode()
 def reference_logprobs(token_ids: Sequence[int]) -> torch.Tensor:
-    """float32 [num_tokens, VOCAB_SIZE]: row i tells of token i + 1."""
+    """float32 [num_tokens, VOCAB_SIZE]: row i is the distribution of token i + 1."""
     return reference_model()(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
 
 
@@ -178,7 +178,7 @@ def test_only_those_that_ask_get_logprobs_in_a_crowd_and_past_preemption(cluster
             30,
             num_logprobs=seq_id % 3 if seq_id % 2 else None,
             num_prompt_logprobs=2 if seq_id % 3 == 0 else None,
-            stop_token_ids=[],  # so that all grow until they no longer fit together
+            stop_token_ids=[],  # so that the sequences grow until the cache cannot hold them all
         )
         for seq_id, prompt in prompts.items()
     ]
@@ -203,11 +203,11 @@ def test_queue_time_of_a_waiting_sequence_is_reported(cluster: Cluster) -> None:
     received = run_all(cluster.dense, [submit(1, first, 60), submit(2, second, 1)])
     starts = [received[1].start, received[2].start]
     assert all(start is not None for start in starts)
-    # The second prompt waits while the first is cut into chunks: for five steps or more.
+    # The second prompt waits for at least five steps, in which the first is computed in chunks.
     assert 0 < starts[0].queue_us < starts[1].queue_us < 60e6
 
 
-def test_streams_that_break_at_any_moment_leave_the_dense_worker_alone(cluster: Cluster) -> None:
+def test_streams_that_break_at_any_moment_do_not_end_the_dense_worker(cluster: Cluster) -> None:
     pid = cluster.pid_of("dense_worker")
     for i in range(60):
         steps = stream_steps(cluster.dense, [submit(1, [5, 6, 7], 50)], {})
@@ -246,9 +246,9 @@ def test_logit_bias_equals_hugging_face_sequence_bias(cluster: Cluster) -> None:
 def test_bad_words_equal_hugging_face(cluster: Cluster) -> None:
     prompt = random_prompt(30, seed=4)
     plain = reference_tokens(prompt, 40)
-    # One that is always forbidden, and some that the model would say, of two to five tokens.
+    # One word of a single token, and some of two to five tokens that the model would generate.
     words = [[plain[0]], plain[5:7], plain[10:13], plain[20:25]]
-    # transformers also sees a word that begins in the prompt: here none can.
+    # transformers also forbids a word that begins in the prompt. None of these words can begin there.
     assert prompt[-1] not in {token_id for word in words for token_id in word[:-1]}
     expected = reference_tokens(prompt, 40, bad_words_ids=words)
     assert expected != plain
@@ -256,7 +256,7 @@ def test_bad_words_equal_hugging_face(cluster: Cluster) -> None:
     assert cluster.generate(prompt, 40, bad_words=bad_words).token_ids == expected
 
 
-def test_bad_word_that_the_prompt_began_may_be_ended(cluster: Cluster) -> None:
+def test_bad_word_that_begins_in_the_prompt_is_allowed(cluster: Cluster) -> None:
     prompt = random_prompt(30, seed=4)
     plain = reference_tokens(prompt, 10)
     bad_words = [sampling_pb2.TokenSequence(token_ids=[prompt[-1], plain[0]])]
@@ -295,20 +295,20 @@ def test_sampled_tokens_follow_the_distribution_of_hugging_face(cluster: Cluster
     sampled = torch.tensor([received.token_ids[0] for received in run_all(cluster.dense, submits).values()])
     expected = (reference_logprobs(prompt)[-1] / temperature).softmax(-1) * num_samples
     order = expected.argsort(descending=True)
-    num_bins = int((expected >= 10).sum())  # the others share one more
+    num_bins = int((expected >= 10).sum())  # all other tokens share one more bin
     assert num_bins >= 3
     observed = sampled.bincount(minlength=VOCAB_SIZE)[order].double()
     wanted = expected[order].double()
     observed = torch.cat([observed[:num_bins], observed[num_bins:].sum()[None]])
     wanted = torch.cat([wanted[:num_bins], wanted[num_bins:].sum()[None]])
     chi_square = ((observed - wanted) ** 2 / wanted).sum().item()
-    # Wilson and Hilferty, 1931: 3.7 standard deviations, above with probability 1e-4. The seeds are fixed.
+    # Bound of Wilson and Hilferty, 1931: 3.7 standard deviations, exceeded with probability 1e-4. The seeds are fixed.
     variance = 2 / (9 * num_bins)
     assert chi_square < num_bins * (1 - variance + 3.7 * math.sqrt(variance)) ** 3
 
 
 def test_killed_dense_worker_gives_the_same_tokens_and_logprobs_when_it_is_back(cluster: Cluster) -> None:
-    num_tokens = 100  # the kill comes in the middle, although this client reads slowly on a busy machine
+    num_tokens = 100  # enough to be killed in the middle, even if this client reads slowly on a busy machine
     prompts = {1: random_prompt(60, seed=30), 2: random_prompt(130, seed=31), 3: random_prompt(20, seed=32)}
     options = {
         1: {"num_logprobs": 4, "frequency_penalty": 0.5},
@@ -348,7 +348,7 @@ def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(clu
     prompt = random_prompt(90, seed=40)
     options = {"logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True, "bad_words": [], "repetition_penalty": 1.1}
     options["bad_words"] = [sampling_pb2.TokenSequence(token_ids=word) for word in ([7], [8, 9])]
-    num_tokens = 200  # the kill comes in the middle, although this client reads slowly on a busy machine
+    num_tokens = 200  # enough to be killed in the middle, even if this client reads slowly on a busy machine
     pid, chunks = cluster.pid_of("dense_worker"), []
     killed = request(prompt, num_tokens, **options)
     for chunk in cluster.gateway.GenerateStream(killed, timeout=RESTART_TIMEOUT_S):
@@ -370,7 +370,10 @@ def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(clu
 def kill_dense_worker_after(
     cluster: Cluster, num_steps: int, submits: list[dense_pb2.Submit]
 ) -> dict[int, ReceivedSequence]:
-    """What came until the dense worker was killed, some steps on, when all had tokens; returns when another serves."""
+    """Kills the dense worker after `num_steps` steps, once all sequences have tokens; returns what was received.
+
+    Waits until another dense worker serves.
+    """
     pid = cluster.pid_of("dense_worker")
     received: dict[int, ReceivedSequence] = {}
     is_killed = False

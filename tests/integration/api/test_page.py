@@ -21,7 +21,7 @@ from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, request
 
 LONG_QUESTION = "Count from 1 to 500."  # the longest answer of the embedded model
 MIN_CONTRAST = 4.5  # WCAG 2.2, success criterion 1.4.3, level AA
-# Remembers how long the newest answer was at each change.
+# Records the length of the newest answer at each change.
 WATCH_GROWTH = """
 window.lengths = [];
 new MutationObserver(() => {
@@ -29,7 +29,7 @@ new MutationObserver(() => {
   if (text) window.lengths.push(text.textContent.length);
 }).observe(document.getElementById('turns'), {subtree: true, childList: true, characterData: true});
 """
-# A server in the page's place: answers every chat with `pieces`, and remembers the requests.
+# Replaces the server inside the page: answers every chat with `pieces`, and records the requests.
 FAKE_SERVER = """
 const [pieces, status, headers] = arguments;
 window.requests = [];
@@ -66,7 +66,7 @@ def answer_of_the_api(cluster: Cluster, *messages: tuple[str, str], **options: o
         return json.load(response)
 
 
-def test_an_answer_streams_and_equals_the_api_s(cluster: Cluster, page: Page) -> None:
+def test_an_answer_is_streamed_and_equals_that_of_the_api(cluster: Cluster, page: Page) -> None:
     question = "What is the capital of France?"
     expected = answer_of_the_api(cluster, ("user", question), temperature=0)
     page.fill("temperature", "0")
@@ -146,7 +146,7 @@ def test_stop_ends_the_request(cluster: Cluster, page: Page, way: str) -> None:
     assert text and "500" not in text
     assert page.text_of(".finish dd") == "stopped"
     assert int(page.text_of(".tokens dd").removeprefix("≈ ").replace(",", "")) > 0
-    page.fill("max_tokens", "40")  # what follows half an answer may have no end
+    page.fill("max_tokens", "40")  # the model may not end an answer that follows half an answer
     page.send("Hello!")
     page.wait_answered()
     history = (("user", LONG_QUESTION), ("assistant", text), ("user", "Hello!"))
@@ -276,7 +276,7 @@ def test_a_field_out_of_range_is_named_before_anything_is_sent(page: Page) -> No
     assert page.run("return document.activeElement.id") == "top_p"
 
 
-def test_a_server_that_is_gone_is_said_to_be(page: Page) -> None:
+def test_a_server_that_is_gone_is_reported(page: Page) -> None:
     page.run("window.fetch = async () => { throw new TypeError('Failed to fetch'); }")
     page.send("Hello!")
     page.wait_answered()
@@ -310,7 +310,7 @@ def test_the_page_asks_no_other_host(page: Page) -> None:
 
 def test_every_control_has_a_name(page: Page) -> None:
     page.fill("max_tokens", "2")
-    page.fill("top_k", "5")  # opens what is folded away
+    page.fill("top_k", "5")  # opens the folded options
     page.send("Hello!")
     page.wait_answered()
     controls = page.browser.find_elements(By.CSS_SELECTOR, "button, input, textarea, meter")
@@ -373,7 +373,7 @@ def _luminance(color: str) -> float:
     return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_those_who_want_no_motion_get_none(page: Page) -> None:
+def test_nothing_moves_for_users_who_prefer_reduced_motion(page: Page) -> None:
     emulate(page.browser, width=1200, prefers_reduced_motion="reduce")
     page.send(LONG_QUESTION)
     page.wait(lambda: page.text_of(".answer .text"), "no text came")

@@ -12,7 +12,7 @@ from services.common.config import EMBEDDED_MODEL
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.reference import make_served_model, random_prompts, reference_tokens
 
-# Name, family, overrides of config.json. The llama ones go through every kind of RoPE scaling.
+# Name, family, overrides of config.json. The variants cover several kinds of RoPE scaling.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa-llama3": (
         "llama",
@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
-    """A random model served with chunks of 40 tokens and too few blocks for all, so that some are preempted."""
+    """A random model, served with chunks of 40 tokens and so few blocks that some sequences are preempted."""
     family, overrides = VARIANTS[request.param]
     path = make_served_model(tmp_path_factory.mktemp(request.param), family, **overrides)
     settings = (
@@ -88,7 +88,7 @@ def test_random_model_of_each_family_equals_hugging_face(variant: tuple[Path, Cl
 
 @pytest.fixture(scope="module", params=[16, 100, 512])
 def embedded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The embedded model, with steps of so many tokens at most."""
+    """The embedded model. The parameter is the maximum number of tokens of a step."""
     settings = (f"scheduler.max_num_batched_tokens={request.param}", "scheduler.max_num_seqs=16")
     with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
         yield cluster

@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster, request
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_the_text_is_what_the_tokens_mean(cluster: Cluster) -> None:
+def test_the_text_is_that_of_the_decoded_tokens(cluster: Cluster) -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     answer = cluster.generate("San Francisco is a", 7)
     assert answer.text == " city in Northern California that is known"
@@ -55,7 +55,7 @@ def test_an_unseeded_request_reports_the_seed_that_reproduces_it(cluster: Cluste
     assert again.token_ids == first.token_ids
 
 
-def test_min_tokens_holds_eos_back(cluster: Cluster) -> None:
+def test_min_tokens_delays_eos(cluster: Cluster) -> None:
     chat = gateway_pb2.Chat(messages=[gateway_pb2.ChatMessage(role="user", content="Hello!")])
     message = request([], 200)
     message.ClearField("prompt_token_ids")
@@ -141,7 +141,7 @@ def test_bad_input_names_value_and_limit_while_a_stream_goes_on(cluster: Cluster
     assert error.value.code() is INVALID
     assert value in error.value.details() and limit in error.value.details()
     received = sum(len(chunk.token_ids) for chunk in stream)
-    assert received > 100, "the stream beside it was disturbed"
+    assert received > 100, "the other stream was disturbed"
 
 
 def test_health_and_reflection_answer_on_all_three_services(cluster: Cluster, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_ten_thousand_requests_with_random_cancels_leak_nothing(cluster: Cluster
         with ThreadPoolExecutor(32) as threads:
             list(threads.map(run, range(count)))
 
-    run_many(2000)  # caches and pools reach their size
+    run_many(2000)  # caches and pools grow to their final size
     before = cluster.wait_idle(), cluster.dense_status()
     run_many(8000)
     after = cluster.wait_idle(), cluster.dense_status()
