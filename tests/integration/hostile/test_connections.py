@@ -17,7 +17,7 @@ from tests.support.cluster import REQUEST_TIMEOUT_S, free_port, request, running
 
 MAX_OPEN_FILES = 256
 FEW_FILES = ("sh", "-c", f'ulimit -n {MAX_OPEN_FILES} && exec "$@"', "sh")
-STALL_TIMEOUT_S = 2.0  # after which the launcher ends a service that does not answer
+STALL_TIMEOUT_S = 2.0  # the launcher kills a service that does not answer for this long
 HELD_S = 6 * STALL_TIMEOUT_S
 MAX_HELD = 400  # connections of one crowd at once: more than there are files
 
@@ -54,7 +54,7 @@ class Crowd:
 
 
 @pytest.mark.timeout(200)
-def test_a_gateway_without_files_for_more_connections_is_not_taken_for_dead(tmp_path: Path) -> None:
+def test_a_gateway_that_cannot_open_more_files_is_not_restarted(tmp_path: Path) -> None:
     address, http_address = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     overrides = (
         f"gateway.address={address}",
@@ -72,7 +72,7 @@ def test_a_gateway_without_files_for_more_connections_is_not_taken_for_dead(tmp_
                 deadline = time.monotonic() + HELD_S
                 num_tokens += sum(len(chunk.token_ids) for chunk in stream)
                 time.sleep(max(0.0, deadline - time.monotonic()))
-                assert all(crowd.num_connected > MAX_HELD for crowd in crowds), "it was no crowd"
+                assert all(crowd.num_connected > MAX_HELD for crowd in crowds), "too few connections"
             finally:
                 for crowd in crowds:
                     crowd.stop()

@@ -1,4 +1,4 @@
-"""Small requests, within all limits or just beyond them, that cost much: nobody else may feel them."""
+"""Small requests, within all limits or just beyond them, that are expensive: they must not slow other clients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.undisturbed import assert_undisturbed
 
 PATH = "/v1/completions"
-MESSAGE_BYTES = GatewaySection().max_message_bytes - 64  # what fits the limit, whatever is around it
+MESSAGE_BYTES = GatewaySection().max_message_bytes - 64  # leaves room for the fields around it
 STOP = [f"{i:02}" + chr(ord("a") + i) * 254 for i in range(16)]
-MAX_GROWTH_BYTES = 160 * 2**20  # of large answers, some of it stays with the allocator
+MAX_GROWTH_BYTES = 160 * 2**20  # the allocator keeps some memory of large answers
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # Short steps: the gateway must keep nobody waiting, and a step with many prompt tokens takes long itself.
+    # The gateway is under test. Steps are short, because a step with many prompt tokens would delay other clients, too.
     directory = tmp_path_factory.mktemp("expensive")
     with running_cluster(directory, "scheduler.max_num_batched_tokens=128") as cluster:
         yield cluster
@@ -52,7 +52,7 @@ def test_many_answers(cluster: Cluster, body: dict[str, Any], num_choices: int) 
     assert_undisturbed(cluster, attack, max_growth_bytes=MAX_GROWTH_BYTES)
 
 
-def test_more_answers_than_there_may_be(cluster: Cluster) -> None:
+def test_too_many_answers(cluster: Cluster) -> None:
     def attack() -> None:
         with client(cluster.http_address) as http:
             for _ in range(3):
@@ -112,7 +112,7 @@ def test_bodies_of_many_elements(cluster: Cluster, path: str, body: str, status:
     assert_undisturbed(cluster, attack)
 
 
-def test_more_log_probabilities_than_there_may_be(cluster: Cluster) -> None:
+def test_too_many_log_probabilities(cluster: Cluster) -> None:
     def attack() -> None:
         with client(cluster.http_address) as http:
             response = http.post(PATH, json={"prompt": ["a"] * 16, "n": 16, "max_tokens": 1000, "logprobs": 20})

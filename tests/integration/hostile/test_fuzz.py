@@ -1,4 +1,4 @@
-"""Requests that nobody thought of, over HTTP and gRPC: no 500, no crash, and nothing left afterwards."""
+"""Generated requests over HTTP and gRPC: no 500, no crash, and nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from services.pb import gateway_pb2, sampling_pb2
 from tests.support.cluster import Cluster, running_cluster
 
 REQUEST_TIMEOUT_S = 60.0
-MAX_MODEL_LEN = 64  # so that what is valid is short
+MAX_MODEL_LEN = 64  # so that valid requests are short
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-# The same requests every time; `derandomize` makes a failure one that others see, too.
+# `derandomize` gives the same requests in every run, so that failures can be repeated.
 FEW = hypothesis.settings(
     max_examples=30,
     derandomize=True,
@@ -38,7 +38,7 @@ FEW = hypothesis.settings(
     suppress_health_check=list(HealthCheck),
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
 )
-MANY = hypothesis.settings(FEW, max_examples=120)  # where nearly every option can be wrong alone
+MANY = hypothesis.settings(FEW, max_examples=120)  # for requests with many options, each of which can be wrong alone
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -61,12 +61,12 @@ def nothing_is_left(cluster: Cluster) -> Iterator[None]:
     pids = [cluster.pid_of(role) for role in ("gateway", "dense_worker", "attn_worker")]
     yield
     cluster.wait_idle()
-    assert [cluster.pid_of(role) for role in ("gateway", "dense_worker", "attn_worker")] == pids, "one has died"
+    assert [cluster.pid_of(role) for role in ("gateway", "dense_worker", "attn_worker")] == pids, "a service has died"
     assert "Traceback" not in cluster.log_file.read_text()
 
 
 def operations_of(cluster: Cluster) -> list[schemathesis.APIOperation]:
-    """What the server says that it offers over HTTP."""
+    """The operations in the server's OpenAPI document."""
     document = httpx2.get(f"http://{cluster.http_address}/openapi.json").json()
     return [result.ok() for result in schemathesis.openapi.from_dict(document).get_all_operations()]
 
@@ -79,7 +79,7 @@ def test_requests_made_from_the_openapi_document(cluster: Cluster, mode: Generat
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/ready"} <= {each.path for each in operations}
     for operation in operations:
         if mode is GenerationMode.NEGATIVE and not operation.body:
-            continue  # nothing can be wrong with it
+            continue  # without a body no request is invalid
 
         @FEW
         @given(case=operation.as_strategy(generation_mode=mode))
@@ -97,8 +97,8 @@ def test_requests_made_from_the_openapi_document(cluster: Cluster, mode: Generat
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
     ],
 )
-def test_a_good_request_with_a_few_made_fields(cluster: Cluster, path: str, good: dict[str, Any]) -> None:
-    """Whole bodies from the document are wrong in so many places that most fields are never looked at."""
+def test_a_good_request_with_a_few_generated_fields(cluster: Cluster, path: str, good: dict[str, Any]) -> None:
+    """Bodies made from the document are wrong in so many places that the server never reads most fields."""
     url = f"http://{cluster.http_address}"
     (operation,) = (each for each in operations_of(cluster) if each.path == path)
     answers: Counter[int] = Counter()
@@ -120,14 +120,14 @@ def test_a_good_request_with_a_few_made_fields(cluster: Cluster, path: str, good
 
 
 def numbers(least: int, most: int) -> st.SearchStrategy[int]:
-    """Mostly small ones, and the edges."""
+    """Mostly small numbers, and both limits."""
     small = st.integers(max(least, -2), min(most, 5))
     return st.one_of(small, st.sampled_from((least, most)), st.integers(least, most))
 
 
 INT32, INT64 = numbers(-(2**31), 2**31 - 1), numbers(-(2**63), 2**63 - 1)
 UINT32, UINT64 = numbers(0, 2**32 - 1), numbers(0, 2**64 - 1)
-# Text of protobuf is UTF-8, so without surrogates.
+# Text in protobuf is UTF-8, which has no surrogates.
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 FLOAT = st.floats(width=32)
 DOUBLE = st.one_of(st.floats(), st.sampled_from((0.0, 0.5, 1.0, 2.0)))
@@ -223,7 +223,7 @@ def test_other_requests_over_grpc(
 
 @FEW
 @given(data=st.binary(max_size=200), method=st.sampled_from(("Generate", "GenerateStream", "Tokenize", "Abort")))
-def test_bytes_that_are_no_message(cluster: Cluster, data: bytes, method: str) -> None:
+def test_bytes_that_are_not_a_message(cluster: Cluster, data: bytes, method: str) -> None:
     with grpc.insecure_channel(cluster.address) as channel:
         call = channel.unary_stream(f"/twostroke.v1.Gateway/{method}")
         try:

@@ -1,4 +1,4 @@
-"""Clients that are broken, slow, silent, greedy or gone: each is bounded while a normal stream keeps its pace."""
+"""Clients that are broken, slow, silent, greedy or gone: each is limited, and a normal stream keeps its pace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.clients.steady_stream import LATE_S, LONG, SteadyStream, wait
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.process_memory import resident_bytes
 
-LIMIT_S = 1.5  # of everything that waits for a client
+LIMIT_S = 1.5  # the timeout of every wait for a client
 COMPLETIONS = "/v1/completions"
 
 
@@ -39,7 +39,7 @@ def steady(cluster: Cluster) -> Iterator[SteadyStream]:
 
 @pytest.fixture(autouse=True)
 def keeps_its_pace(cluster: Cluster, steady: SteadyStream) -> Iterator[None]:
-    """After each attack: the stream went on, nothing else runs, and the gateway has not grown."""
+    """Checks after each attack that the stream went on, nothing else runs, and the gateway's memory has not grown."""
     gateway = cluster.pid_of("gateway")
     start, resident = time.monotonic(), resident_bytes(gateway)
     yield
@@ -51,7 +51,7 @@ def keeps_its_pace(cluster: Cluster, steady: SteadyStream) -> Iterator[None]:
 
 
 def read_to_end(bare: socket.socket) -> bytes:
-    """Everything until the gateway closes; a reset is an end, too."""
+    """Everything until the gateway closes or resets the connection."""
     bare.settimeout(LATE_S)
     data = b""
     with contextlib.suppress(ConnectionError):
@@ -83,7 +83,7 @@ def test_prompts_of_megabytes(cluster: Cluster) -> None:
             for start in range(0, len(ten), 65536):
                 yield ten[start : start + 65536]
 
-        with contextlib.suppress(httpx2.WriteError):  # it may be cut while it still sends
+        with contextlib.suppress(httpx2.WriteError):  # the gateway may close the connection early
             assert http.post(COMPLETIONS, content=chunked(), headers=headers).status_code == 413
         for prompt in ("word " * 400_000, [7] * 390_000, [[7] * 6_000] * 60, ["a"] * 60_000, [[]] * 60_000):
             response = http.post(COMPLETIONS, json={"prompt": prompt})
@@ -110,7 +110,7 @@ def test_a_client_that_disconnects_at_any_byte(cluster: Cluster) -> None:
     for num_bytes in range(0, len(data) + 1, 3):
         with connect_socket(cluster.http_address) as bare:
             bare.sendall(data[:num_bytes])
-    for num_bytes in (1, 17, 200, 1000, 5000):  # of the answer
+    for num_bytes in (1, 17, 200, 1000, 5000):  # read from the answer
         with connect_socket(cluster.http_address) as bare:
             bare.sendall(data)
             received = b""
@@ -145,7 +145,7 @@ def test_half_open_connections_are_cut(cluster: Cluster) -> None:
         bares.append(bare)
     for bare in bares:
         answer = read_to_end(bare)
-        is_idle = answer.count(b'{"status":"ok"}') == 1  # answered once, and asked nothing more: closed in silence
+        is_idle = answer.count(b'{"status":"ok"}') == 1  # it got its answer and asked nothing more
         assert is_idle or b'"code":"request_timeout"' in answer
         assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 408 "))
         bare.close()
@@ -167,7 +167,7 @@ def test_a_client_that_sends_a_byte_now_and_then(cluster: Cluster) -> None:
             assert b"200 OK" not in read_to_end(bare)
 
 
-def test_headers_without_end(cluster: Cluster) -> None:
+def test_endless_headers(cluster: Cluster) -> None:
     for endless in (b"GET /" + b"a" * 10_000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 2000, b"GET / HTTP/1.1\r\nx: "):
         with connect_socket(cluster.http_address) as bare, contextlib.suppress(ConnectionError):
             bare.sendall(endless)
@@ -195,19 +195,19 @@ CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
     ],
     ids=["trailer", "trailers", "chunk extension"],
 )
-def test_frames_of_a_body_without_end(cluster: Cluster, start: bytes, endless: bytes) -> None:
+def test_endless_frames_around_a_body(cluster: Cluster, start: bytes, endless: bytes) -> None:
     with connect_socket(cluster.http_address) as bare:
         with contextlib.suppress(ConnectionError):
             bare.sendall(start)
             for _ in range(2000):
                 bare.sendall(endless)
             raise AssertionError("two megabytes around a body were taken")
-        # The reset may have overtaken the answer.
+        # A reset may discard the answer.
         answer = read_to_end(bare)
         assert answer == b"" or answer.startswith(b"HTTP/1.1 431 "), answer
 
 
-def test_small_chunks_and_a_trailer_are_read_but_a_trailer_is_no_header(cluster: Cluster) -> None:
+def test_small_chunks_and_a_trailer_are_read_but_a_trailer_is_not_used_as_a_header(cluster: Cluster) -> None:
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY.replace(b"a", b"word " * 1000))
     with connect_socket(cluster.http_address) as bare:
         bare.sendall(CHUNKED + chunks + b"0\r\nx-request-id: trailer\r\n\r\nGET /health HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -216,7 +216,7 @@ def test_small_chunks_and_a_trailer_are_read_but_a_trailer_is_no_header(cluster:
         assert b"trailer" not in answers
 
 
-def test_what_is_not_http(cluster: Cluster) -> None:
+def test_bytes_that_are_not_http(cluster: Cluster) -> None:
     for garbage in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),  # TLS
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -257,13 +257,13 @@ def test_two_thousand_idle_connections(cluster: Cluster, steady: SteadyStream) -
                 assert response.json()["usage"]["completion_tokens"] == 3
         steady.check(start)
         for bare in bares:
-            assert read_to_end(bare).startswith(b"HTTP/1.1 408 ")  # the gateway has enough of them
+            assert read_to_end(bare).startswith(b"HTTP/1.1 408 ")  # the gateway closes idle connections
     finally:
         for bare in bares:
             bare.close()
 
 
-def test_more_connections_than_there_may_be(cluster: Cluster) -> None:
+def test_too_many_connections(cluster: Cluster) -> None:
     bares = []
     try:
         for _ in range(3100):

@@ -1,4 +1,4 @@
-"""gRPC callers without an API key, or with half a message: what they cost the gateway and a bystander's stream."""
+"""gRPC callers without an API key or with half a message: they must not cost memory or slow another stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METADATA: Metadata = (("authorization", f"Bearer {KEY}"),)
 GENERATE = "/twostroke.v1.Gateway/Generate"
 HEALTH = "/grpc.health.v1.Health/Check"
 MESSAGE_BYTES = GatewaySection().max_message_bytes
-LIMIT_S = 2.5  # of receiving
+LIMIT_S = 2.5  # for receiving a message
 HALF_BYTES = MESSAGE_BYTES - 100_000
 NUM_HALVES = 60
 MAX_RECEIVING = 64  # the default
@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def bare_channel(address: str) -> Iterator[grpc.Channel]:
-    """A connection of its own, that sends messages of any size."""
+    """A channel with a connection of its own, which sends messages of any size."""
     with grpc.insecure_channel(
         address, [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     ) as channel:
@@ -63,8 +63,8 @@ def status_of(
     return refused.value.code()
 
 
-def attack_of_thirty(cluster: Cluster, message: bytes, metadata: Metadata, code: grpc.StatusCode) -> None:
-    """Nobody feels thirty such calls at once, all refused with `code`."""
+def check_thirty_calls(cluster: Cluster, message: bytes, metadata: Metadata, code: grpc.StatusCode) -> None:
+    """Checks that thirty such calls at once are all refused with `code` and do not disturb other clients."""
 
     def attack() -> None:
         with bare_channel(cluster.address) as channel, ThreadPoolExecutor(30) as threads:
@@ -76,15 +76,15 @@ def attack_of_thirty(cluster: Cluster, message: bytes, metadata: Metadata, code:
 
 @pytest.mark.parametrize("num_bytes", [MESSAGE_BYTES - 1, 16 * 2**20])
 def test_without_a_key_no_message_is_read(cluster: Cluster, num_bytes: int) -> None:
-    attack_of_thirty(cluster, BAD_WORDS[:num_bytes], (), grpc.StatusCode.UNAUTHENTICATED)
+    check_thirty_calls(cluster, BAD_WORDS[:num_bytes], (), grpc.StatusCode.UNAUTHENTICATED)
 
 
 def test_messages_above_the_limit_are_not_kept(cluster: Cluster) -> None:
-    attack_of_thirty(cluster, BAD_WORDS, METADATA, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    check_thirty_calls(cluster, BAD_WORDS, METADATA, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 def test_refused_messages_are_forgotten(cluster: Cluster) -> None:
-    attack_of_thirty(cluster, BAD_WORDS[: MESSAGE_BYTES - 1], METADATA, grpc.StatusCode.INVALID_ARGUMENT)
+    check_thirty_calls(cluster, BAD_WORDS[: MESSAGE_BYTES - 1], METADATA, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,18 @@ def test_half_a_message_on_each_of_many_connections(
                 assert set(codes) == {code}
         assert time.monotonic() - start < LATE_S
 
-    # What has arrived stays with the allocator for the next messages.
+    # The allocator keeps the memory of the parts that have arrived, for later messages.
     max_growth_bytes = 2 * NUM_HALVES * HALF_BYTES if method == HEALTH or metadata else MAX_GROWTH_BYTES
     assert_undisturbed(cluster, attack, headers=dict(METADATA), max_growth_bytes=max_growth_bytes)
 
 
-def test_of_too_many_half_messages_the_oldest_go_first(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_oldest_of_too_many_half_messages_are_given_up_first(cluster: Cluster, tmp_path: Path) -> None:
     message = BAD_WORDS[: MESSAGE_BYTES - 1]
     with stalling_proxy(tmp_path / "proxy.sock", cluster.address, HALF_BYTES) as proxy, contextlib.ExitStack() as stack:
         channels = [stack.enter_context(bare_channel(proxy)) for _ in range(MAX_RECEIVING + 10)]
         with ThreadPoolExecutor(len(channels)) as threads:
             codes = list(threads.map(lambda channel: status_of(channel, GENERATE, message, METADATA), channels))
-    # A whole message counts, too, while it is read: where the launcher asks for health meanwhile, one more goes.
+    # The launcher's health check is also a message: if it comes meanwhile, one more half message is given up.
     num_given_up = codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert 10 <= num_given_up <= 12
     assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == len(codes) - num_given_up

@@ -1,4 +1,4 @@
-"""Steps that are broken off while both workers live: neither is started again, and the KV cache is kept."""
+"""Steps that are aborted while both workers live: no worker is restarted, and the KV cache is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.clients.streams import Collected, collect_all
 from tests.support.cluster import request
 from tests.support.plain_services import PlainServices, plain_services
 
-pytestmark = pytest.mark.timeout(400)  # processes start, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start, and the machine may be slow
 
 WAIT_TIMEOUT_S = 1.0
 STOPPED_S = 2.5 * WAIT_TIMEOUT_S
@@ -31,7 +31,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
-    """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
+    """The prefix cache is off, so that only a kept sequence saves its prompt from being computed again."""
     settings = ("attention.enable_prefix_cache=false", f"channel.wait_timeout_s={WAIT_TIMEOUT_S}")
     with plain_services(tmp_path_factory.mktemp("plain"), *settings) as services:
         yield services
@@ -53,7 +53,7 @@ def stop_for_a_while(role: str) -> Callable[[PlainServices], None]:
 
 
 def attach_another(services: PlainServices) -> None:
-    """Another dense worker throws the present one out, which is then asked to come back."""
+    """Attaches in place of the dense worker, then asks the dense worker to take over again."""
     model = resolve_model(ModelSection(), "cpu")
     services.attention.Attach(
         attn_pb2.AttachRequest(
@@ -77,12 +77,12 @@ def attach_another(services: PlainServices) -> None:
     [stop_for_a_while("dense_worker"), stop_for_a_while("attn_worker"), attach_another],
     ids=["dense stopped", "attention stopped", "another attaches"],
 )
-def test_broken_steps_cost_neither_a_worker_nor_its_cache(
+def test_aborted_steps_end_no_worker_and_keep_the_cache(
     services: PlainServices, undisturbed: list[Collected], disturb: Callable[[PlainServices], None]
 ) -> None:
     before, aborts = services.wait_idle(), services.log("attn_worker").count("event=detached")
     collected = collect_all(services.gateway, MESSAGES, lambda: disturb(services))
-    assert services.log("attn_worker").count("event=detached") > aborts, "no step was broken off"
+    assert services.log("attn_worker").count("event=detached") > aborts, "no step was aborted"
     for each, expected in zip(collected, undisturbed, strict=True):
         each.assert_equals(expected)
     assert services.ends == []

@@ -1,4 +1,4 @@
-"""A /dev/shm with room for one data region, as a container's may be: workers die and are replaced all the same."""
+"""Workers die and are replaced although /dev/shm has room for only one data region, as in some containers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.common.resolve import resolve_model
 from tests.support.clients.streams import Collected, collect_all
 from tests.support.cluster import Cluster, ctl, request, running_cluster
 
-pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 MODEL = resolve_model(ModelSection(), "cpu")
 ROW_BYTES = (MODEL.config.qkv_size + MODEL.config.attn_size) * MODEL.dtype.itemsize
@@ -58,7 +58,7 @@ def replace_dense(cluster: Cluster) -> None:
     [kill("dense_worker"), kill("attn_worker"), kill("dense_worker", "attn_worker"), replace_dense],
     ids=["dense worker killed", "attention worker killed", "both killed", "dense worker replaced"],
 )
-def test_one_data_region_is_all_that_a_recovery_needs(
+def test_a_recovery_needs_shared_memory_for_only_one_data_region(
     cluster: Cluster, undisturbed: list[Collected], disturb: Callable[[Cluster], None]
 ) -> None:
     pids = {role: cluster.pid_of(role) for role in ("attn_worker", "dense_worker")}

@@ -1,4 +1,4 @@
-"""`ctl replace-dense` while streams of every kind run: a pause and the same tokens, whether it succeeds or not."""
+"""`ctl replace-dense` under streams of every kind: they pause and get the same tokens, even if it fails."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.support.scrape import Scrape
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 120
 WAIT_S = 60.0
-# A step is planned before the tokens of the one ahead are known: one that ends may have been computed on for nothing.
+# A step is planned before the previous step's tokens are known, so it may compute a sequence that has just ended.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
 
-pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def dense_metrics_address() -> str:
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, metrics_address: str, dense_metrics_address: str
 ) -> Iterator[Cluster]:
-    """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
+    """The prefix cache is off, so that only a kept sequence saves its prompt from being computed again."""
     directory = tmp_path_factory.mktemp("replace")
     overrides = ("attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
     dense_metrics = f"dense.metrics_address={dense_metrics_address}"
@@ -73,7 +73,7 @@ def has_second_worker(cluster: Cluster) -> bool:
 
 
 class Load:
-    """Every message again and again, so that streams are open at any time until the `with` block ends."""
+    """Sends all messages again and again, so that streams are open until the `with` block ends."""
 
     def __init__(self, cluster: Cluster, messages: Sequence[gateway_pb2.GenerateRequest]) -> None:
         self.collected: list[list[Collected]] = [[] for _ in messages]
@@ -97,7 +97,7 @@ class Load:
             self.collected[index].append(collect(self._cluster.gateway, self._messages[index]))
 
     def check(self, undisturbed: Sequence[Collected]) -> int:
-        """Every answer is that of an undisturbed run; returns the tokens that all of them take to compute."""
+        """Checks that every answer equals the undisturbed one. Returns how many tokens all answers take to compute."""
         num_prompt_tokens = self._num_prompt_tokens()
         num_tokens = 0
         for answers, expected in zip(self.collected, undisturbed, strict=True):
@@ -114,7 +114,7 @@ class Load:
 
 
 def start_time(address: str) -> float | None:
-    """When the process started whose metrics are there; None while there are none."""
+    """The start time in the metrics of the process at `address`; None while nothing is served there."""
     try:
         return Scrape(address).value("twostroke_process_start_time_seconds")
     except OSError:
@@ -152,7 +152,7 @@ def test_streams_end_as_without_the_replacement(
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
     assert "is_crash=True" not in cluster.log_file.read_text()
     assert f"dense_worker process {new_pid}, 0 restarts" in ctl(cluster, "status").stdout
-    until(lambda: start_time(dense_metrics_address) not in (None, old_start), "the new worker's metrics are there")
+    until(lambda: start_time(dense_metrics_address) not in (None, old_start), "the new worker serves its metrics")
 
 
 def test_a_worker_that_cannot_serve_is_rolled_back(
@@ -163,11 +163,12 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
         impatient = ctl(cluster, "replace-dense", "--timeout", "0.5")
         until(lambda: not has_second_worker(cluster), "the new worker stops when nobody wants it any more")
         not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
-        while "under way" in not_a_key.stderr:  # the worker is gone, and the launcher about to notice
+        while "under way" in not_a_key.stderr:  # the worker is gone, but the launcher has not noticed yet
             not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
-        no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # ends at its start
+        no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # the new worker ends at its start
         recovered = num_recovered(metrics_address)
-        other_dtype = ctl(cluster, "replace-dense", "--set", "model.dtype=float16")  # when the old one has left
+        # This one fails after the old worker has left.
+        other_dtype = ctl(cluster, "replace-dense", "--set", "model.dtype=float16")
     assert impatient.returncode == 1 and "no answer in time" in impatient.stderr
     assert (not_a_key.returncode, no_device.returncode, other_dtype.returncode) == (1, 1, 1)
     assert "unknown config key dense.num_thread" in not_a_key.stderr
@@ -179,7 +180,7 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
 
 
-def test_other_weights_need_the_caches_dropped(cluster: Cluster, tmp_path: Path) -> None:
+def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> None:
     model_dir = tmp_path / "other-weights"
     shutil.copytree(EMBEDDED_MODEL, model_dir)
     weights = load_file(model_dir / "model.safetensors")

@@ -1,4 +1,4 @@
-"""One gateway, two pairs of workers behind one name: load on both, and the death of a pair is a pause for its own."""
+"""One gateway and two pairs of workers behind one name: both get load, and streams survive the death of a pair."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NUM_STREAMS = 6
 NUM_TOKENS = 120
 PROMPT = "San Francisco is a"
 MAX_ROUNDS = 5
-PATIENCE = [("grpc.max_reconnect_backoff_ms", 500)]  # gRPC's own grows to minutes while a pair is down
+PATIENCE = [("grpc.max_reconnect_backoff_ms", 500)]  # the default grows to minutes while a pair is down
 
 
 class Processes:
-    """Services by name, in directories of their own."""
+    """Running services, by name."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -67,7 +67,7 @@ class Processes:
 
 
 class Deployment:
-    """Two pairs of workers at ports of their own, and a gateway that knows both by one address."""
+    """Two pairs of workers at ports of their own, and a gateway that reaches both by one address."""
 
     def __init__(self, directory: Path) -> None:
         self.processes = Processes(directory)
@@ -100,7 +100,7 @@ class Deployment:
         )
 
     def wait_serving(self) -> None:
-        """Until the gateway has found a dense worker."""
+        """Waits until the gateway has found a dense worker."""
         health = health_pb2_grpc.HealthStub(self._gateway_channel)
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -129,12 +129,12 @@ class Deployment:
         return token_ids
 
     def num_moved(self) -> int:
-        """Sequences that the gateway said it moved, so far."""
+        """How many sequences the gateway has moved to another pair, according to its log."""
         log = self.processes.log_file("gateway").read_text()
         return sum(int(word.removeprefix("num_moved=")) for word in log.split() if word.startswith("num_moved="))
 
     def wait_load_on_both(self) -> None:
-        """Until short requests reach either pair: the gateway has found both."""
+        """Waits until requests reach both pairs: the gateway has found both."""
         deadline = time.monotonic() + WAIT_S
         with ThreadPoolExecutor(NUM_STREAMS) as threads:
             while True:
@@ -164,12 +164,12 @@ def deployment(directory: Path) -> Iterator[Deployment]:
 
 
 @pytest.mark.timeout(300)  # two pairs start twice, on machines that may be busy
-def test_when_a_pair_dies_its_streams_go_on_with_the_other_and_it_is_found_again(tmp_path: Path) -> None:
+def test_streams_of_a_dead_pair_go_on_with_the_other_and_the_pair_is_found_again(tmp_path: Path) -> None:
     regions = stale_regions()
     with deployment(tmp_path) as running, ThreadPoolExecutor(NUM_STREAMS) as threads:
         seeds = range(NUM_STREAMS)
         expected = list(threads.map(running.answer, seeds))
-        assert len({tuple(token_ids) for token_ids in expected}) == NUM_STREAMS, "seeds matter"
+        assert len({tuple(token_ids) for token_ids in expected}) == NUM_STREAMS, "every seed gives another answer"
         running.wait_load_on_both()
 
         for _ in range(MAX_ROUNDS):  # on a busy machine all streams of a pair may end before the signal comes
@@ -178,8 +178,8 @@ def test_when_a_pair_dies_its_streams_go_on_with_the_other_and_it_is_found_again
             for _ in range(2 * NUM_STREAMS):
                 assert tokens.acquire(timeout=REQUEST_TIMEOUT_S)
             running.kill_pair("a")
-            assert [stream.result(REQUEST_TIMEOUT_S) for stream in streams] == expected, "not one token is different"
-            assert list(threads.map(running.answer, seeds)) == expected, "the other pair has all new requests"
+            assert [stream.result(REQUEST_TIMEOUT_S) for stream in streams] == expected, "a token differs"
+            assert list(threads.map(running.answer, seeds)) == expected, "the other pair runs all new requests"
             if running.num_moved():
                 break
             running.start_pair("a")
@@ -192,4 +192,4 @@ def test_when_a_pair_dies_its_streams_go_on_with_the_other_and_it_is_found_again
             running.processes.signal(name, signal.SIGTERM)
             assert running.processes.wait(name) == 0, running.processes.logs()
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
-    assert_nothing_left(regions, logs)  # what the killed pair left is removed by the next
+    assert_nothing_left(regions, logs)  # its successor removes what the killed pair left

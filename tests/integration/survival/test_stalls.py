@@ -1,4 +1,4 @@
-"""Services that make no progress: they say so, naming role, layer, step and request, and are started again."""
+"""Services without progress report role, layer, step and request, and are restarted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.plain_services import PlainServices, plain_services
 from tests.support.workers.deaf_dense_worker import LOST
 from tests.support.workers.slow_dense_worker import LAYER_S
 
-pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 STALL_TIMEOUT_S = 3.0
 NUM_LAYERS = 4  # of the embedded model
@@ -63,13 +63,13 @@ def test_a_stopped_gateway_is_restarted(cluster: Cluster) -> None:
         try:
             return cluster.pid_of("gateway") != pid and bool(cluster.generate("Count", 1))
         except (AssertionError, OSError, grpc.RpcError):
-            return False  # between two lives
+            return False  # the old gateway has ended, and the new one does not serve yet
 
     wait_until(serves_again)
     assert cluster.generate("Count", 20, ignore_eos=True).token_ids == expected
 
 
-def test_a_lost_signal_is_named_by_all_and_costs_the_dense_worker_its_life(tmp_path: Path) -> None:
+def test_all_services_report_a_lost_signal_and_the_dense_worker_is_restarted(tmp_path: Path) -> None:
     section = WatchdogSection(stall_timeout_s=2.0)
     settings = (f"watchdog.stall_timeout_s={section.stall_timeout_s}",)
     deaf = {"dense_worker": "tests.support.workers.deaf_dense_worker"}
@@ -88,7 +88,7 @@ def test_a_lost_signal_is_named_by_all_and_costs_the_dense_worker_its_life(tmp_p
         assert "unlucky" in next(line for line in services.log("gateway").splitlines() if "event=stalled" in line)
         for name in ("dense", "attention"):
             assert health(tmp_path, name) == NOT_SERVING
-            assert health(tmp_path, name, LIVENESS) == SERVING, "to restart one that waits helps nobody"
+            assert health(tmp_path, name, LIVENESS) == SERVING, "a worker that waits must not be restarted"
 
         children = [WatchedService(services, role, tmp_path) for role in services.num_starts]
         asyncio.run(watch_until(HealthWatch(children, section, 100.0), lambda: not thread.is_alive()))
@@ -101,7 +101,7 @@ def test_a_lost_signal_is_named_by_all_and_costs_the_dense_worker_its_life(tmp_p
 
 
 class WatchedService:
-    """A service of `PlainServices`, as the launcher sees its `Child`."""
+    """A service of `PlainServices` with the interface of the launcher's `Child`."""
 
     tls = None
     is_running = True
@@ -131,8 +131,8 @@ async def watch_until(watch: HealthWatch, is_over: Callable[[], bool]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_slow_steps_are_no_stall(tmp_path: Path) -> None:
-    """A step takes longer than the bound, a layer does not; and the gateway hears nothing meanwhile."""
+def test_slow_steps_are_not_reported_as_a_stall(tmp_path: Path) -> None:
+    """A step takes longer than the limit, but a layer does not. The gateway receives nothing during the step."""
     stall_timeout_s = (NUM_LAYERS - 0.5) * LAYER_S
     settings = (f"watchdog.stall_timeout_s={stall_timeout_s}",)
     slow = {"dense_worker": "tests.support.workers.slow_dense_worker"}

@@ -1,4 +1,4 @@
-"""Workers die under streams of every kind: a pause, then the same tokens, whoever starts the workers again."""
+"""Workers die under streams of every kind: the streams pause and get the same tokens, also without a launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.workers.faulty_attn_worker import FAULT_FILE
 from tests.support.workers.poisoned_attn_worker import NUM_TOKENS
 from tests.support.workers.poisoned_dense_worker import POISON
 
-pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 150
@@ -29,7 +29,7 @@ MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE = 8
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
-    """Without a prefix cache, so that nothing but the sequences themselves can save a prompt from recomputation."""
+    """The prefix cache is off, so that only a kept sequence saves its prompt from being computed again."""
     directory = tmp_path_factory.mktemp("plain")
     with plain_services(directory, "attention.enable_prefix_cache=false") as services:
         yield services
@@ -70,12 +70,12 @@ def test_streams_end_as_without_the_kill(
                for ids in each.token_ids.values()]
     num_prompt_tokens = len(services.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
     assert num_prompt_tokens > 10 * MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE
-    if roles == ("dense_worker",):  # the attention worker's counter has lived through it
+    if roles == ("dense_worker",):  # the attention worker lives on, and with it its counter
         needed = sum(num_prompt_tokens + num_tokens for _, num_tokens in lengths)
         assert computed <= needed + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE * len(lengths), "a prompt was prefilled again"
 
 
-def test_a_killed_gateway_breaks_its_streams_and_leaves_nothing_at_the_workers(
+def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences(
     services: PlainServices, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
 ) -> None:
     starts = dict(services.num_starts)
@@ -128,8 +128,8 @@ def test_a_request_that_kills_the_attention_worker_is_failed(tmp_path: Path) -> 
         assert len(collect(services.gateway, request([5] * (NUM_TOKENS + 1), 10, ignore_eos=True)).token_ids[0]) == 10
 
 
-def test_a_lone_long_request_outlives_two_close_kills_of_the_attention_worker(tmp_path: Path) -> None:
-    """The second one while its text is computed again, which takes many steps."""
+def test_a_single_long_request_survives_two_quick_kills_of_the_attention_worker(tmp_path: Path) -> None:
+    """The second kill comes while prompt and tokens are computed again, which takes many steps."""
     with plain_services(tmp_path, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2") as services:
         message = request([5, 6, 7, 8] * 300, 600, temperature=0.9, seed=1, ignore_eos=True)
         [expected] = collect_all(services.gateway, [message])
@@ -156,7 +156,7 @@ def num_attention_steps(services: PlainServices) -> int:
         return 0  # it has just been started
 
 
-def test_an_attention_worker_whose_gpu_has_failed_makes_way_for_another(
+def test_an_attention_worker_whose_gpu_has_failed_ends_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = tmp_path / "fault"
@@ -171,7 +171,7 @@ def test_an_attention_worker_whose_gpu_has_failed_makes_way_for_another(
 
 
 def test_planned_restarts_blame_nobody(tmp_path: Path) -> None:
-    """An operator restarts both workers again and again; each time before the stream has got a token."""
+    """An operator restarts the workers three times, each time before the stream gets a token."""
     with plain_services(tmp_path, modules={"dense_worker": "tests.support.workers.poisoned_dense_worker"}) as services:
         message = request("Count", 400, temperature=0.9, seed=3, ignore_eos=True)
         [expected] = collect_all(services.gateway, [message])
