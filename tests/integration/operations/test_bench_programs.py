@@ -60,7 +60,7 @@ def test_the_core_table_follows_from_the_saved_timestamps(
         },
         abs=0.00501,  # printed with two decimals
     )
-    assert all(each["send_ns"] >= each["scheduled_ns"] for each in requests), "no request is sent early"
+    assert all(each["send_ns"] >= each["scheduled_ns"] for each in requests), "a request was sent early"
     assert statistics.fmean(each["num_prompt_tokens"] for each in requests) == pytest.approx(20, abs=4)
     if has_plot:
         assert plot.read_bytes().startswith(b"\x89PNG")
@@ -85,7 +85,7 @@ def test_core_takes_prompts_and_lengths_from_a_file(
     assert "2 usable conversations, 3 were asked for" in capsys.readouterr().err
 
 
-def test_the_dense_worker_gives_the_gateways_tokens(cluster: Cluster) -> None:
+def test_the_dense_worker_and_the_gateway_give_the_same_tokens(cluster: Cluster) -> None:
     prompt = [5, 6, 7, 8, 9, 300]
     expected = cluster.generate(prompt, 12, ignore_eos=True).token_ids
 
@@ -96,7 +96,7 @@ def test_the_dense_worker_gives_the_gateways_tokens(cluster: Cluster) -> None:
         assert [record.index for record in records] == [0, 1, 2, 3, 4]
         running = [(record.send_ns, record.end_ns) for record in records]
         for send_ns, _ in running:
-            assert sum(start <= send_ns < end for start, end in running) <= 2, "no more than two at a time"
+            assert sum(start <= send_ns < end for start, end in running) <= 2, "more than two ran at a time"
         return token_ids
 
     assert uvloop.run(run()) == [expected] * 5
@@ -137,7 +137,7 @@ def test_serving_gets_every_token_it_asks_for_over_either_protocol(
     assert "Total generated tokens:                  96" in capsys.readouterr().out.splitlines()
 
 
-def test_a_gateway_that_leaves_in_mid_stream_does_not_hurt_the_dense_worker(cluster: Cluster) -> None:
+def test_a_gateway_that_leaves_in_mid_stream_does_not_end_the_dense_worker(cluster: Cluster) -> None:
     pid = cluster.pid_of("dense_worker")
 
     async def leave(load: DenseLoad, stub_call: object) -> None:

@@ -1,4 +1,4 @@
-"""Two gateway processes at the same ports: both serve, an Abort finds its request, and one survives the other."""
+"""Two gateway processes at the same ports: both serve, Abort finds its request, and one survives the other's death."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PROMPT = "San Francisco is a"
 MAX_CONNECTIONS = 64
 WAIT_S = 60.0
 
-pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
 
 def free_metrics_ports() -> int:
-    """The first of two ports as far apart as those of two processes' metrics."""
+    """The first of two free ports with the distance that the metrics of two gateways have."""
     while True:
         port = free_port()
         try:
@@ -52,7 +52,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Gateway:
-    """A client of one of the processes alone, at its own socket."""
+    """A client of one gateway process, at that process's own socket."""
 
     def __init__(self, cluster: Cluster, index: int) -> None:
         found = re.search(r"event=control address=unix:(\S+)/launch.sock", cluster.log_file.read_text())
@@ -123,11 +123,11 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
                 break
         assert all(served), f"one process got all of {MAX_CONNECTIONS} connections"
         assert sum(served) == len(answers)
-        assert all(answer == answers[0] for answer in answers), "the processes answer alike"
+        assert all(answer == answers[0] for answer in answers), "the answers differ"
 
-    # An Abort that comes to the other process.
+    # An Abort is sent to the other process.
     first, second = gateways
-    endless = {"n": 8, "temperature": 1.0, "ignore_eos": True}  # so that it runs still, however busy the machine is
+    endless = {"n": 8, "temperature": 1.0, "ignore_eos": True}  # long enough to run still on a busy machine
     message, has_begun = request(PROMPT, 1500, request_id="long", **endless), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         stream = threads.submit(collect, first.stub, message, has_begun.set)
@@ -143,8 +143,8 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
     assert pid is not None
     with ThreadPoolExecutor(8) as threads:
         begun = [threading.Event() for _ in range(8)]
-        message_of_the_dead = request(PROMPT, 1500, **endless)
-        broken = [threads.submit(collect, first.stub, message_of_the_dead, event.set) for event in begun[:4]]
+        long_message = request(PROMPT, 1500, **endless)
+        broken = [threads.submit(collect, first.stub, long_message, event.set) for event in begun[:4]]
         whole = [threads.submit(collect, second.stub, message, event.set) for event in begun[4:]]
         assert all(event.wait(WAIT_S) for event in begun)
         os.kill(pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
             assert isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
         for stream in whole:
             stream.result().assert_equals(undisturbed)
-    cluster.wait_idle(WAIT_S)  # the workers have dropped what was the dead one's
+    cluster.wait_idle(WAIT_S)  # the workers have dropped the dead gateway's sequences
     assert cluster.dense_status().num_running == 0
     until(lambda: first.pid not in (None, pid), "the killed gateway is started again")
     assert second.pid == other_pid
@@ -170,7 +170,7 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
 
     until(serves_again, "the killed gateway serves again")
 
-    # Both let what runs end when the cluster is asked to stop.
+    # The cluster is asked to stop: both processes let their streams end.
     with ThreadPoolExecutor(2) as threads:
         begun = [threading.Event(), threading.Event()]
         streams = [

@@ -1,4 +1,4 @@
-"""The launcher's own life: what it leaves behind, what it says when a service ends too often, how it is interrupted."""
+"""The launcher itself: what it leaves behind, its error when a service ends too often, and how Ctrl+C ends it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_two_launchers_may_remove_the_same_directory(tmp_path: Path, monkeypatch
     real_rmtree = shutil.rmtree
 
     def rmtree_late(path: Path, **options: bool) -> None:
-        real_rmtree(path)  # by the other one
+        real_rmtree(path)  # the other launcher is faster
         real_rmtree(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", rmtree_late)
@@ -88,7 +88,7 @@ def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_err
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + START_TIMEOUT_S
         while process.poll() is None:
-            with contextlib.suppress(OSError):  # some process has ended meanwhile
+            with contextlib.suppress(OSError):  # a process has ended meanwhile
                 for pid in children.read_text().split():
                     if "services.attn_worker" in Path(f"/proc/{pid}/cmdline").read_text():
                         os.kill(int(pid), signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_err
         ("launch.mps=on", r"launch\.mps is 'on', but (this machine has no|the workers share no GPU)"),
     ],
 )
-def test_a_device_that_is_not_there_is_one_line(setting: str, message: str) -> None:
+def test_a_missing_device_is_reported_in_one_line(setting: str, message: str) -> None:
     result = run_warm("services.launch", "--prompt", "a", "--set", "dense.device=cpu", "--set", setting)
     assert result.returncode == 1 and result.stdout == ""
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
@@ -126,14 +126,14 @@ def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.4, 0.8])
-def test_ctrl_c_at_any_early_time_shows_no_traceback(delay_s: float) -> None:
+def test_ctrl_c_during_the_start_shows_no_traceback(delay_s: float) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "services.launch", "--prompt", "a"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
     )
     time.sleep(delay_s)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    # Python's own start may be interrupted, and the very import that puts an end to that.
+    # The signal may come while Python itself starts, or during the import after which it is handled.
     assert "services" not in stderr or "Traceback" not in stderr or "import signal" in stderr
 
 
@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         wait_for_log(process, log_file, "Serving ")
         children = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(process.pid)}
         [stuck] = [pid for pid, command_line in children.items() if "services.dense_worker" in command_line]
-        os.kill(stuck, signal.SIGSTOP)  # it ends by SIGKILL alone
+        os.kill(stuck, signal.SIGSTOP)  # only SIGKILL can end it
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
@@ -164,7 +164,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_nobody_reading_the_answer_is_no_bug() -> None:
+def test_a_closed_stdout_is_not_reported_as_a_bug() -> None:
     command = f"{sys.executable} -m services.launch --prompt 'San Francisco is a' --max-tokens 64 | true"
     result = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert "bug" not in result.stderr and "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""Starting and stopping: the two commands of a newcomer, services on their own, and what can go wrong."""
+"""Starting and stopping: the two commands of the README, services without a launcher, and bad starts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TIMEOUT_S = 100
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As a newcomer does: every process starts from nothing."""
+    """Runs a module as a user does, in a new Python process."""
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S
     )
 
 
-def test_one_prompt_is_answered_on_stdout_alone() -> None:
+def test_stdout_has_nothing_but_the_answer() -> None:
     result = run("services.launch", "--prompt", "San Francisco is a", "--max_tokens", "7")
     assert result.returncode == 0, result.stderr
     assert result.stdout == " city in Northern California that is known\n"
@@ -64,12 +64,12 @@ def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(t
         start = time.monotonic()
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.process.wait(STOP_TIMEOUT_S) == 0
-        assert time.monotonic() - start < 5.0  # a promise of docs/operations.md, not a speed
+        assert time.monotonic() - start < 5.0  # docs/operations.md promises this bound
         with pytest.raises(grpc.RpcError):
             list(stream)
 
 
-def test_the_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_the_services_end_with_a_killed_launcher(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "services.launch", "--set", f"gateway.address=unix:{tmp_path}/gateway.sock"]
     command += ["--set", f"gateway.http_address=unix:{tmp_path}/http.sock"]
@@ -86,11 +86,11 @@ def test_the_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_services_start_alone_in_any_order(tmp_path: Path) -> None:
+def test_services_start_without_a_launcher_in_any_order(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     processes = []
     try:
-        for role in ("gateway", "dense_worker", "attn_worker"):  # the wrong way round
+        for role in ("gateway", "dense_worker", "attn_worker"):  # each before the service that it needs
             command = [sys.executable, "-m", f"services.{role}", "--config", str(config)]
             with (tmp_path / role).open("w") as stderr:
                 processes.append(subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, text=True))
@@ -166,7 +166,7 @@ def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
         assert str(path) in result.stderr and word in result.stderr and "Traceback" not in result.stderr
 
 
-def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
     shutil.copy(EMBEDDED_MODEL / "config.json", tmp_path)
     (tmp_path / "sockets").mkdir()
     settings = (f"model.path={tmp_path}", "model.load_format=dummy", "model.num_layers=2")
@@ -183,7 +183,7 @@ def test_too_little_shared_memory_is_an_error_that_says_how_much(tmp_path: Path)
 
 
 def test_a_killed_worker_is_replaced_and_the_stream_goes_on(tmp_path: Path) -> None:
-    num_tokens = 600  # the kill comes in the middle, although this client reads slowly on a busy machine
+    num_tokens = 600  # enough to be killed in the middle, even if this client reads slowly on a busy machine
     options = {"ignore_eos": True, "temperature": 0.8, "seed": 5}
     with running_cluster(tmp_path, is_warm=True) as cluster:
         expected = cluster.generate("Count from 1", num_tokens, **options).token_ids

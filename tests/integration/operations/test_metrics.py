@@ -1,4 +1,4 @@
-"""What services tell of themselves, against what their clients saw: metrics, the step log and traces."""
+"""Metrics, the step log and traces of the services agree with what their clients saw."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert row.name.startswith("twostroke_")
         assert row.name.endswith("_total") == (row.type == "counter")
         bare, unit = row.name.removesuffix("_total"), units[row.name]
-        assert bare.endswith("_seconds") == (unit == "seconds"), "times are in seconds, and say so"
+        assert bare.endswith("_seconds") == (unit == "seconds"), "the names of times, and only these, end in _seconds"
         assert bare.endswith("_bytes") == (unit == "bytes")
         assert bare.endswith("_tokens") == (unit == "tokens")
         assert row.type != "histogram" or unit == "seconds"
@@ -61,7 +61,7 @@ def test_the_http_port_serves_the_gateways_metrics_too(observed: Observed) -> No
 class Seen:
     """What a client counted of one answer."""
 
-    num_chunks: int  # with tokens
+    num_chunks: int  # chunks with tokens
     ttft_s: float
     total_s: float
     usage: Any
@@ -78,11 +78,11 @@ def watch(cluster: Cluster, prompt: str, max_tokens: int) -> Seen:
     return Seen(num_chunks, first - start, time.monotonic() - start, usage)
 
 
-def test_figures_under_load_are_the_clients_own(observed: Observed) -> None:
+def test_metrics_under_load_equal_the_counts_of_the_clients(observed: Observed) -> None:
     cluster = observed.cluster
     cluster.wait_idle()
     before = observed.scrape()
-    prompts = [f"{'Count from one. ' * 8}{i}" for i in range(12)]  # so long that prefixes are shared
+    prompts = [f"{'Count from one. ' * 8}{i}" for i in range(12)]  # long enough to share blocks of their prefix
     with ThreadPoolExecutor(6) as threads:
         seen = list(threads.map(lambda i: watch(cluster, prompts[i], 20 + i), range(12)))
         for _ in range(3):
@@ -103,13 +103,13 @@ def test_figures_under_load_are_the_clients_own(observed: Observed) -> None:
     assert delta("gateway", "prompt_tokens_total") == num_prompt
     assert delta("gateway", "cached_tokens_total") == num_cached
     assert delta("gateway", "generated_tokens_total") == num_output
-    assert delta("dense", "generated_tokens_total") == num_output  # lengths are known ahead: none is wasted
+    assert delta("dense", "generated_tokens_total") == num_output  # the scheduler knows the lengths: no token is wasted
     # The last token of an answer is never computed.
     num_computed = num_prompt - num_cached + num_output - len(seen)
     assert delta("dense", "computed_tokens_total") == num_computed
     assert delta("attention", "computed_tokens_total") == num_computed
     assert delta("attention", "cached_tokens_total") == num_cached
-    # Answers and their times: the server's are within the client's, and they are not nothing.
+    # Answers and their times: the server's times are above zero and within the client's.
     assert delta("gateway", "answers_total", outcome="length") == len(seen)
     assert delta("gateway", "requests_rejected_total", reason="invalid_request") == 3
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
@@ -128,7 +128,7 @@ def test_figures_under_load_are_the_clients_own(observed: Observed) -> None:
     # Steps
     num_steps = delta("dense", "step_seconds_count")
     assert 31 <= num_steps <= num_output and delta("attention", "step_seconds_count") == num_steps
-    assert delta("dense", "steps_total") == delta("attention", "steps_total") >= num_steps  # some only close
+    assert delta("dense", "steps_total") == delta("attention", "steps_total") >= num_steps  # some only close sequences
     assert delta("dense", "step_sequences_total") >= num_output
     for service in ("dense", "attention"):
         step_s, compute_s, wait_s = (
@@ -137,7 +137,7 @@ def test_figures_under_load_are_the_clients_own(observed: Observed) -> None:
         assert compute_s > 0 and wait_s > 0 and step_s == pytest.approx(compute_s + wait_s)
     assert delta("attention", "step_compute_seconds_sum") <= delta("dense", "step_seconds_sum")
     assert delta("attention", "plan_lead_seconds_count") == delta("attention", "steps_total")
-    # Now, nothing runs.
+    # Gauges: nothing runs any more
     status = cluster.attention_status()
     blocks = {
         state: after["attention"].value("twostroke_attention_kv_blocks", state=state)
@@ -229,7 +229,7 @@ def test_one_trace_goes_through_all_three_services(observed: Observed, ask: Call
     assert spans["sequence"].parent_span_id == spans["request"].span_id
     for name in ("queue", "prefill", "decode", "open_sequence"):
         assert spans[name].parent_span_id == spans["sequence"].span_id
-    slack_ns = 50_000_000  # the clock of the wall may be set between two processes' starts
+    slack_ns = 50_000_000  # the system clock may be set between the starts of two processes
     for span in spans.values():
         assert start_ns - slack_ns <= span.start_ns <= span.end_ns <= end_ns + slack_ns
     assert spans["queue"].end_ns == spans["prefill"].start_ns and spans["prefill"].end_ns == spans["decode"].start_ns
@@ -262,7 +262,7 @@ def test_a_killed_dense_worker_shows_in_every_service(observed: Observed) -> Non
     ):
         full_name = f"twostroke_{service}_{name}"
         assert after[service].value(full_name, **labels) == before[service].value(full_name, **labels) + 1
-    assert after["dense"].value("twostroke_dense_recovered_sequences_total") == 1  # of this life
+    assert after["dense"].value("twostroke_dense_recovered_sequences_total") == 1  # the new process counts from zero
     kept = after["attention"].value("twostroke_attention_recovered_tokens_total")
     assert kept > before["attention"].value("twostroke_attention_recovered_tokens_total")
     start = "twostroke_process_start_time_seconds"

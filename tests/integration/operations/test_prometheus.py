@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 20.0
 
 
 class Prometheus:
-    """The HTTP API of a running one."""
+    """The HTTP API of a running Prometheus."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -38,7 +38,7 @@ class Prometheus:
         return answer["data"]
 
     def values(self, query: str) -> list[float]:
-        """Of an instant query, one a series."""
+        """The values of an instant query, one for each series."""
         return [float(series["value"][1]) for series in self.get("query", query=query)["result"]]
 
     @property
@@ -52,7 +52,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(directory: Path, targets: dict[str, str]) -> Iterator[Prometheus]:
-    """With deploy/prometheus/local.yml, but scraping `targets` (by job), and often."""
+    """Runs Prometheus with deploy/prometheus/local.yml, but scrapes `targets` (by job), twice a second."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not there: it is Debian's package of that name")
     for name in ("rules.yml", "alerts.yml"):
@@ -87,7 +87,7 @@ def prometheus(observed: Observed, tmp_path_factory: pytest.TempPathFactory) -> 
         yield prometheus
 
 
-def test_what_prometheus_counts_is_what_clients_got(observed: Observed, prometheus: Prometheus) -> None:
+def test_prometheus_counts_the_tokens_that_clients_got(observed: Observed, prometheus: Prometheus) -> None:
     query = "sum(twostroke_gateway_generated_tokens_total)"
     until(lambda: len(prometheus.values(query)) == 1)
     observed.cluster.wait_idle()
@@ -105,7 +105,7 @@ def test_what_prometheus_counts_is_what_clients_got(observed: Observed, promethe
 
 def test_every_query_of_the_dashboard_is_answered(prometheus: Prometheus) -> None:
     empty = [query for query in dashboard_queries() if prometheus.get("query", query=query)["result"] == []]
-    # All but ratios of what has not happened in the last minutes have an answer at once.
+    # Only ratios over events that have not happened in the last minutes may still be empty.
     assert len(empty) < len(dashboard_queries()) / 4, empty
 
 

@@ -1,4 +1,4 @@
-"""Every fenced block of README.md, run as it stands but for the addresses, against a live cluster."""
+"""Every fenced block of README.md runs against a live cluster; only the addresses are replaced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_block_runs_and_prints_an_answer(cluster: Cluster, block: Block) -> No
 
 
 def text_of(output: str) -> str:
-    """The answer itself, where the block prints the events of a streamed chat."""
+    """The text of the answer, also where the block prints the events of a streamed chat."""
     events = re.findall("^data: ({.*})$", output, re.MULTILINE)
     if not events:
         return output

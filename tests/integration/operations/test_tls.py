@@ -1,4 +1,4 @@
-"""A cluster whose every door has a lock: mutual TLS of the gateway's clients, and of the services among each other.
+"""A cluster with mutual TLS everywhere: for the gateway's clients, and between the services.
 
 The clients are the `openai` package, gRPC, and this project's own programs.
 """
@@ -35,10 +35,13 @@ REQUEST = gateway_pb2.GenerateRequest(prompt=PROMPT, max_tokens=8, sampling={"te
 
 @dataclass(frozen=True)
 class Locked:
-    """Two authorities, so that a client's certificate does not open the workers; `stranger` signed nothing here."""
+    """A cluster and its two authorities: a client's certificate is not valid for the workers.
+
+    `stranger` is an authority that nobody here trusts; it signed the `impostor`'s certificate.
+    """
 
     cluster: Cluster
-    overrides: list[str]  # of its config
+    overrides: list[str]  # of the cluster's config
     clients: Authority
     client: Pair
     peers: Authority
@@ -61,7 +64,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
     settings = {
         "gateway.address": addresses["gateway"],
         "gateway.http_address": addresses["http"],
-        "gateway.local_address": f"unix:{directory}/gateway.sock",  # where `Cluster` asks
+        "gateway.local_address": f"unix:{directory}/gateway.sock",  # `Cluster` connects here
         "gateway.tls_certificate": server.certificate,
         "gateway.tls_key": server.key,
         "gateway.tls_client_ca": clients.file,
@@ -87,7 +90,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
 
 
 def flags(address: str, ca: Authority, own: Pair | None) -> list[str]:
-    """Of this project's own programs."""
+    """Command-line flags of this project's own programs."""
     own_flags = [] if own is None else ["--tls-client-cert", str(own.certificate), "--tls-client-key", str(own.key)]
     return ["--address", address, "--tls-ca-cert", str(ca.file), *own_flags]
 
@@ -153,7 +156,7 @@ def test_our_own_programs_take_certificates(locked: Locked, capsys: pytest.Captu
 
 @pytest.mark.parametrize("worker", ["dense", "attention"])
 @pytest.mark.parametrize("who", ["nobody", "a client of the gateway", "plain text"])
-def test_workers_serve_services_alone(locked: Locked, worker: str, who: str) -> None:
+def test_workers_serve_only_services_of_the_cluster(locked: Locked, worker: str, who: str) -> None:
     address = locked.worker_addresses[worker]
     channel = {
         "nobody": lambda: secure_channel(address, locked.peers, None),
@@ -163,7 +166,7 @@ def test_workers_serve_services_alone(locked: Locked, worker: str, who: str) -> 
     with channel, pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
         ask_status(worker, channel)
     with secure_channel(address, locked.peers, locked.peer) as channel:
-        ask_status(worker, channel)  # the same is answered there
+        ask_status(worker, channel)  # the same call is answered
 
 
 def ask_status(worker: str, channel: grpc.Channel) -> None:
@@ -175,7 +178,7 @@ def ask_status(worker: str, channel: grpc.Channel) -> None:
 
 @pytest.mark.parametrize("role", ["attn_worker", "dense_worker", "gateway"])
 def test_the_launcher_can_ask_every_service_for_its_health(locked: Locked, tmp_path: Path, role: str) -> None:
-    """Else it would take them for dead after a while, and start them again."""
+    """Otherwise the launcher would restart services that it takes for dead."""
     child = Child(role, role, load_config(None, locked.overrides), ChildOptions(), run_dir=tmp_path, environment=None)
 
     async def ask() -> int:
@@ -193,7 +196,7 @@ def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
 
 
-def test_the_start_says_which_file_is_wrong(tmp_path: Path) -> None:
+def test_the_error_at_the_start_names_the_wrong_file(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "good")
     server = authority.sign("server")
     (tmp_path / "garbage.pem").write_text("garbage")

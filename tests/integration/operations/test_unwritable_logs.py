@@ -1,4 +1,4 @@
-"""A log that cannot be written costs nothing but its lines: requests are answered, and a worker's death is survived."""
+"""If the log cannot be written, only its lines are lost: requests are answered, and killed workers are replaced."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.clients.http_clients import client
 from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
 
-pytestmark = pytest.mark.timeout(400)  # processes start several times, on however slow a machine
+pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
 ROLES = ("attn_worker", "dense_worker", "gateway")
 
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[int]:
-    """A descriptor of a file that nothing can be written to."""
+    """A descriptor of a file to which nothing can be written."""
     with Path("/dev/full").open("w") as file:
         yield file.fileno()
 
 
 @contextlib.contextmanager
-def deserted_pipe() -> Iterator[int]:
+def closed_pipe() -> Iterator[int]:
     """A descriptor of a pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -41,7 +41,7 @@ def deserted_pipe() -> Iterator[int]:
 
 @contextlib.contextmanager
 def launcher(directory: Path, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher that serves at sockets in `directory`; at the end it must stop well."""
+    """A launcher that serves at sockets in `directory`. At the end it must stop without an error."""
     command = [sys.executable, "-m", "services.launch"]
     for key, name in (("gateway.address", "gateway"), ("gateway.http_address", "http")):
         command += ["--set", f"{key}=unix:{directory}/{name}.sock"]
@@ -81,7 +81,7 @@ def pids_of(process: subprocess.Popen[bytes], role: str) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize("log", [full_disk, deserted_pipe])
+@pytest.mark.parametrize("log", [full_disk, closed_pipe])
 def test_requests_are_answered_and_a_killed_worker_comes_back(
     log: Callable[[], contextlib.AbstractContextManager[int]], tmp_path: Path
 ) -> None:
