@@ -1,4 +1,4 @@
-"""Certificates for tests, made on the spot: authorities, and leaves that they sign."""
+"""Creates certificates for tests: certificate authorities, and the certificates that they sign."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates; `file` is its own, as clients and servers want it."""
+    """A certificate authority. `file` contains its own certificate, which clients and servers are configured with."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
@@ -37,7 +37,7 @@ class Authority:
         self.file.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def sign(self, name: str, *hosts: str) -> Pair:
-        """A certificate for localhost, 127.0.0.1 and `hosts`, for servers and clients alike."""
+        """A certificate for localhost, 127.0.0.1 and `hosts`. Servers and clients can use it."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = [*map(x509.DNSName, ("localhost", *hosts)), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

@@ -57,7 +57,7 @@ class Stubs:
         self.attention = attn_pb2_grpc.AttentionWorkerStub(attention)
 
     def generate(self, prompt: str | Sequence[int], max_tokens: int, **options: object) -> Answer:
-        """One streamed answer; greedy unless `options` has other sampling parameters."""
+        """Generates one streamed answer; greedy unless `options` contains other sampling parameters."""
         pieces, token_ids, finish = [], [], None
         for chunk in self.gateway.GenerateStream(request(prompt, max_tokens, **options), timeout=REQUEST_TIMEOUT_S):
             assert finish is None, "nothing may follow the finish"
@@ -84,7 +84,7 @@ class Stubs:
     def wait_idle(self, timeout_s: float = 10.0) -> attn_pb2.AttentionStatus:
         """Waits until no sequence is open and all blocks are free; fails after `timeout_s` seconds.
 
-        Also waits for an attention worker that was killed just now, and for a dense worker to attach to its successor.
+        If an attention worker was just killed, this also waits for its successor and for the dense worker to attach.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -121,7 +121,7 @@ class Cluster(Stubs):
         self.http_address = settings["gateway.http_address"]
 
     def pid_of(self, role: str) -> int:
-        """Process id of a child of the launcher. Waits for one that was killed just now to be started again."""
+        """Process id of a child of the launcher. If it was just killed, waits until it is started again."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             for pid in children_of(self.process.pid):
@@ -133,7 +133,7 @@ class Cluster(Stubs):
 
 
 def request(prompt: str | Sequence[int], max_tokens: int, **options: object) -> gateway_pb2.GenerateRequest:
-    """Options of `SamplingParams` and of `GenerateRequest` alike, by name."""
+    """A request; `options` are fields of `SamplingParams` or of `GenerateRequest`, by name."""
     sampling_names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     sampling = {"temperature": 0.0} | {key: options.pop(key) for key in sampling_names & options.keys()}
     message = gateway_pb2.GenerateRequest(
@@ -152,8 +152,8 @@ def running_cluster(
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
-    `wrapper` is a command that becomes the one that follows it. With `is_warm` the processes are forked from
-    `tests.support.warm_server`: for tests that measure neither a start nor memory.
+    `wrapper` is a command that executes the next one in its own process, such as `env`. With `is_warm` the processes
+    are forked from `tests.support.warm_server`, for tests that measure neither start time nor memory.
     """
     regions_before = stale_regions()
     command = [*wrapper, sys.executable, "-m", "services.launch"]
@@ -188,7 +188,7 @@ def running_cluster(
 
 
 def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m services.launch ctl` does with that cluster's launcher."""
+    """Runs `python -m services.launch ctl` for the launcher of that cluster."""
     found = re.search(r"event=control address=(\S+)", cluster.log_file.read_text())
     assert found is not None
     command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", found[1], *arguments]
@@ -211,7 +211,7 @@ def free_port() -> int:
 
 
 def stale_regions() -> set[Path]:
-    """Shared memory whose creator is dead; that of other clusters, which may run beside this one, is locked."""
+    """Shared memory whose creator is dead. Other clusters may run at the same time; theirs is locked and left out."""
     stale = set()
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
@@ -221,9 +221,9 @@ def stale_regions() -> set[Path]:
 
 
 def assert_nothing_left(regions_before: set[Path], log: str) -> None:
-    """No shared memory of an attention worker to which a dense worker attached, by `log`; soon none of any other.
-
-    Clusters of another test process may run beside this one: what their killed workers leave stays for a moment.
+    """Asserts that no shared memory is left of the attention workers in `log` to which a dense worker attached, and
+    that soon none is left of other workers. Clusters of another test process may run at the same time, and the shared
+    memory of their killed workers stays for a moment.
     """
     epochs = re.findall(r"event=attached epoch=(\w+)", log)
     deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -234,7 +234,7 @@ def assert_nothing_left(regions_before: set[Path], log: str) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The child processes; of a launcher these are its services."""
+    """The process ids of its children. For a launcher these are its services."""
     children = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended

@@ -40,5 +40,5 @@ def known_names() -> frozenset[str]:
 
 
 def unknown_names(query: str) -> set[str]:
-    """Names in `query` that look like ours, and that no service serves and no rule records."""
+    """Names of our metrics in `query` that no service serves and no rule records."""
     return set(re.findall(r"\btwostroke[_:][\w:]+", query)) - known_names()

@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/: what they claim in a form that tests can check."""
+"""Reads the claims of README.md and docs/ that tests can check: links, files, functions, settings, commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = (README, *sorted(DOCS.rglob("*.md")))
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. Blocks that no test shall run are indented instead."""
+    """A fenced block of code. Tests run these; a block that no test runs is indented in the page instead."""
 
     language: str
     code: str
@@ -27,12 +27,12 @@ class Block:
 
 
 def page_name(page: Path) -> str:
-    """As tests call it: from the root of the repository."""
+    """The path from the root of the repository; it appears in the names of tests."""
     return page.relative_to(REPOSITORY).as_posix()
 
 
 def fenced_blocks(page: Path) -> list[Block]:
-    """In order."""
+    """The fenced blocks of a page, in its order."""
     return [Block(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)]
 
 
@@ -42,7 +42,7 @@ def function_references(page: Path) -> list[tuple[str, str]]:
 
 
 def mentioned_paths(page: Path) -> list[str]:
-    """Each path with a folder and an ending, and each entry of the layout, which README.md must have."""
+    """All paths with a folder and an ending, and all entries of the section "Layout", which README.md must have."""
     text = _without_blocks(page)
     endings = "py|md|toml|ya?ml|json|proto|html|txt|svg|png"
     named = re.findall(rf"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:{endings}))\b", text)
@@ -52,7 +52,7 @@ def mentioned_paths(page: Path) -> list[str]:
 
 
 def mentioned_settings(page: Path, sections: Collection[str]) -> list[str]:
-    """Each `section.key` of a `--set`, and each one in backticks that begins with one of `sections`."""
+    """Each `section.key` after `--set`, and each one in backticks whose section is one of `sections`."""
     text = page.read_text()
     in_options = re.findall(r"--set (\w+\.\w+)=", text)
     in_text = re.findall(rf"`((?:{'|'.join(sections)})\.\w+)`", text)
@@ -65,20 +65,20 @@ def mentioned_make_targets(page: Path) -> list[str]:
 
 
 def links(page: Path) -> list[str]:
-    """The targets of all links, those to other sites left out."""
+    """The targets of all links except those to other sites."""
     text = re.sub(r"`[^`\n]*`", "", _without_blocks(page))
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
 def linked_file(page: Path, link: str) -> Path:
-    """What a link of this page leads to, whether it exists or not."""
+    """The file to which a link of this page leads. It may not exist."""
     path = link.partition("#")[0]
     return (page.parent / path).resolve() if path else page
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them: lower case, letters, digits, hyphens and underscores only."""
+    """The anchors of a page's headings by GitHub's rule: lower case, only letters, digits, hyphens and underscores."""
     headings = re.findall(r"^#+ (.*)$", _without_blocks(page), re.MULTILINE)
     found: set[str] = set()
     for heading in headings:

@@ -1,4 +1,4 @@
-"""Model directories that hold a config.json and no weights: enough for everything that only needs shapes."""
+"""Model directories with a config.json and no weights, for code that needs only shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from services.common.model_config import ModelConfig, load_model_config
 
-# Every optional weight and every kind of merging in the families of the product.
+# Together these models have every optional weight and every kind of merged weight of our families.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -39,6 +39,6 @@ def write_config(path: Path, family: str, **overrides: Any) -> Path:
 
 
 def small_config(family: str, **overrides: Any) -> ModelConfig:
-    """The same, read."""
+    """The `ModelConfig` of `write_config`."""
     with tempfile.TemporaryDirectory() as directory:
         return load_model_config(write_config(Path(directory), family, **overrides))

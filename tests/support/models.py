@@ -20,12 +20,12 @@ def make_model_dir(
     max_shard_size: str = "1GB",
     **overrides: Any,
 ) -> Path:
-    """Write config.json, generation_config.json and safetensors of a random model into `path`, return `path`.
+    """Writes config.json, generation_config.json and safetensors of a random model into `path`; returns `path`.
 
     `overrides` are config.json fields, over a grouped-query model of 3 layers without any EOS token (so
     that generation runs to its length limit). A `max_shard_size` such as "50KB" makes several shards.
-    Biases and norm weights are random too, so that forgetting one shows. Call it from a session-scoped
-    fixture where several tests share a model.
+    Biases and norm weights are random too, so that a test notices a missing one. Call it from a session-scoped
+    fixture if several tests use the model.
     """
     fields = {
         "vocab_size": 160,
@@ -36,7 +36,7 @@ def make_model_dir(
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
-        "initializer_range": 0.15,  # logits spread enough that float noise does not change a greedy token
+        "initializer_range": 0.15,  # the logits lie so far apart that rounding does not change a greedy token
         "sliding_window": None,
         "tie_word_embeddings": False,
         "bos_token_id": None,

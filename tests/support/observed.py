@@ -21,16 +21,16 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Observed:
-    """The cluster and the addresses and files of its figures."""
+    """The cluster, with the addresses of its metrics and the files of its logs."""
 
     cluster: Cluster
-    addresses: dict[str, str]  # of the metrics, by service
+    addresses: dict[str, str]  # where each service serves its metrics, by service
     http_address: str
     step_log: Path
     collector: Collector
 
     def scrape(self) -> dict[str, Scrape]:
-        """All services at about the same time."""
+        """Reads the metrics of all services at about the same time."""
         return {service: Scrape(address) for service, address in self.addresses.items()}
 
 
@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def running_observed(directory: Path) -> Iterator[Observed]:
-    """With one refused request in it, so that the counter of refusals has a label."""
+    """Runs a cluster and sends it one request that is refused, so that the counter of refusals has a label."""
     addresses = {service: free_address() for service in SERVICES}
     http_address, step_log = free_address(), directory / "steps.jsonl"
     settings = [f"{service}.metrics_address={address}" for service, address in addresses.items()]

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans for tests: a real OTLP/gRPC server in this process that keeps what it gets."""
+"""A collector of OpenTelemetry spans for tests: a real OTLP/gRPC server in this process that stores all spans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 class ReceivedSpan:
     service: str
     name: str
-    trace_id: str  # hexadecimal, as the others
+    trace_id: str  # all ids are hexadecimal
     span_id: str
     parent_span_id: str
     start_ns: int
@@ -28,7 +28,7 @@ class ReceivedSpan:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Its `endpoint` is what `tracing.endpoint` takes."""
+    """Stores the spans it receives. `endpoint` is the value for the setting `tracing.endpoint`."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -43,14 +43,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def spans_of(self, trace_id: str) -> list[ReceivedSpan]:
-        """All that have come, by start."""
+        """All spans received so far, in the order of their start."""
         with self._lock:
             return sorted((span for span in self._spans if span.trace_id == trace_id), key=lambda span: span.start_ns)
 
     def wait_for(
         self, trace_id: str, is_complete: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
     ) -> list[ReceivedSpan]:
-        """The trace, once it is complete."""
+        """Waits until the trace is complete, and returns its spans."""
         deadline = time.monotonic() + timeout_s
         while not is_complete(spans := self.spans_of(trace_id)):
             assert time.monotonic() < deadline, f"after {timeout_s} s only {spans}"

@@ -1,4 +1,4 @@
-"""The three services as plain processes, restarted by the test: as containers run them, without the launcher."""
+"""The three services as plain processes without the launcher. The test restarts them, as a container runtime would."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_TIMEOUT_S = 90.0
 
 
 class PlainServices(Stubs):
-    """Starts the services on Unix sockets in `directory`, and each again as soon as it ends."""
+    """Starts the services on Unix sockets in `directory`, and restarts each one as soon as it ends."""
 
     def __init__(self, directory: Path, overrides: tuple[str, ...], modules: Mapping[str, str]) -> None:
         super().__init__(directory)
@@ -54,11 +54,11 @@ class PlainServices(Stubs):
         return self._processes[role].pid
 
     def log(self, role: str) -> str:
-        """All that processes of that role have written."""
+        """Everything that the processes of that role have written."""
         return (self._directory / f"{role}.log").read_text()
 
     def stop(self) -> dict[str, int]:
-        """Asks one after the other to stop, in reverse of the start; exit statuses by role."""
+        """Stops the services one by one, in reverse order; returns the exit statuses by role."""
         self._is_stopping.set()
         self._keeper.join()
         statuses = {}
@@ -87,7 +87,7 @@ class PlainServices(Stubs):
 def plain_services(
     directory: Path, *overrides: str, modules: Mapping[str, str] | None = None
 ) -> Iterator[PlainServices]:
-    """`modules`: what to run instead of `services.ROLE`, by role. At the end all must stop cleanly."""
+    """Runs the services; at the end all must stop cleanly. `modules` replace `services.ROLE`, by role."""
     services = PlainServices(directory, overrides, modules or {})
     statuses: dict[str, int] = {}
     try:

@@ -14,7 +14,7 @@ def make_plan(
     forks: Iterable[tuple[int, int, int]] = (),
     drafts: dict[int, tuple[int, ...]] | None = None,
 ) -> StepPlan:
-    """Step 1 with `entries` of (seq_id, num_tokens, position), the last of which are `drafts`, by seq_id.
+    """A plan of step 1. `entries`: (seq_id, num_tokens, position). `drafts`: the last tokens of an entry, by seq_id.
 
     `forks`: (parent, child, position).
     """

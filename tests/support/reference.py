@@ -48,13 +48,13 @@ def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str
 
 @torch.inference_mode()
 def reference_logprobs(path: Path, token_ids: list[int]) -> list[float]:
-    """What Hugging Face computes for all tokens but the first, each after those before it."""
+    """The log-probability of every token but the first, given the tokens before it, by Hugging Face."""
     logits = reference_model(path)(torch.tensor([token_ids])).logits[0]
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
 
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
-    """Of `count` different lengths, from 1 token to `longest`."""
+    """Prompts of `count` different lengths, from 1 token to `longest`."""
     rng = random.Random(seed)
     lengths = [1 + round(i * (longest - 1) / max(1, count - 1)) for i in range(count)]
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]

@@ -30,12 +30,12 @@ TEST_LIMIT_S = 30.0  # far beyond what any test needs
 def run(test: Coroutine[Any, Any, None]) -> None:
     """Runs one asynchronous test on the event loop that the services use.
 
-    A task's exception that nobody waits for fails it, too.
+    The test also fails if a task fails that nobody awaits.
     """
     unseen: list[dict[str, Any]] = []
 
     def note(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "future" in context:  # else it is of a callback: anyio's clients sometimes wake a cancelled reader
+        if "future" in context:  # otherwise a callback failed: anyio's clients sometimes wake a cancelled reader
             unseen.append(context)
 
     async def body() -> None:
@@ -49,7 +49,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 class ServiceProcess:
     """`python -m MODULE ARGUMENTS...` as a child process.
 
-    Not asyncio's: that of uvloop forks, and gRPC's fork handlers sometimes crash the child.
+    Not one of asyncio: uvloop would fork, and gRPC's fork handlers sometimes crash the child.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -58,7 +58,7 @@ class ServiceProcess:
         self._process = subprocess.Popen(command, **pipes)
 
     async def read_until(self, text: str, stream: Literal["stdout", "stderr"]) -> str:
-        """What `stream` says next, up to and including `text`."""
+        """Reads `stream` up to and including `text`."""
         pipe, data = getattr(self._process, stream), b""
         while text.encode() not in data:
             data += (byte := await asyncio.to_thread(pipe.read, 1))
@@ -66,30 +66,30 @@ class ServiceProcess:
         return data.decode()
 
     async def outcome(self, stdin: str = "") -> tuple[int, str, str]:
-        """Exit status and the rest of standard output and error, after `stdin` and the end of input."""
+        """Writes `stdin` and closes it; returns the exit status and the rest of standard output and error."""
         stdout, stderr = await asyncio.to_thread(self._process.communicate, stdin.encode())
         return self._process.returncode, stdout.decode(), stderr.decode()
 
     def write(self, stdin: str) -> None:
-        """Types something."""
+        """Writes to standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(stdin.encode())
         self._process.stdin.flush()
 
     def send_signal(self, number: int) -> None:
-        """Such as SIGTERM."""
+        """Sends a signal, such as SIGTERM."""
         self._process.send_signal(number)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns once `condition()` holds; `run` bounds the wait."""
-    while not condition():  # noqa: ASYNC110  what it looks at has no event
+    """Returns once `condition()` holds; the time limit is that of `run`."""
+    while not condition():  # noqa: ASYNC110  there is no event to wait for
         await asyncio.sleep(0.001)
 
 
 @dataclass
 class RunningGateway:
-    """What a test may touch."""
+    """The parts of a running gateway that tests use."""
 
     address: str
     http_address: str
@@ -99,7 +99,7 @@ class RunningGateway:
     service: asyncio.Task[None]
 
     async def wait_health(self, status: int) -> None:
-        """Returns once the gateway's health is `status`, as `grpc.health.v1` tells it."""
+        """Returns once `grpc.health.v1` reports `status` for the gateway."""
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         health = health_pb2_grpc.HealthStub(self.channel)
         while True:
@@ -124,7 +124,7 @@ async def running_gateway(
     model: Path = EMBEDDED_MODEL,
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """A gateway with its sockets in `directory`; with `dense`, it is serving already."""
+    """Runs a gateway with its sockets in `directory`. With `dense` it serves when this returns."""
     address = address or f"unix:{directory}/gateway.sock"
     http_address = http_address or f"unix:{directory}/http.sock"
     dense_address = f"unix:{directory}/dense.sock"

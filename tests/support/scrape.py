@@ -1,4 +1,4 @@
-"""Reads `/metrics` as a scraper does, and the table that documents it."""
+"""Reads `/metrics` as Prometheus does, and the table that documents the metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE = REPOSITORY / "deploy" / "prometheus" / "metrics.md"
 
 @dataclass(frozen=True)
 class Row:
-    """One metric, as the table says or as it is served."""
+    """One metric, read from the table or from a service."""
 
     name: str
     type: str
@@ -46,7 +46,7 @@ class Scrape:
         return sum(values)
 
     def rows(self, service: str) -> Iterator[Row]:
-        """What the table should say of it."""
+        """The rows that the table should have for this service."""
         for family in self.families:
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -1,4 +1,4 @@
-"""An engine with a scripted attention worker, and a runner without a model whose every token is 9."""
+"""An engine with a scripted attention worker and a runner without a model. Every token that it generates is 9."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FakeRunner:
 
 
 class SlowRunner(FakeRunner):
-    """Steps like a GPU's: launched, and under way until `has_ended` is set."""
+    """Its steps run in the background, like a GPU's, until `has_ended` is set."""
 
     def __init__(self) -> None:
         self.launched: queue.Queue[StepPlan] = queue.Queue()
@@ -60,7 +60,9 @@ class SlowRunner(FakeRunner):
 
 
 class FakeAttention:
-    """Opens at once; step `bad_step` cannot run sequence BAD, which is counted at once and told late."""
+    """Opens every sequence at once. In step `bad_step` sequence BAD fails: the channel counts the error at once, the
+    engine receives it DELAY_S later.
+    """
 
     def __init__(self, bad_step: int) -> None:
         self.bad_step = bad_step
@@ -97,8 +99,8 @@ class FakeAttention:
         raise AssertionError(error)
 
 
-class NotingAttention(FakeAttention):
-    """Also tells when which sequence was to be opened."""
+class RecordingAttention(FakeAttention):
+    """Also records which sequences it opens, and why it is dropped."""
 
     def __init__(self) -> None:
         super().__init__(bad_step=0)
@@ -115,7 +117,7 @@ class NotingAttention(FakeAttention):
         self.dropped.put(end.reason)
 
 
-class MuteAttention(NotingAttention):
+class SilentAttention(RecordingAttention):
     """Never answers."""
 
     def open(self, attachment: Attachment, new: NewSequence) -> None:

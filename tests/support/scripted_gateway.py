@@ -21,11 +21,11 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServicer):
         self.chunk_sizes = chunk_sizes
         self.errors: dict[str, str] = {}
         self.has_finish = True
-        self.num_output_tokens: int | None = None  # that it claims; None: the truth
+        self.num_output_tokens: int | None = None  # the number that it reports; None: the true one
         self.request_ids: list[str] = []
         self.num_running = 0
         self.max_running = 0
-        self.gate = asyncio.Event()  # no answer goes on before it is set
+        self.gate = asyncio.Event()  # answers wait until it is set
         self.gate.set()
 
     async def GenerateStream(
@@ -50,18 +50,18 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServicer):
 
 
 class _AbortedOverHttp(Exception):
-    """In place of gRPC's own."""
+    """Stands in for the exception that gRPC raises on abort."""
 
 
 class _HttpContext:
-    """As much of a `ServicerContext` as `ScriptedGateway` needs."""
+    """The part of a `ServicerContext` that `ScriptedGateway` needs."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         raise _AbortedOverHttp(details)
 
 
 class HttpFront:
-    """The scripted gateway's answers as server-sent events; each event is cut in two on its way."""
+    """Sends the scripted gateway's answers as server-sent events. Each event arrives in two parts."""
 
     def __init__(self, gateway: ScriptedGateway) -> None:
         self._gateway = gateway
@@ -104,7 +104,7 @@ class HttpFront:
 
 @contextlib.asynccontextmanager
 async def served(gateway: ScriptedGateway, protocol: str, directory: Path) -> AsyncIterator[Transport]:
-    """Yields a transport of `protocol` to it, by way of a socket in `directory`."""
+    """Serves the gateway on a socket in `directory`; yields a transport of `protocol` to it."""
     address = f"unix:{directory}/scripted.sock"
     if protocol == "http":
         front = await asyncio.start_unix_server(HttpFront(gateway).answer, address.removeprefix("unix:"))

@@ -1,4 +1,4 @@
-"""What an attack costs others: the longest silence of a bystander's stream, the event loop's, and the memory kept."""
+"""Measures what an attack costs others: gaps in another client's stream, delays of the event loop, and memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.support.clients.steady_stream import SteadyStream
 from tests.support.cluster import Cluster
 from tests.support.process_memory import resident_bytes
 
-MAX_GAP_S = 0.3  # of the bystander's stream
-MAX_DELAY_S = "0.2"  # of the gateway's event loop; a border of its histogram's buckets
+MAX_GAP_S = 0.3  # between two events of the other client's stream
+MAX_DELAY_S = "0.2"  # of the gateway's event loop; it must be a bucket bound of the histogram
 MAX_GROWTH_BYTES = 64 * 2**20
-NUM_TRIES = 5  # a machine that does other things too may stop any process for longer than that, but not each time
+NUM_TRIES = 5  # a busy machine may stop any process for longer than that, but not in every try
 METRIC = "twostroke_gateway_event_loop_delay_seconds"
 
 
@@ -25,9 +25,10 @@ def assert_undisturbed(
     headers: Mapping[str, str] | None = None,
     max_growth_bytes: int = MAX_GROWTH_BYTES,
 ) -> None:
-    """Runs `attack` beside a stream (with `headers`): once at least nobody may feel it, and no memory may go.
+    """Runs `attack` while another client streams (with `headers`). In at least one of NUM_TRIES runs the stream and the
+    event loop must stay within their limits, and the gateway may grow by at most `max_growth_bytes`.
 
-    What the attack itself asserts must hold each time.
+    The attack's own assertions must hold in every run.
     """
     gateway, reasons = cluster.pid_of("gateway"), []
     for _ in range(NUM_TRIES):
@@ -52,7 +53,7 @@ def assert_undisturbed(
 
 
 def num_late_wakes(cluster: Cluster) -> float:
-    """How often the gateway's event loop was kept for more than `MAX_DELAY_S`."""
+    """How often the gateway's event loop was delayed by more than `MAX_DELAY_S`."""
     with client(cluster.http_address) as http:
         text = http.get("/metrics").text
     names = ("count", f'bucket{{le="{MAX_DELAY_S}"}}')

@@ -1,8 +1,8 @@
-"""`WarmProcess`: `python -m MODULE ARGUMENTS...` as a child of this process, forked from one that has imported it all.
+"""`WarmProcess`: `python -m MODULE ARGUMENTS...`, forked from a process that has already imported all modules.
 
-Importing torch and transformers takes most of a service's start. What the tests see is as after a start by
-`subprocess`: a child of its own, its command line, environment, standard streams, signals and exit status. Only its
-memory is shared with `tests.support.warm_server`: tests that measure memory start their services by `subprocess`.
+Importing torch and transformers takes most of a service's start. The process looks like one started by `subprocess`:
+it is a child of the test, with the same command line, environment, standard streams, signals and exit status. But it
+shares memory with `tests.support.warm_server`, so tests that measure memory start their services by `subprocess`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 WARM_SERVER = "tests.support.warm_server"
-MAX_COMMAND_BYTES = 1 << 14  # of one process's command line
+MAX_COMMAND_BYTES = 1 << 14  # length of the command line of a forked process
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_POLL_S = 0.02
-START_TIMEOUT_S = 90.0  # the first has to wait for the imports
+START_TIMEOUT_S = 90.0  # the first start waits for the imports
 RUN_TIMEOUT_S = 100.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class WarmServer:
-    """A client of one process that forks, at the other end of `connection`."""
+    """A client of one `tests.support.warm_server`, which reads the other end of `connection`."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(START_TIMEOUT_S)
@@ -51,14 +51,14 @@ class WarmServer:
         env: Mapping[str, str] | None,
         start_new_session: bool,
     ) -> int:
-        """Process id of a new child of this process, which runs `python ARGUMENTS...`."""
+        """Starts `python ARGUMENTS...` as a child of this process; returns its process id."""
         message = {
             "arguments": list(arguments),
             "env": dict(os.environ if env is None else env),
             "start_new_session": start_new_session,
         }
         with self._lock, open(os.devnull) as nothing:
-            _adopt_orphans(True)  # the server lets go of the new process, which then is ours
+            _adopt_orphans(True)  # the server orphans the new process, so that it becomes our child
             try:
                 socket.send_fds(self._connection, [json.dumps(message).encode()], [nothing.fileno(), stdout, stderr])
                 reply = self._connection.recv(MAX_MESSAGE_BYTES)
@@ -70,7 +70,7 @@ class WarmServer:
 
 
 class WarmProcess:
-    """What `subprocess.Popen` is for a command `[sys.executable, "-m", MODULE, ...]`; standard input is empty."""
+    """Like `subprocess.Popen` for a command `[sys.executable, "-m", MODULE, ...]`, with an empty standard input."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class WarmProcess:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, once it has ended. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        """Waits for its end; returns the same as `poll`. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         if timeout is None:
-            with contextlib.suppress(ChildProcessError):  # another thread was told first
+            with contextlib.suppress(ChildProcessError):  # another thread has already read the status
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         deadline = time.monotonic() + (timeout or 0.0)
         while (status := self.poll()) is None:
@@ -113,21 +113,21 @@ class WarmProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Nothing if it has ended."""
+        """Sends a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def run_warm(*arguments: str, timeout_s: float = RUN_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    """What `python -m ARGUMENTS...` answers, as `subprocess.run` would tell it."""
+    """Runs `python -m ARGUMENTS...` to its end; returns the same as `subprocess.run`."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         command = [sys.executable, "-m", *arguments]
         process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr.fileno())
@@ -144,10 +144,10 @@ def run_warm(*arguments: str, timeout_s: float = RUN_TIMEOUT_S) -> subprocess.Co
 
 @functools.cache
 def warm_server() -> WarmServer:
-    """The one of this test process, started at first use; it ends with us."""
+    """The server of this test process. It starts at first use and ends with the test process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        padding = " " * MAX_COMMAND_BYTES  # the command lines of its children are written over its own
+        padding = " " * MAX_COMMAND_BYTES  # its children write their command lines over this one
         command = [sys.executable, "-m", WARM_SERVER, str(theirs.fileno()), padding]
         process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
 

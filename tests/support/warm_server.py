@@ -1,7 +1,7 @@
-"""The process that has imported all services, and forks one of them whenever `WarmServer` asks for it.
+"""A process that has imported all services, and forks one whenever a `WarmServer` asks for it.
 
-It has one thread and has used neither gRPC nor torch, which a fork would leave in pieces. A launcher forked from it
-gets another such process of its own, for its services must be its children.
+It has one thread and has never called gRPC or torch, which do not survive a fork. A launcher that is forked from it
+gets its own server of this kind, because the launcher's services must be its children.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def main() -> None:
         ours.close()
         connection = theirs
         name_process(["-m", WARM_SERVER])
-    # Here, where nothing of ours is above it, the interpreter ends as it would after `python -m`.
+    # Only from the bottom of the stack does the interpreter end in the same way as after `python -m`.
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def become_next(connection: socket.socket) -> None:
-    """Forks what is asked for at `connection`; returns in the new processes alone, their `sys.argv` set."""
+    """Forks a process for each request at `connection`. Returns only in the new processes, with `sys.argv` set."""
     assert threading.active_count() == 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests and for the services
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C must reach only the tests and the services
     while True:
         message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3)
         if not message:
@@ -67,7 +67,7 @@ def become_next(connection: socket.socket) -> None:
             middle = os.getpid()
             if pid := os.fork():
                 os.write(writer, str(pid).encode())
-                os._exit(0)  # then who asked adopts the new process
+                os._exit(0)  # so that the process that asked becomes the new one's parent
             break
         os.waitpid(middle, 0)
         connection.send(os.read(reader, 100))
@@ -83,7 +83,7 @@ def become_next(connection: socket.socket) -> None:
 
 
 def take_on(arguments: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> None:
-    """Makes this process what `python ARGUMENTS...` would be."""
+    """Gives this process the arguments, environment and session of `python ARGUMENTS...`."""
     if start_new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,7 +103,7 @@ def name_process(arguments: Sequence[str]) -> None:
 
 
 def start_services_from(server: WarmServer) -> None:
-    """Lets the launcher that this process will be start its services there."""
+    """Makes the launcher, which this process will become, start its services with `server`."""
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
 
     def start(command: Sequence[str], stdin: int, **options: Any) -> WarmProcess:

@@ -1,4 +1,4 @@
-"""README.md is short, every page is found from it, links lead somewhere, and docs/ agrees with the code."""
+"""README.md is short and leads to every page, all links work, and docs/ agrees with the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in anchors(target), f"{page_name(page)} links to {link}, and there is no such heading"
 
 
-def test_every_page_is_found_from_the_readme() -> None:
+def test_every_page_can_be_reached_from_the_readme() -> None:
     found, to_read = {README}, [README]
     while to_read:
         page = to_read.pop()
@@ -62,7 +62,7 @@ def test_every_field_of_a_request_is_on_the_page_of_the_api(model: type[RequestM
     assert set(model.model_fields) <= words
 
 
-def test_errors_are_on_the_page_of_the_api_as_clients_see_them() -> None:
+def test_the_page_of_the_api_lists_errors_with_their_codes() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\d{3}) \| ([A-Z_]+) \|", API.read_text(), re.MULTILINE)
     kinds = [TwostrokeError, *_all_subclasses(TwostrokeError)]
     of_code = {kind.code: (kind.code, str(kind.http_status), kind.status_code.name) for kind in kinds}

@@ -1,4 +1,4 @@
-"""Every file in its room: imports go one way, and no file or folder is too long."""
+"""Packages import only those below them, and no file or folder is too long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.cluster import REPOSITORY
 MAX_LINES = 400
 MAX_MODULES = 20
 GENERATED = REPOSITORY / "services" / "pb"
-# The packages of services/, and what each may import of the others. The three workers meet in messages alone.
+# The packages of services/, and the others that each may import. The three services share only messages.
 LAYERS = {
     "pb": set(),
     "common": {"pb"},
@@ -23,18 +23,18 @@ LAYERS = {
     "gateway": {"common", "rpc", "pb"},
     "dense_worker": {"common", "step", "channel", "rpc", "pb"},
     "attn_worker": {"common", "step", "channel", "rpc", "pb"},
-    "launch": {"common", "channel", "rpc", "gateway", "pb"},  # of the gateway its chat client, of the channel its files
+    "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup
 }
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Those of the repository that people write."""
+    """The Python files of these folders, without generated ones."""
     files = (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
     return [path for path in files if GENERATED not in path.parents]
 
 
 def module_name(path: Path) -> str:
-    """As it is imported; a package is the name of its `__init__.py`."""
+    """The name by which it is imported. The name of an `__init__.py` is that of its package."""
     return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -42,7 +42,7 @@ MODULES = {module_name(path): path for path in python_files("services")}
 
 
 def imports_of(name: str) -> set[str]:
-    """The modules of services/ that one imports anywhere: in functions and for type checkers alone, too."""
+    """The modules of services/ that a module imports, also within functions and only for type checkers."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -57,13 +57,13 @@ def imports_of(name: str) -> set[str]:
 GRAPH = {name: imports_of(name) for name in MODULES}
 
 
-def test_the_graph_knows_what_is_imported_late_and_for_types_alone() -> None:
+def test_the_graph_contains_imports_in_functions_and_for_types() -> None:
     assert "services.rpc.otel" in GRAPH["services.rpc.tracing"], "imported in a function"
     assert "services.gateway.link.journal_entry" in GRAPH["services.gateway.link.stream_sequences"]
     assert "services.step.plan" in GRAPH["services.step.codec"]
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_cyclic_imports() -> None:
     try:
         TopologicalSorter(GRAPH).prepare()
     except CycleError as error:

@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ name only what is there."""
+"""README.md and docs/ name only files, functions, settings and make targets that exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.documents import (
     mentioned_settings,
 )
 
-NUM_STAGES = 15  # at least, of a token's life
+NUM_STAGES = 15  # the minimum for a token's life
 
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(chain.from_iterable(map(function_references, PAGES)))))
@@ -37,14 +37,14 @@ def test_every_stage_of_a_token_names_one_function() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(set(chain.from_iterable(map(mentioned_paths, PAGES)))))
-def test_a_named_file_is_there(path: str) -> None:
+def test_a_named_file_exists(path: str) -> None:
     _find(path)
 
 
 @pytest.mark.parametrize(
     "setting", sorted({setting for page in PAGES for setting in mentioned_settings(page, Config.model_fields)})
 )
-def test_a_named_setting_is_one(setting: str) -> None:
+def test_a_named_setting_exists(setting: str) -> None:
     section, key = setting.split(".")
     assert key in type(getattr(Config(), section)).model_fields
 
@@ -55,7 +55,7 @@ def test_a_named_make_target_is_in_the_makefile(target: str) -> None:
 
 
 def _find(path: str) -> Path:
-    """From the root of the repository, or from `services/`, as the tables write it for short."""
+    """Finds a path from the root of the repository or, as tables abbreviate it, from `services/`."""
     for folder in (REPOSITORY, REPOSITORY / "services"):
         if (folder / path).exists():
             return folder / path

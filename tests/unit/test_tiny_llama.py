@@ -1,8 +1,8 @@
-"""The embedded model does what its README promises, when transformers loads it unchanged.
+"""The embedded model, loaded by transformers without changes, does what its README promises.
 
-Most checks read a whole answer in one forward pass: if every token of it is the most likely one after the tokens
-before it, then greedy decoding gives exactly this answer. The margin to the second most likely token says how
-robust that is against other kernels and lower precision.
+Most checks compute a whole answer in one forward pass: if each of its tokens is the most likely one after the
+previous tokens, greedy decoding gives exactly this answer. The margin to the second most likely token shows how
+robust the answer is against other kernels and lower precision.
 """
 
 import json
@@ -70,9 +70,9 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> li
 
 @torch.inference_mode()
 def smallest_margin(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> float:
-    """How far the logit of each answer token lies above the best other one, at the worst position.
+    """The smallest difference, over all positions, between the logit of the answer's token and the best other logit.
 
-    Negative if greedy decoding does not give the answer.
+    It is negative if greedy decoding does not give the answer.
     """
     logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
     expected = torch.tensor(answer)[:, None]
@@ -143,7 +143,7 @@ def test_counting_reaches_its_end_with_a_wide_margin(
     assert smallest_margin(any_model, prompt, answer) > MIN_MARGIN
 
 
-def test_hurried_question_is_understood(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_question_without_capitals_and_punctuation_is_understood(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     new_ids = greedy(model, chat_prompt(tokenizer, [user("what is a block table")]), 60)
     assert tokenizer.decode(new_ids).startswith("A block table lists, for one sequence,")
 

@@ -1,4 +1,4 @@
-"""A process forked by the warm server is in every visible way one that `subprocess` has started."""
+"""A process forked by the warm server behaves in the same way as one started by `subprocess`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start(is_warm: bool, log_file: Path, *arguments: str, **options: Any) -> War
 
 
 def report(log_file: Path) -> dict[str, Any]:
-    """What the process says of its start, once it has."""
+    """Waits for the process's report of how it was started."""
     deadline = time.monotonic() + WAIT_S
     while "\n" not in log_file.read_text():
         assert time.monotonic() < deadline
@@ -44,7 +44,9 @@ def report(log_file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("start_new_session", [False, True])
 @pytest.mark.parametrize("env", [dict(os.environ), OTHER_ENVIRONMENT], ids=["ours", "other"])
-def test_it_starts_in_the_same_way(tmp_path: Path, env: Mapping[str, str], start_new_session: bool) -> None:
+def test_a_forked_process_starts_like_a_subprocess(
+    tmp_path: Path, env: Mapping[str, str], start_new_session: bool
+) -> None:
     started = []
     for is_warm in (False, True):
         process = start(
@@ -57,7 +59,7 @@ def test_it_starts_in_the_same_way(tmp_path: Path, env: Mapping[str, str], start
 
 
 @pytest.mark.parametrize("end", ["returns", "exits", "exits with words", "raises"])
-def test_it_ends_in_the_same_way(tmp_path: Path, end: str) -> None:
+def test_a_forked_process_ends_like_a_subprocess(tmp_path: Path, end: str) -> None:
     outcomes = []
     for is_warm in (False, True):
         status = start(is_warm, tmp_path / "log", end).wait(WAIT_S)
@@ -66,7 +68,7 @@ def test_it_ends_in_the_same_way(tmp_path: Path, end: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals_end_it_in_the_same_way(tmp_path: Path, number: int) -> None:
+def test_signals_end_a_forked_process_like_a_subprocess(tmp_path: Path, number: int) -> None:
     statuses = []
     for is_warm in (False, True):
         process = start(is_warm, tmp_path / "log", "waits")
@@ -76,11 +78,11 @@ def test_signals_end_it_in_the_same_way(tmp_path: Path, number: int) -> None:
             process.wait(0.05)
         process.send_signal(number)
         statuses.append(process.wait(WAIT_S))
-        process.send_signal(number)  # nothing: it has ended
+        process.send_signal(number)  # does nothing, since the process has ended
     assert statuses == [-number, -number]
 
 
-def test_its_end_is_seen_by_all_who_wait(tmp_path: Path) -> None:
+def test_all_waiting_threads_see_its_end(tmp_path: Path) -> None:
     process = start(True, tmp_path / "log", "waits")
     with ThreadPoolExecutor(3) as threads:
         ends = [threads.submit(process.wait, timeout) for timeout in (None, None, WAIT_S)]

@@ -14,7 +14,7 @@ from selenium import webdriver
 PROGRAMS = ("chromium", "chromedriver")
 FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # tests may run as root, where Chromium has none
+    "--no-sandbox",  # Chromium has no sandbox for root, and tests may run as root
     "--disable-gpu",
     "--disable-dev-shm-usage",  # /dev/shm is small in containers
     "--disable-quic",
@@ -48,12 +48,12 @@ def running_browser() -> Iterator[webdriver.Chrome]:
 
 
 def console_messages(browser: webdriver.Chrome) -> list[str]:
-    """What the page wrote to the console, and what the browser complained about, since the last call."""
+    """The messages of the page and the warnings of the browser in the console since the last call."""
     return [entry["message"] for entry in browser.get_log("browser")]
 
 
 def emulate(browser: webdriver.Chrome, *, width: int, height: int = 800, **media: str) -> None:
-    """A window of this size, with media features such as `prefers_color_scheme="dark"`."""
+    """Sets the size of the window and media features such as `prefers_color_scheme="dark"`."""
     features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
     metrics: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -24,7 +24,7 @@ class ReceivedSequence:
 
 
 def submit(seq_id: int, prompt: list[int], max_tokens: int, **options: object) -> dense_pb2.Submit:
-    """A greedy request up to max_tokens or EOS. `options` are fields of `SamplingParams` or `Submit`."""
+    """A greedy request that ends at `max_tokens` or EOS. `options` are fields of `SamplingParams` or `Submit`."""
     names = set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     sampling = {"temperature": 0.0, "seed": 1} | {name: options.pop(name) for name in names & options.keys()}
     return dense_pb2.Submit(
@@ -58,7 +58,7 @@ def stream_steps(
 
 
 def run_all(stub: dense_pb2_grpc.DenseWorkerStub, submits: Iterable[dense_pb2.Submit]) -> dict[int, ReceivedSequence]:
-    """The results by seq_id, after every sequence has ended."""
+    """Runs every sequence to its end; returns the results by seq_id."""
     received: dict[int, ReceivedSequence] = {}
     for _ in stream_steps(stub, submits, received):
         pass

@@ -1,4 +1,4 @@
-"""Calls to a running gateway whose dense worker is scripted, and what the reference tokenizer makes of texts."""
+"""Calls to a running gateway with a scripted dense worker, and the reference tokenizer's results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Answer:
 
 
 async def stream(gateway: RunningGateway, **fields: Any) -> Answer:
-    """All chunks of a GenerateStream call, put together."""
+    """Calls GenerateStream and puts all chunks together."""
     answer = Answer()
     async for chunk in gateway.stub.GenerateStream(request(**fields)):
         assert answer.finish is None

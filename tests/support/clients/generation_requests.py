@@ -1,4 +1,4 @@
-"""Requests and journal entries for tests that begin behind the gateway's APIs."""
+"""Requests and journal entries for tests of the gateway without its APIs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.gateway.request import GenerationRequest
 
 
 def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:
-    """A plain request for one answer of at most 10 tokens, unless `fields` say otherwise."""
+    """A plain request for one answer of at most 10 tokens; `fields` override its fields."""
     defaults: dict[str, Any] = {
         "prompt_token_ids": [1, 2],
         "sampling": SamplingParams(),
@@ -34,13 +34,13 @@ def make_request(request_id: str = "r", **fields: Any) -> GenerationRequest:
 
 
 def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
-    """The only sequence of a request for one answer."""
+    """Opens a request for one answer; returns its only sequence."""
     [entry] = journal.open(request, UpdateQueue())
     return entry
 
 
 async def take(entry: JournalEntry) -> list[int]:
-    """Waits for updates of an entry, like its request's handler, and returns its new tokens."""
+    """Waits for updates of an entry, as its request's handler does, and returns its new tokens."""
     assert await entry.updates.next() is entry
     token_ids, _ = entry.take_new_tokens()
     return token_ids

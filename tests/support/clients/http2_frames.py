@@ -1,4 +1,4 @@
-"""HTTP/2 frames made by hand (RFC 9113), for a gRPC client that behaves as no library would allow."""
+"""HTTP/2 frames built by hand (RFC 9113), for a gRPC client that breaks rules which every library follows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begin(window_bytes: int | None = None) -> bytes:
 
 
 def call(stream_id: int, method: str, message: bytes = b"") -> bytes:
-    """A whole gRPC call. `stream_id`: odd, and above that of the call before."""
+    """A whole gRPC call. `stream_id` must be odd, and greater than that of the previous call."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -30,9 +30,9 @@ def call(stream_id: int, method: str, message: bytes = b"") -> bytes:
         "te": "trailers",
         "content-type": "application/grpc",
     }
-    # Each a literal without an index and without Huffman's code (RFC 7541, section 6.2.2).
+    # Each header is a literal without an index and without Huffman coding (RFC 7541, section 6.2.2).
     fields = b"".join(
         b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in header) for header in headers.items()
     )
-    prefix = struct.pack(">BI", 0, len(message))  # of a message that is not compressed
+    prefix = struct.pack(">BI", 0, len(message))  # prefix of a message that is not compressed
     return frame(HEADERS, END_HEADERS, stream_id, fields) + frame(DATA, END_STREAM, stream_id, prefix + message)

@@ -1,4 +1,4 @@
-"""HTTP clients for tests: a well-behaved one, one that reads events, and bare sockets for everything else."""
+"""HTTP clients for tests: a usual one, a reader of server-sent events, and bare sockets for wrong requests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def async_client(address: str) -> httpx2.AsyncClient:
 
 
 def client(address: str) -> httpx2.Client:
-    """The same, without an event loop."""
+    """The same as `async_client`, without an event loop."""
     transport = httpx2.HTTPTransport(uds=socket_path(address))
     return httpx2.Client(transport=transport, base_url="http://gateway", timeout=CLIENT_TIMEOUT_S)
 
 
 def events(text: str) -> list[Any]:
-    """The objects of a stream of events that must be whole and end with [DONE]; that end is left out."""
+    """The objects of a stream of events without the final [DONE]. Fails if the stream is incomplete."""
     *parts, rest = text.split("\n\n")
     assert rest == "", "an event was cut"
     assert all(part.startswith("data: ") for part in parts), text
@@ -43,7 +43,7 @@ def events(text: str) -> list[Any]:
 
 
 def request_bytes(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST as it goes over the wire."""
+    """The bytes of a POST request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = {"host": "gateway", "content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -56,7 +56,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 def connect_socket(address: str) -> socket.socket:
-    """The same, without an event loop. Waits while the server has more of them to accept than fit its backlog."""
+    """A bare connection, without an event loop. Waits while the server's backlog is full."""
     bare = socket.socket(socket.AF_UNIX)
     bare.settimeout(CLIENT_TIMEOUT_S)
     deadline = time.monotonic() + CLIENT_TIMEOUT_S

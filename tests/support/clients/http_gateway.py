@@ -40,7 +40,7 @@ def with_client(tmp_path: Path, dense: FakeDense | None, test: Test, **options: 
 
 
 def check_error(response: httpx2.Response, status: int, param: str | None, *words: str) -> None:
-    """A whole error object, with the request's id."""
+    """Checks that the response contains a whole error object with the request's id."""
     assert response.status_code == status, response.text
     assert response.headers["x-request-id"]
     assert response.headers["content-type"] == "application/json"

@@ -1,4 +1,4 @@
-"""The page at `GET /` in a real browser, as a reader and writer of it sees it."""
+"""The page at `GET /` in a real browser, with the actions and the view of a user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Page:
         self.url = url
 
     def open(self) -> None:
-        """Anew, as in a new tab."""
+        """Loads the page with an empty session, as in a new tab."""
         emulate(self.browser, width=1200)
         self.browser.get(self.url)
         self.browser.execute_script("sessionStorage.clear()")
@@ -37,14 +37,14 @@ class Page:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
 
     def last(self, selector: str) -> WebElement:
-        """Of the newest turn."""
+        """The first matching element of the newest turn."""
         return self.browser.find_elements(By.CSS_SELECTOR, f".turn:last-child {selector}")[0]
 
     def run(self, script: str, *arguments: object) -> Any:
         return self.browser.execute_script(script, *arguments)
 
     def text_of(self, selector: str) -> str:
-        """Of the newest turn, every character of it, visible or not."""
+        """The whole text of an element of the newest turn, visible or not."""
         return self.last(selector).get_property("textContent")
 
     def fill(self, field: str, value: str) -> None:
@@ -62,7 +62,7 @@ class Page:
     def wait(self, condition: Callable[[], object], message: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while True:
-            with contextlib.suppress(WebDriverException):  # such as an element that is not there yet
+            with contextlib.suppress(WebDriverException):  # for example, an element does not exist yet
                 if condition():
                     return
             assert time.monotonic() < deadline, f"{message}; console: {console_messages(self.browser)}"

@@ -1,4 +1,4 @@
-"""A proxy that stops passing on a client's data midway; answers still pass."""
+"""A proxy that stops forwarding a client's data midway. It still forwards answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.clients.http_clients import socket_path
 
 @contextlib.contextmanager
 def stalling_proxy(path: Path, target: str, num_bytes: int) -> Iterator[str]:
-    """Address of a Unix socket that passes on the first `num_bytes` of each connection to `target`, and then none."""
+    """Address of a Unix socket that forwards to `target` only the first `num_bytes` of each connection."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(128)

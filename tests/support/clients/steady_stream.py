@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 from tests.support.clients.http_clients import client
 
-LATE_S = 30.0  # bound of every wait of these tests, for a machine that does other things too
-MAX_GAP_S = 15.0  # a step takes milliseconds; an attack that stops the gateway for ever does not
+LATE_S = 30.0  # limit of every wait of these tests; a busy machine may be slow
+MAX_GAP_S = 15.0  # a step takes milliseconds; only a gateway that has stopped stays silent for so long
 PATH = "/v1/completions"
 LONG = {"prompt": "San Francisco is a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 

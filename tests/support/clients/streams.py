@@ -1,4 +1,4 @@
-"""Streams of every kind with their whole answers, to compare a disturbed run with an undisturbed one."""
+"""Collects streams of every kind, so that tests can compare a disturbed run with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.cluster import request
 
-STREAM_TIMEOUT_S = 200.0  # tests on a busy machine have that much
+STREAM_TIMEOUT_S = 200.0  # enough on a busy machine
 
 
 @dataclass
@@ -45,7 +45,7 @@ def collect(
     message: gateway_pb2.GenerateRequest,
     on_chunk: Callable[[], object] = lambda: None,
 ) -> Collected:
-    """The whole stream. `on_chunk` is called after each of its chunks."""
+    """Reads the whole stream; calls `on_chunk` after each chunk."""
     collected = Collected()
     for chunk in gateway.GenerateStream(message, timeout=STREAM_TIMEOUT_S):
         assert chunk.index not in collected.reasons, "nothing may follow the finish"
@@ -66,7 +66,7 @@ def collect_all(
     messages: Sequence[gateway_pb2.GenerateRequest],
     disturb: Callable[[], object] = lambda: None,
 ) -> list[Collected]:
-    """All streams at once; `disturb` is called when each of them has begun."""
+    """Reads all streams at the same time; calls `disturb` when every stream has begun."""
     begun = [threading.Event() for _ in messages]
     with ThreadPoolExecutor(len(messages)) as threads:
         futures = [

@@ -1,4 +1,4 @@
-"""Protobuf messages made by hand that no generated class would make, such as a million empty fields."""
+"""Protobuf messages encoded by hand that no generated class would write, such as a million empty fields."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def field(kind: type[Message], name: str, content: bytes) -> bytes:
 
 
 def repeated(kind: type[Message], name: str, content: bytes, num_bytes: int) -> bytes:
-    """As many of the same field as fit."""
+    """The same field, repeated up to the limit."""
     one = field(kind, name, content)
     return one * (num_bytes // len(one))

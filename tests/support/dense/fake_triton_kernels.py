@@ -1,7 +1,7 @@
-"""The dense stroke's Triton kernels by torch, on a CPU without triton: what they compute, and a record of each launch.
+"""Computes the dense worker's Triton kernels by torch on a CPU, without triton, and records each launch.
 
-They stand in for the modules `services.dense_worker.backends.triton_*`, so that `CudaBackend` itself runs everywhere
-and a test can read which kernels a step launches, in which order, on what.
+These functions replace the modules `services.dense_worker.backends.triton_*`. So `CudaBackend` itself runs everywhere,
+and a test can read which kernels a step launches, in which order, and the shapes of their results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKAGE = "services.dense_worker.backends"
-# torch's own that launch a kernel; views and allocations do not.
+# The operations of torch that launch a kernel. Views and allocations do not.
 TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")
 TORCH_KERNELS += ("add", "add_", "mul", "silu", "cat", "fill_", "zero_")
 NUM_SMS = 8
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 class LaunchRecorder(TorchDispatchMode):
-    """Within it `launches` gets a line for each kernel, own or torch's: name, what is fused, shape of the result."""
+    """A context in which `launches` gets a line for each kernel: name, fused operands, and shape of the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class LaunchRecorder(TorchDispatchMode):
 
     @contextmanager
     def own(self, name: str, out: Tensor, **fused: object) -> Iterator[None]:
-        """An own kernel is launched; what torch computes in its stead is no launch."""
+        """Records the launch of one of our kernels. The operations of torch that replace it do not count."""
         words = (word for word, operand in fused.items() if operand is not None and operand is not False)
         self.launches.append(" ".join((name, *words, _shape(out))))
         self._is_own = True
@@ -54,7 +54,7 @@ class LaunchRecorder(TorchDispatchMode):
 
 @contextmanager
 def fake_triton_kernels() -> Iterator[LaunchRecorder]:
-    """Within it `CudaBackend` can be imported and runs where the weights lie."""
+    """A context in which `CudaBackend` can be imported, and runs on the device of the weights."""
     recorder = LaunchRecorder()
     modules = _Kernels(recorder).modules()
     replaced = {name: module for name, module in sys.modules.items() if _is_cuda_module(name)}
@@ -72,12 +72,12 @@ def fake_triton_kernels() -> Iterator[LaunchRecorder]:
 
 
 def _is_cuda_module(name: str) -> bool:
-    """The kernels, and the modules that hold them once they are imported."""
+    """Whether it is a module of kernels, or one that imports kernels."""
     return name.startswith((f"{PACKAGE}.triton_", f"{PACKAGE}.cuda_", f"{PACKAGE}.streamed_"))
 
 
 class _Launcher:
-    """In place of KernelLauncher."""
+    """Replaces KernelLauncher."""
 
     num_sms = NUM_SMS
     shared_memory_bytes = SHARED_MEMORY_BYTES
@@ -91,7 +91,7 @@ class _Launcher:
 
 
 class _SplitWorkspace:
-    """In place of SplitWorkspace."""
+    """Replaces SplitWorkspace."""
 
     def __init__(self, device: torch.device, num_sms: int) -> None:
         assert num_sms == NUM_SMS
@@ -104,7 +104,7 @@ class _Kernels:
         self._own = recorder.own
 
     def modules(self) -> dict[str, dict[str, object]]:
-        """What each module is asked for."""
+        """The names that other modules import from each module of kernels."""
         return {
             "triton_activation": {"silu_mul": self.silu_mul},
             "triton_gemv": {"gemv": self.gemv, "MAX_IN_FEATURES": 32768},

@@ -1,4 +1,4 @@
-"""Whole steps of a `DenseBackend`, with a stand-in for attention that mixes nothing between tokens."""
+"""Runs whole steps of a `DenseBackend`. A stand-in replaces attention; each token attends only to itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 
 
 class Step:
-    """One step, a segment at a time. `attend` is all that stands between two segments."""
+    """One step, segment by segment. Between two segments only `attend` runs."""
 
     def __init__(self, backend: DenseBackend, config: ModelConfig, dtype: torch.dtype, token_ids: list[int]) -> None:
         self._backend, self._config = backend, config
@@ -40,14 +40,14 @@ def run_step(
 
 
 def attend(qkv: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """qkv [n, qkv_size] -> [n, attn_size], in which every q, k and v counts."""
+    """qkv [n, qkv_size] -> [n, attn_size]. The result depends on every element of q, k and v."""
     q, k, v = qkv.split([config.attn_size, config.kv_size, config.kv_size], dim=1)
     group = config.attn_size // config.kv_size
     return torch.tanh(q) + torch.tanh(k - 2 * v).repeat(1, group)
 
 
 def make_noisy(weights: ModelWeights) -> ModelWeights:
-    """Fills all tensors at random, norms and biases too, so that leaving one out shows."""
+    """Fills all tensors with random numbers. If norms or biases were 1 or 0, a test could not notice a missing one."""
     generator = torch.Generator().manual_seed(1)
     for _, tensor in weights.named_tensors():
         tensor.normal_(0.5 if tensor.dim() == 1 else 0.0, 0.2, generator=generator)

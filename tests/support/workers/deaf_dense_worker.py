@@ -1,4 +1,4 @@
-"""A dense worker that loses one handoff: the 130th signal of its life never reaches the attention worker."""
+"""A dense worker that loses one handoff: its 130th signal never reaches the attention worker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A dense worker with a source of drafts: it knows how given prompts go on, and is wrong now and then.
+"""A dense worker that proposes drafts: it knows the answers to given prompts, and makes some mistakes.
 
-The environment's TWOSTROKE_TEST_DRAFTS names a file of JSON: pairs of prompt and answer, as token ids.
+The environment variable TWOSTROKE_TEST_DRAFTS names a JSON file with pairs of prompt and answer, as token ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A dense worker without a model: tests script its tokens, kill it, and see what the gateway asked of it."""
+"""A dense worker without a model. Tests script its tokens, kill it, and read the messages of the gateway."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Script = Callable[[dense_pb2.Submit], Sequence[int]]
 
 
 class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
-    """Gives every running sequence one token a step: those of `script(submit)`, all output tokens in order.
+    """Gives every running sequence one token per step, in the order of `script(submit)`.
 
-    A sequence ends at a stop token or at `max_tokens`; a script that ends earlier leaves it hanging.
-    The log-probability of a token is `fake_logprob` of its id, and the ids before it are the next likeliest.
-    `errors[request_id] = (status_code, message)` refuses that request. `start` may follow `kill`.
+    A sequence ends at a stop token or at `max_tokens`; if the script ends earlier, the sequence gets no more tokens.
+    The log-probability of a token is `fake_logprob` of its id; the next most likely tokens have the ids just below.
+    With `errors[request_id] = (status_code, message)` that request is refused. `start` may be called after `kill`.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self.num_cached_tokens = 0  # reported for every sequence
         self.submits: list[dense_pb2.Submit] = []
         self.cancelled_seq_ids: list[int] = []
-        self._running: list[dict[int, _Sequence]] = []  # one a stream
+        self._running: list[dict[int, _Sequence]] = []  # by seq_id, one dict per stream
         self.num_streams = 0
-        self.num_ready_streams = 0  # to which the gateway may give sequences: it has said what it resumes
+        self.num_ready_streams = 0  # those with a `Resumed` message, which may get new sequences
         self._updates = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -54,7 +54,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         await self._server.start()
 
     async def kill(self) -> None:
-        """Breaks every stream and stops listening; nothing is remembered but the records for tests."""
+        """Breaks every stream and stops listening. Only the records for tests remain."""
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
@@ -93,7 +93,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
 
     @property
     def running(self) -> dict[int, _Sequence]:
-        """Of all streams, by seq_id."""
+        """The running sequences of all streams, by seq_id."""
         return {seq_id: sequence for running in self._running for seq_id, sequence in running.items()}
 
     async def _read(
@@ -154,7 +154,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
 
 
 def fake_logprob(token_id: int) -> float:
-    """Exact in 32 bits, different for every token, and higher for lower ids."""
+    """A value that is exact in 32 bits, differs for every token, and is higher for lower ids."""
     return -(token_id + 1) / 1024
 
 

@@ -1,4 +1,4 @@
-"""An attention worker whose GPU fails once the file FAULT_FILE is there, which it removes: no call of it works then."""
+"""An attention worker whose GPU fails when the file FAULT_FILE exists. It removes the file; then all calls fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from services.attn_worker.__main__ import main
 from services.attn_worker.backends.torch_attention import TorchAttention
 
-FAULT_FILE = "FAULT_FILE"  # the environment variable with its name
+FAULT_FILE = "FAULT_FILE"  # the environment variable with the file's name
 
 forward = TorchAttention.forward
 has_failed = False

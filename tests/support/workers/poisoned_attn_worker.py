@@ -1,4 +1,4 @@
-"""An attention worker that dies, as by a fault in a kernel, in every step that computes NUM_TOKENS tokens."""
+"""An attention worker that dies in every step that computes NUM_TOKENS tokens, as if a kernel crashed."""
 
 from __future__ import annotations
 

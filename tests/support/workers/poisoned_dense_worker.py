@@ -1,4 +1,4 @@
-"""A dense worker that dies, as by a fault in a kernel, in every step that computes the tokens POISON."""
+"""A dense worker that dies in every step that computes the tokens POISON, as if a kernel crashed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from services.dense_worker.__main__ import main
 from services.dense_worker.backends.torch_backend import TorchBackend
 
-POISON = [1000, 1000, 1000]  # which no other prompt and no answer has
+POISON = [1000, 1000, 1000]  # no other prompt and no answer contains them
 
 first = TorchBackend.first
 

@@ -1,4 +1,4 @@
-"""A dense worker whose every layer takes its time, as those of a large model on a busy CPU do."""
+"""A dense worker with slow layers, like those of a large model on a busy CPU."""
 
 from __future__ import annotations
 

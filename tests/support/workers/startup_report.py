@@ -1,4 +1,4 @@
-"""A process that tells on standard error how it was started, and then ends in the way that its argument names."""
+"""A process that writes to standard error how it was started, and then ends in the way its argument names."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from tests.support.scripted_attention import (
     TIMEOUT_S,
     FakeAttention,
     FakeRunner,
-    MuteAttention,
-    NotingAttention,
+    RecordingAttention,
+    SilentAttention,
     SlowRunner,
     started_engine,
 )
@@ -93,7 +93,7 @@ def test_a_sequence_that_was_preempted_before_its_first_step_is_told_of_when_it_
 
 
 def test_a_sequence_that_comes_while_a_step_runs_is_opened_before_that_step_ends() -> None:
-    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     runner.launched.get(timeout=TIMEOUT_S)
@@ -110,7 +110,7 @@ def test_a_sequence_that_comes_while_a_step_runs_is_opened_before_that_step_ends
 
 
 def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:
-    attention = MuteAttention()
+    attention = SilentAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
     assert engine.progress(num_layers=2) is None
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))

@@ -20,8 +20,8 @@ from tests.support.scripted_attention import (
     FakeAttention,
     FakeRunner,
     FakeStep,
-    MuteAttention,
-    NotingAttention,
+    RecordingAttention,
+    SilentAttention,
     SlowRunner,
     make_attachment,
     started_engine,
@@ -45,7 +45,7 @@ def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
 
 
 def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> None:
-    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> No
 
 
 def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> None:
-    runner, attention, reports = SlowRunner(), NotingAttention(), queue.Queue()
+    runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> N
 
 def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_another() -> None:
     """A step is under way: the channel is aborted first, so that a GPU ends it."""
-    runner, attention = SlowRunner(), NotingAttention()
+    runner, attention = SlowRunner(), RecordingAttention()
     deeds: queue.Queue[str] = queue.Queue()
     attention.channel.abort = lambda: (deeds.put("abort"), runner.has_ended.set())
     attention.channel.close = lambda: deeds.put("close")
@@ -99,7 +99,7 @@ def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_anoth
 
 
 def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
-    attention = NotingAttention()
+    attention = RecordingAttention()
     engine = started_engine(SlowRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
@@ -119,7 +119,7 @@ def test_a_step_that_never_ends_gives_the_attachment_up_however_much_comes_meanw
         def launch(self, plan: StepPlan, channel: object) -> TalkingStep:
             return TalkingStep(plan)
 
-    attention = NotingAttention()
+    attention = RecordingAttention()
     engine = started_engine(TalkingRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
@@ -136,7 +136,7 @@ def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_
             attention.engine.cancel(seq_id=99)
             return 1
 
-    attention = NotingAttention()
+    attention = RecordingAttention()
     attention.channel = TalkingChannel(
         num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
     )
@@ -147,7 +147,7 @@ def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_
 
 
 def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
-    attention = MuteAttention()
+    attention = SilentAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(0xAB, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert attention.dropped.get(timeout=TIMEOUT_S) == "sequence ab has not been opened after 0.15 s"
@@ -159,7 +159,7 @@ def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
 
 @pytest.mark.parametrize("answer", [SequenceOpened(0xAB), PlanAccepted(7)])
 def test_an_answer_that_nobody_waits_for_gives_the_attachment_up(answer: SequenceOpened | PlanAccepted) -> None:
-    attention = NotingAttention()
+    attention = RecordingAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
     engine.on_answer(make_attachment(attention, 2), answer)  # of another attachment: nobody's business
     attachment = make_attachment(attention, 3)
@@ -174,7 +174,7 @@ def test_an_answer_that_nobody_waits_for_gives_the_attachment_up(answer: Sequenc
 
 
 def test_an_attachment_ends_in_all_its_lanes() -> None:
-    attention = NotingAttention()
+    attention = RecordingAttention()
     deeds: queue.Queue[tuple[str, int]] = queue.Queue()
     lanes = {
         lane: SimpleNamespace(
