@@ -20,17 +20,17 @@ NUM_LAYERS = 4
 
 def make_attachment() -> tuple[Attachment, list[str]]:
     """One of two lanes, and what is done to their channels."""
-    deeds: list[str] = []
+    actions: list[str] = []
 
     def channel(lane: int, num_waits: int) -> Any:
         return SimpleNamespace(
             num_waits=num_waits,
             is_waiting=lane == 1,
-            abort=lambda: deeds.append(f"abort {lane}"),
-            close=lambda: deeds.append(f"close {lane}"),
+            abort=lambda: actions.append(f"abort {lane}"),
+            close=lambda: actions.append(f"close {lane}"),
         )
 
-    return Attachment(7, {0: channel(0, 9), 1: channel(1, 14)}, max_num_tokens=16), deeds
+    return Attachment(7, {0: channel(0, 9), 1: channel(1, 14)}, max_num_tokens=16), actions
 
 
 def test_progress_is_that_of_the_channel_of_the_steps_lane() -> None:
@@ -48,10 +48,10 @@ def test_progress_is_that_of_the_channel_of_the_steps_lane() -> None:
 
 
 def test_all_lanes_end_together() -> None:
-    attachment, deeds = make_attachment()
+    attachment, actions = make_attachment()
     attachment.abort()
     attachment.close()
-    assert deeds == ["abort 0", "abort 1", "close 0", "close 1"]
+    assert actions == ["abort 0", "abort 1", "close 0", "close 1"]
 
 
 def test_a_step_runs_on_the_channel_of_its_lane() -> None:

@@ -1,4 +1,4 @@
-"""A CUDA channel that cannot be made leaves nothing behind. A stand-in for the driver; `tests/gpu` has a real one."""
+"""A CUDA channel whose creation fails leaves nothing behind. The driver is simulated; `tests/gpu` uses a real one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Error(IntEnum):
 
 
 class Driver:
-    """Knows what is allocated, mapped and registered; refuses all kernels, and keeps their PTX."""
+    """Tracks what is allocated, mapped and registered. Refuses all kernels, and stores their PTX."""
 
     cudaError_t = Error
     cudaHostRegisterMapped = cudaHostRegisterPortable = cudaIpcMemLazyEnablePeerAccess = 0
@@ -111,7 +111,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def make_region(cuda_ipc: Any, gpu: str) -> SharedRegion:
-    """What the attention worker leaves to be mapped; its memory lies on the GPU with this UUID."""
+    """The region that the attention worker offers for mapping; its memory is on the GPU with this UUID."""
     region = SharedRegion.create(HEADER_BYTES, EPOCH, 1, 0)
     cuda_ipc._OFFER.pack_into(region.memory, cuda_ipc._OFFER_OFFSET, bytes(64), gpu.encode())
     return region
@@ -121,14 +121,14 @@ def num_regions() -> int:
     return len(list(SHM_DIR.glob(f"{NAME_PREFIX}{EPOCH:016x}-*")))
 
 
-def test_a_channel_whose_kernels_are_refused_is_not_created_by_halves(driver: Driver) -> None:
+def test_a_failed_creation_of_a_channel_releases_everything(driver: Driver) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
     with pytest.raises(DeviceError, match="INVALID_PTX"):
         cuda_ipc.CudaIpcChannel.create(DEVICE, cuda_ipc.SPINNING, SPEC, EPOCH, 1, 0)
     assert driver.held == [] and num_regions() == 0
 
 
-def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Driver) -> None:
+def test_a_failed_mapping_of_a_channel_releases_everything(driver: Driver) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
     region = make_region(cuda_ipc, UUID)
     with pytest.raises(DeviceError, match="INVALID_PTX"):
@@ -137,7 +137,7 @@ def test_a_channel_whose_kernels_are_refused_is_not_mapped_by_halves(driver: Dri
     region.close()
 
 
-def test_a_gpu_without_room_to_copy_from_its_peer_holds_nothing(
+def test_a_gpu_without_memory_for_copies_from_its_peer_releases_everything(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(shape: tuple[int, int], **options: object) -> torch.Tensor:
@@ -155,12 +155,12 @@ def test_a_gpu_without_room_to_copy_from_its_peer_holds_nothing(
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (Error.cudaErrorPeerAccessUnsupported, ConfigError),  # no later try can cure it
+        (Error.cudaErrorPeerAccessUnsupported, ConfigError),  # another try would fail, too
         (Error.cudaErrorMapBufferObjectFailed, ConfigError),
-        (Error.cudaErrorInvalidResourceHandle, PeerError),  # whoever made the handle may be dead
+        (Error.cudaErrorInvalidResourceHandle, PeerError),  # the process that created the handle may be dead
     ],
 )
-def test_memory_that_cannot_be_mapped_is_named(driver: Driver, error: Error, cause: type[Exception]) -> None:
+def test_the_error_names_memory_that_cannot_be_mapped(driver: Driver, error: Error, cause: type[Exception]) -> None:
     cuda_ipc = importlib.import_module(MODULES[1])
     driver.mapping_error = error
     region = make_region(cuda_ipc, UUID)
@@ -174,7 +174,7 @@ def test_memory_that_cannot_be_mapped_is_named(driver: Driver, error: Error, cau
     ("capability", "target", "has_dependent_launch"),
     [((8, 0), "sm_70", False), ((9, 0), "sm_90", True), ((10, 0), "sm_90", True), ((12, 1), "sm_90", True)],
 )
-def test_kernels_name_a_gpu_that_their_version_of_ptx_knows(
+def test_kernels_target_a_gpu_that_their_ptx_version_supports(
     driver: Driver,
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],

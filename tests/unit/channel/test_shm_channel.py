@@ -1,4 +1,4 @@
-"""The seam between two real processes: data, handoffs, aborts, epochs, and what dead processes leave."""
+"""The channel between two real processes: data, handoffs, aborts, epochs, and cleanup after dead processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_abort_releases_a_wait_on_the_other_side(owner: ShmChannel, who_abort
     peer.close()
 
 
-def test_a_signal_that_came_before_the_abort_is_not_used_after_it(owner: ShmChannel) -> None:
+def test_a_signal_before_an_abort_is_ignored_after_it(owner: ShmChannel) -> None:
     peer = map_peer(owner)
     owner.signal(Flag.ATTENTION_READY)
     owner.abort()
@@ -96,7 +96,7 @@ def test_a_signal_that_came_before_the_abort_is_not_used_after_it(owner: ShmChan
     peer.close()
 
 
-def test_a_wait_without_a_peer_ends_and_names_flag_and_bound(owner: ShmChannel) -> None:
+def test_a_wait_without_a_peer_ends_and_names_flag_and_time_limit(owner: ShmChannel) -> None:
     peer = map_peer(owner, wait_timeout_s=0.05)
     with pytest.raises(ChannelTimeout, match=r"QKV_READY.*0\.05 s"):
         peer.wait(Flag.QKV_READY)
@@ -114,7 +114,7 @@ def test_a_closed_region_is_unmapped_at_once_and_may_still_be_aborted(owner: Shm
     assert num_mapped() == 2
     peer.close()
     assert num_mapped() == 1, f"{caught.value!r} must not keep it"
-    peer.abort()  # by another thread, which has not heard of it
+    peer.abort()  # by another thread, which does not know that it is closed
 
 
 def test_a_stale_epoch_or_attachment_is_refused(owner: ShmChannel) -> None:
@@ -131,7 +131,7 @@ def test_a_region_of_another_shape_is_refused_with_both_sizes(owner: ShmChannel)
         ShmChannel.map(owner.handle, larger, EPOCH, 1, 1.0)
 
 
-def test_shared_memory_that_does_not_suffice_is_named_in_bytes() -> None:
+def test_too_little_shared_memory_is_an_error_with_its_size() -> None:
     space = os.statvfs(SHM_DIR)
     rows = space.f_bavail * space.f_frsize // 24 + 1
     with pytest.raises(CapacityError, match=r"needs \d+ bytes of shared memory.*free"):
@@ -173,7 +173,7 @@ def test_a_waiting_thread_lets_other_threads_run(owner: ShmChannel) -> None:
     peer.close()
 
 
-def test_a_region_that_its_owner_removes_meanwhile_is_no_error(
+def test_the_cleanup_tolerates_a_region_that_its_owner_just_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (region, shm_cleanup):

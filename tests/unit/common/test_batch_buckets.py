@@ -1,4 +1,4 @@
-"""Sizes of captured steps: every step fits, and padding stays small."""
+"""The sizes of captured steps: every step fits, with little padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_batch_fits_with_little_padding(max_num_seqs: int) -> None:
 
 
 @given(st.integers(1, 1024), st.integers(1, 9000))
-def test_token_buckets_go_on_where_batches_end(max_num_seqs: int, max_num_tokens: int) -> None:
+def test_token_buckets_continue_beyond_batch_buckets(max_num_seqs: int, max_num_tokens: int) -> None:
     buckets = token_buckets(max_num_seqs, max_num_tokens)
     assert buckets == sorted(set(buckets))
     assert buckets[-1] == min(max_num_tokens, MAX_CAPTURED_TOKENS)
@@ -32,10 +32,10 @@ def test_token_buckets_go_on_where_batches_end(max_num_seqs: int, max_num_tokens
 
 
 @given(st.integers(1, 1024), st.integers(1, 9000), st.data())
-def test_both_workers_take_a_step_for_short_however_they_pad_it(
+def test_padding_never_changes_whether_a_step_is_short(
     max_num_seqs: int, max_num_tokens: int, data: st.DataObject
 ) -> None:
-    """The dense worker pads any step; the attention worker pads those of as many tokens as sequences."""
+    """The dense worker pads every step; the attention worker pads steps with one token per sequence."""
     tokens = token_buckets(max_num_seqs, max_num_tokens)
     num_tokens = data.draw(st.integers(1, tokens[-1]))
     is_short = num_tokens <= SHORT_STEP_TOKENS

@@ -1,4 +1,4 @@
-"""Command lines: what the user types, with dashes or underscores."""
+"""Command lines, with dashes or underscores in the names of flags."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_later_settings_win_over_earlier_ones_and_the_file(tmp_path: Path) -> No
     config, options = parse_service_args("prog", arguments)
     assert config.gateway.address == "127.0.0.1:1000"
     assert config.scheduler.max_num_seqs == 2
-    assert options == ChildOptions(), "no launcher has started it"
+    assert options == ChildOptions(), "only a launcher passes such options"
 
 
-def test_underscores_in_flags_are_dashes_and_values_stay() -> None:
+def test_underscores_in_flags_become_dashes_but_values_stay() -> None:
     assert dashed(["--max_tokens", "a_b", "--stop_x=c_d", "-a_b", "e_f", "--", "--set", "x.y_z=1"]) == [
         "--max-tokens",
         "a_b",

@@ -1,4 +1,4 @@
-"""Config: one TOML, overrides, and every mistake named before anything starts."""
+"""Config: one TOML file and overrides. Every mistake is an error that names it, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine thread makes calls in order, does its work between them, and ends in bounded time."""
+"""The engine thread makes calls in order, works between them, and stops within a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.common.engine_thread import EngineThread
 TIMEOUT_S = 30.0
 
 
-def test_calls_are_made_in_order_on_one_thread_and_their_outcomes_told() -> None:
+def test_calls_run_in_order_on_one_thread_and_return_their_outcomes() -> None:
     thread = EngineThread()
     made: list[tuple[int, int]] = []
     for number in range(100):
@@ -23,48 +23,48 @@ def test_calls_are_made_in_order_on_one_thread_and_their_outcomes_told() -> None
     assert result.result(TIMEOUT_S) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         error.result(TIMEOUT_S)
-    assert thread.submit(len, made).result(TIMEOUT_S) == 100, "an error that was told ends nothing"
+    assert thread.submit(len, made).result(TIMEOUT_S) == 100, "an error that somebody awaits ends nothing"
     assert [number for number, _ in made] == list(range(100))
     assert {ident for _, ident in made} != {threading.get_ident()} and len({ident for _, ident in made}) == 1
     assert thread.stop(TIMEOUT_S) and not thread.failure.done()
 
 
-def test_work_is_done_after_the_calls_and_again_until_it_can_wait() -> None:
-    deeds: queue.Queue[str] = queue.Queue()
+def test_work_runs_after_the_calls_and_repeats_until_it_can_wait() -> None:
+    actions: queue.Queue[str] = queue.Queue()
     num_left = 3
 
     def work() -> float | None:
         nonlocal num_left
-        deeds.put("work")
+        actions.put("work")
         num_left -= 1
         return 0.0 if num_left else None
 
     thread = EngineThread(work)
-    thread.post(deeds.put, "first call")
-    thread.post(deeds.put, "second call")
+    thread.post(actions.put, "first call")
+    thread.post(actions.put, "second call")
     thread.start()
-    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(5)] == ["first call", "second call", "work", "work", "work"]
+    assert [actions.get(timeout=TIMEOUT_S) for _ in range(5)] == ["first call", "second call", "work", "work", "work"]
     num_left = 1
-    thread.post(deeds.put, "third call")
-    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(2)] == ["third call", "work"]
+    thread.post(actions.put, "third call")
+    assert [actions.get(timeout=TIMEOUT_S) for _ in range(2)] == ["third call", "work"]
     assert thread.stop(TIMEOUT_S)
 
 
-def test_work_that_waits_for_a_time_is_done_again_without_a_call() -> None:
-    deeds: queue.Queue[None] = queue.Queue()
+def test_work_that_asks_for_a_delay_runs_again_without_a_call() -> None:
+    actions: queue.Queue[None] = queue.Queue()
 
     def work() -> float:
-        deeds.put(None)
+        actions.put(None)
         return 0.001
 
     thread = EngineThread(work)
     thread.start()
     for _ in range(3):
-        deeds.get(timeout=TIMEOUT_S)
+        actions.get(timeout=TIMEOUT_S)
     assert thread.stop(TIMEOUT_S)
 
 
-def test_work_makes_calls_while_it_waits() -> None:
+def test_work_can_make_calls_while_it_waits() -> None:
     made: queue.Queue[bool] = queue.Queue()
     is_working = threading.Event()
 
@@ -83,7 +83,7 @@ def test_work_makes_calls_while_it_waits() -> None:
 
 
 @pytest.mark.parametrize("fails_in", ["call", "work"])
-def test_an_error_that_nobody_awaits_ends_the_thread_and_is_told_once(fails_in: str) -> None:
+def test_an_error_that_nobody_awaits_ends_the_thread_and_is_its_failure(fails_in: str) -> None:
     error = RuntimeError("a bug")
 
     def fail() -> None:
@@ -99,7 +99,7 @@ def test_an_error_that_nobody_awaits_ends_the_thread_and_is_told_once(fails_in: 
         thread.submit(len, "late").result(TIMEOUT_S)
 
 
-def test_a_stop_waits_no_longer_than_its_bound_and_cancels_what_has_not_begun() -> None:
+def test_a_stop_keeps_its_time_limit_and_cancels_calls_that_have_not_begun() -> None:
     has_begun, may_end = threading.Event(), threading.Event()
 
     def block() -> str:

@@ -1,4 +1,4 @@
-"""To log never fails: what cannot be written is dropped, and the first line that can be says how many were."""
+"""Logging never fails. Lines that cannot be written are dropped; the next written line contains their number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def stderr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[int]:
-    """The descriptor that a configured logger writes to: the file `stderr` in `tmp_path`."""
+    """The file descriptor of a configured logger's output, the file `stderr` in `tmp_path`."""
     config = structlog.get_config()
     with (tmp_path / "stderr").open("w") as file:
         with monkeypatch.context() as patch:
@@ -41,7 +41,7 @@ def redirect(stderr: int, path: Path) -> None:
         os.dup2(file.fileno(), stderr)
 
 
-def test_lines_that_cannot_be_written_are_counted_and_told_once(stderr: int, tmp_path: Path) -> None:
+def test_the_number_of_lost_lines_is_logged_once(stderr: int, tmp_path: Path) -> None:
     log = structlog.get_logger()
     log.info("before")
     redirect(stderr, FULL)
@@ -50,11 +50,11 @@ def test_lines_that_cannot_be_written_are_counted_and_told_once(stderr: int, tmp
     redirect(stderr, tmp_path / "stderr")
     log.info("after")
     log.info("later")
-    told = [(line["event"], line.get("num_dropped_lines")) for line in lines_of(tmp_path)]
-    assert told == [("before", None), ("after", 3), ("later", None)]
+    counts = [(line["event"], line.get("num_dropped_lines")) for line in lines_of(tmp_path)]
+    assert counts == [("before", None), ("after", 3), ("later", None)]
 
 
-def test_an_error_is_kept_for_the_launcher_only_where_there_is_room(stderr: int, tmp_path: Path) -> None:
+def test_an_error_is_stored_for_the_launcher_if_the_disk_has_room(stderr: int, tmp_path: Path) -> None:
     log = structlog.get_logger()
     log.error("failed", error="why")
     assert (tmp_path / "error").read_text() == "failed: why"
@@ -64,18 +64,18 @@ def test_an_error_is_kept_for_the_launcher_only_where_there_is_room(stderr: int,
     assert [line["event"] for line in lines_of(tmp_path)] == ["failed", "failed again"]
 
 
-def test_what_no_encoding_has_is_written_all_the_same(stderr: int, tmp_path: Path) -> None:
+def test_a_line_with_a_lone_surrogate_is_written(stderr: int, tmp_path: Path) -> None:
     structlog.get_logger().info("half a \udcff pair")
     assert len(lines_of(tmp_path)) == 1
 
 
-def test_a_pipe_without_a_reader_or_without_room_costs_lines_alone() -> None:
+def test_a_full_or_closed_pipe_loses_only_lines() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     lines = LogLines(writer)
     long = 10_000 * "x"
     while not lines.num_dropped:
-        lines.msg(long)  # until the pipe is full, with a part of the last line in it
+        lines.msg(long)  # until the pipe is full and ends with part of a line
     received = os.read(reader, 1 << 20)
     lines.msg("whole")
     assert os.read(reader, 1 << 20) == b"\nwhole\n"
@@ -86,7 +86,7 @@ def test_a_pipe_without_a_reader_or_without_room_costs_lines_alone() -> None:
     os.close(writer)
 
 
-def test_a_process_whose_log_is_full_ends_well() -> None:
+def test_a_process_that_cannot_log_ends_normally() -> None:
     program = (
         "import structlog; from services.common.config import LogSection;"
         "from services.common.logs import configure_logs, print_to_stderr;"

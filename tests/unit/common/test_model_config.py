@@ -1,4 +1,4 @@
-"""Model configs against what transformers itself makes of the same config.json."""
+"""Model configs, compared with what transformers reads from the same config.json."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_biases_and_head_norms_are_those_transformers_builds(tmp_path: Path, fam
 
 
 def frequencies(rope: RopeConfig, seq_len: int | None) -> tuple[torch.Tensor, float]:
-    """The transformers formulas, fed with nothing but our RopeConfig."""
+    """The frequencies by the formulas of transformers, computed only from our RopeConfig."""
     parameters = dataclasses.asdict(rope) | {"rope_theta": rope.theta}
     config = SimpleNamespace(
         head_dim=rope.rotary_dim,
@@ -135,7 +135,7 @@ def test_rope_config_holds_all_that_the_frequencies_need(tmp_path: Path, case: s
     if rope_type == "default":
         return
     truth = AutoConfig.from_pretrained(path)
-    for seq_len in (None, 32, 300):  # below and above the original and the configured length
+    for seq_len in (None, 32, 300):  # None, and below and above the configured length
         expected, expected_scale = ROPE_INIT_FUNCTIONS[rope_type](truth, seq_len=seq_len)
         found, scale = frequencies(rope, seq_len)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -309,7 +309,7 @@ def test_unusable_eos_in_generation_config_is_named(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-# What a service does: transformers does not see torch, and so does not import half of it for a config.json.
+# Like the services, this program hides torch from transformers, which then imports much less for a config.json.
 SERVICE = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a process ends with the one that started it."""
+"""A service ends when the process that started it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print("goes on")
 PARENT = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, str(os.getpid())])"
 
 
-def test_a_process_whose_parent_ended_before_it_could_ask_ends_too() -> None:
+def test_a_process_ends_if_its_parent_had_ended_before_its_first_check() -> None:
     result = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     assert result.stdout == "" and "KeyboardInterrupt" in result.stderr
@@ -45,17 +45,17 @@ LAUNCHER = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_service_whose_parent_is_killed_ends_in_order(is_stopped: bool) -> None:
+def test_a_service_whose_parent_is_killed_cleans_up_and_ends(is_stopped: bool) -> None:
     parent = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    for number in (signal.SIGSTOP, signal.SIGCONT):  # which alone ends nothing
+    for number in (signal.SIGSTOP, signal.SIGCONT):  # these alone do not end it
         os.kill(pid, number)
     if is_stopped:
         os.kill(pid, signal.SIGSTOP)
     parent.kill()
     try:
-        output, _ = parent.communicate(timeout=60)  # until nobody has its end of the pipe any more
+        output, _ = parent.communicate(timeout=60)  # returns when all processes have closed the pipe
     finally:
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)

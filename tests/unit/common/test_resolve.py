@@ -1,4 +1,4 @@
-"""What start-up makes of a GPU that is too small, too old or not there."""
+"""The errors at start-up for a GPU that is too small, too old or missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.common.errors import CapacityError, ConfigError
 from services.common.gpu import naming_what_needs_memory
 from services.common.resolve import resolve_device
 
-# As torch 2.11 words it on an H200.
+# The message of torch 2.11 on an H200.
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 172.00 MiB. GPU 0 has a total capacity of 139.81 GiB of which 61.25 MiB is "
     "free. Including non-PyTorch memory, this process has 139.74 GiB memory in use. Of the allocated memory 138.8 GiB "
@@ -18,20 +18,20 @@ OUT_OF_MEMORY = (
 )
 
 
-def test_what_needs_memory_and_how_much_there_is_are_named() -> None:
+def test_an_out_of_memory_error_names_the_purpose_and_the_sizes() -> None:
     sizes = r"no room for the weights: .*172\.00 MiB\. GPU 0 .*139\.81 GiB .*61\.25 MiB is free$"
     with pytest.raises(CapacityError, match=sizes), naming_what_needs_memory("the weights"):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_stay_unchanged() -> None:
     with pytest.raises(RuntimeError, match="illegal"), naming_what_needs_memory("the weights"):
         raise RuntimeError("an illegal memory access")
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is an old one."""
+    """Two GPUs, of which the second is too old."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (6, 1)][index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an old GPU")
@@ -39,7 +39,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_is_installed", lambda module: True)
 
 
-def test_a_gpu_that_is_too_old_is_named(two_gpus: None) -> None:
+def test_the_error_names_a_gpu_that_is_too_old(two_gpus: None) -> None:
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match=r"an old GPU, device 'cuda:1', has compute capability 6\.1, 8\.0 or later"):
         resolve_device("cuda:1")
@@ -52,7 +52,7 @@ def test_a_gpu_that_is_too_old_is_named(two_gpus: None) -> None:
         ("cuda.bindings", "device 'auto' needs cuda-bindings, which is not installed"),
     ],
 )
-def test_a_package_that_is_not_there_is_named(
+def test_the_error_names_a_missing_package(
     module: str, message: str, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve, "_is_installed", lambda other: other != module)
@@ -60,18 +60,18 @@ def test_a_package_that_is_not_there_is_named(
         resolve_device("auto")
 
 
-def test_a_torch_for_other_gpus_is_named(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_torch_that_is_not_built_for_cuda(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"device 'cuda' needs a torch for CUDA, torch \S+ is for something else"):
         resolve_device("cuda")
 
 
 @pytest.mark.parametrize(("module", "is_there"), [("grpc.aio", True), ("torch.nowhere", False), ("no_parent.x", False)])
-def test_what_is_installed_is_found(module: str, is_there: bool) -> None:
+def test_installed_modules_are_found(module: str, is_there: bool) -> None:
     assert resolve._is_installed(module) is is_there
 
 
-def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"device 'cuda' was asked for, torch \S+ sees 0 CUDA devices"):

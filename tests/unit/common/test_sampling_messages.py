@@ -1,4 +1,4 @@
-"""Sampling options come through the wire as they were, and missing ones by their defaults."""
+"""Sampling options survive the wire unchanged; missing ones get their defaults."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_missing_options_take_the_given_default_and_present_ones_do_not() -> Non
 
 
 @pytest.mark.parametrize("form", [{}, {"json_object": False}])
-def test_a_form_that_is_none_is_refused(form: dict[str, bool]) -> None:
+def test_a_structured_output_without_a_form_is_refused(form: dict[str, bool]) -> None:
     message = sampling_pb2.SamplingParams(structured_output=sampling_pb2.StructuredOutput(**form))
     with pytest.raises(InvalidRequest, match="structured_output names no form"):
         decode_sampling(message)

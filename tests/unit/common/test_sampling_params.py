@@ -1,4 +1,4 @@
-"""Which sampling options are refused, and what the refusal says."""
+"""Which sampling options are refused, and the error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a client's text comes back."""
+"""How much of a client's text appears in logs and errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from services.common.shorten import quote, shorten
 
 
 @given(st.text(), st.integers(1, 50))
-def test_short_text_stays_and_long_text_says_that_it_was_cut(text: str, most: int) -> None:
+def test_long_text_is_cut_with_an_ellipsis(text: str, most: int) -> None:
     shown = shorten(text, most)
     assert len(shown) <= most
     assert shown == text if len(text) <= most else shown == text[: most - 1] + "…"
 
 
-def test_megabytes_are_quoted_in_a_line() -> None:
+def test_long_text_is_quoted_in_one_line() -> None:
     assert quote("gpt-4") == "'gpt-4'"
     assert quote("\n" * 2_000_000) == "'" + "\\n" * 99 + "…'"

@@ -1,4 +1,4 @@
-"""What a gRPC client can read out of an error, over a real channel."""
+"""The details of an error that a gRPC client receives over a real channel."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ HTTP_STATUS = {
     "ABORTED": {500},
     "INTERNAL": {500},
     "FAILED_PRECONDITION": {500},
-}  # as google/rpc/code.proto maps them, but for what only other services see
+}  # as in google/rpc/code.proto, except for codes that only other services see
 
 
 def unpack(call: Any) -> dict[str, Any]:
-    """The details of a failed call, by the name of their message."""
+    """The details of a failed call, by the name of their message type."""
     status = rpc_status.from_call(call)
     assert status is not None
     found: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class Failing(gateway_pb2_grpc.GatewayServicer):
 
 
 async def fail(tmp_path: Path, error: Exception, *, is_stream: bool = False) -> grpc.aio.AioRpcError:
-    """What a client of a server that raises `error` gets."""
+    """The error that a client gets from a server that raises `error`."""
     server = GrpcServer(f"unix:{tmp_path}/socket", ["twostroke.v1.Gateway"], 2**20)
     gateway_pb2_grpc.add_GatewayServicer_to_server(Failing(error), server.server)
     address = await server.start()
@@ -94,7 +94,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, is_stream: bool) -> None:
     run(test())
 
 
-def test_a_full_server_says_when_to_come_back(tmp_path: Path) -> None:
+def test_a_full_server_says_when_to_retry(tmp_path: Path) -> None:
     async def test() -> None:
         error = await fail(tmp_path, CapacityError("10 requests wait, the limit is 10", retry_after_s=2.5))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -106,7 +106,7 @@ def test_a_full_server_says_when_to_come_back(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_message_of_any_length_and_script_arrives(tmp_path: Path) -> None:
+def test_long_messages_in_any_script_arrive_shortened(tmp_path: Path) -> None:
     async def test() -> None:
         error = await fail(tmp_path, NotFound("東" * 100_000 + "\ud800", "東" * 10_000))
         assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -116,7 +116,7 @@ def test_a_message_of_any_length_and_script_arrives(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_bug_tells_its_name_alone(tmp_path: Path) -> None:
+def test_a_bug_reveals_only_its_type(tmp_path: Path) -> None:
     async def test() -> None:
         error = await fail(tmp_path, ZeroDivisionError("secret"))
         assert error.code() is grpc.StatusCode.INTERNAL
@@ -135,6 +135,6 @@ def test_every_error_means_the_same_over_http_and_grpc() -> None:
     assert len(set(codes)) == len(codes)
 
 
-def test_a_rate_limit_is_told_from_a_full_server() -> None:
+def test_a_rate_limit_has_another_code_than_a_full_server() -> None:
     assert issubclass(RateLimited, CapacityError)
     assert RateLimited.code != CapacityError.code and RateLimited.http_status == CapacityError.http_status

@@ -1,4 +1,4 @@
-"""Health as gRPC clients see it, and clients that watch it without taking what they are sent."""
+"""Health as gRPC clients see it, also with clients that watch it and never read the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ask(service: str = SERVICE) -> health_pb2.HealthCheckRequest:
     return health_pb2.HealthCheckRequest(service=service)
 
 
-def test_a_watcher_hears_of_each_change_and_once(tmp_path: Path) -> None:
+def test_a_watcher_gets_each_change_once(tmp_path: Path) -> None:
     async def test() -> None:
         server = GrpcServer(f"unix:{tmp_path}/server.sock", [SERVICE], 2**20)
         async with grpc.aio.insecure_channel(await server.start()) as channel:
@@ -43,7 +43,7 @@ def test_a_watcher_hears_of_each_change_and_once(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_service_that_is_not_here_is_unknown(tmp_path: Path) -> None:
+def test_another_service_is_unknown(tmp_path: Path) -> None:
     async def test() -> None:
         server = GrpcServer(f"unix:{tmp_path}/server.sock", [SERVICE], 2**20)
         async with grpc.aio.insecure_channel(await server.start()) as channel:
@@ -57,15 +57,15 @@ def test_a_service_that_is_not_here_is_unknown(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_watcher_that_takes_nothing_delays_no_change(tmp_path: Path) -> None:
-    """The status waits for room in its window, for ever; so would whoever waits for the watcher."""
+def test_a_watcher_that_reads_nothing_delays_no_change(tmp_path: Path) -> None:
+    """The client's window has no room, so its status is never sent. The server must not wait for that."""
 
     async def test() -> None:
         server = GrpcServer(f"unix:{tmp_path}/server.sock", [SERVICE], 2**20)
         async with grpc.aio.insecure_channel(await server.start()) as channel:
             reader, writer = await asyncio.open_unix_connection(tmp_path / "server.sock")
             writer.write(begin(window_bytes=0) + call(1, "/grpc.health.v1.Health/Watch"))
-            while b"application/grpc" not in await reader.read(65536):  # the answer has begun, with its headers
+            while b"application/grpc" not in await reader.read(65536):  # until the headers of the answer arrive
                 pass
             await server.set_serving(True)
             assert (await health_pb2_grpc.HealthStub(channel).Check(ask())).status == Status.SERVING

@@ -1,4 +1,4 @@
-"""Where a scraper asks: the address, what it answers, and what happens when it is taken."""
+"""The server of metrics: its address, its answers, and an address in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S, new_registry
 from tests.support.scrape import Scrape
 
 
-def test_what_is_counted_is_served_with_the_process_and_its_version() -> None:
+def test_counters_are_served_with_the_process_and_its_version() -> None:
     registry = new_registry("gateway")
     counter = Counter("twostroke_things_total", "Things.", registry=registry)
     with serving_metrics("127.0.0.1:0", registry) as address:
@@ -27,7 +27,7 @@ def test_what_is_counted_is_served_with_the_process_and_its_version() -> None:
         assert scrape.value("twostroke_build_info", service="gateway", version=VERSION) == 1
         assert scrape.value("twostroke_process_resident_memory_bytes") > 1e6
         names = [sample.name for family in scrape.families for sample in family.samples]
-        assert not [name for name in names if name.endswith("_created")], "a series more for every counter"
+        assert not [name for name in names if name.endswith("_created")], "one more series for every counter"
     with pytest.raises(urllib.error.URLError):
         Scrape(str(address))
 
@@ -39,7 +39,7 @@ def test_two_registries_share_nothing() -> None:
     assert second.get_sample_value("twostroke_things_total") is None
 
 
-def test_a_taken_address_is_named() -> None:
+def test_the_error_names_an_address_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -56,10 +56,10 @@ def test_without_an_address_nothing_is_started() -> None:
 
 
 @pytest.mark.parametrize("buckets", [LATENCY_BUCKETS_S, STEP_BUCKETS_S])
-def test_no_bucket_is_wider_than_two_and_a_half_times(buckets: tuple[float, ...]) -> None:
+def test_bounds_of_buckets_grow_by_a_factor_of_two_to_two_and_a_half(buckets: tuple[float, ...]) -> None:
     assert all(1.9 < upper / lower < 2.6 for lower, upper in itertools.pairwise(buckets))
     Histogram("twostroke_some_seconds", "Some.", registry=new_registry("dense"), buckets=buckets)
 
 
-def test_latencies_are_told_apart_from_1_ms_to_100_s() -> None:
+def test_buckets_of_latencies_reach_from_1_ms_to_100_s() -> None:
     assert (LATENCY_BUCKETS_S[0], LATENCY_BUCKETS_S[-1]) == (0.001, 100)

@@ -1,4 +1,4 @@
-"""A service's life: started, run, and stopped however far it came."""
+"""A service is started, run, and always stopped, even after an error in its start."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from services.rpc.server import serve
 from tests.support.cluster import REPOSITORY
 
 
-class NotedService:
-    """Notes its calls; the one named `failing` fails, and `run` waits to be cancelled."""
+class RecordedService:
+    """Records its calls. The one named `failing` fails; `run` waits to be cancelled."""
 
     def __init__(self, failing: str | None = None) -> None:
         self.calls: list[str] = []
         self._failing = failing
 
     async def start(self) -> None:
-        self._note("start")
+        self._record("start")
 
     async def run(self) -> None:
-        self._note("run")
+        self._record("run")
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        self._note("stop")
+        self._record("stop")
 
-    def _note(self, name: str) -> None:
+    def _record(self, name: str) -> None:
         self.calls.append(name)
         if name == self._failing:
             raise RuntimeError(f"{name} fails")
 
 
 @pytest.mark.parametrize(("failing", "calls"), [("start", ["start", "stop"]), ("run", ["start", "run", "stop"])])
-def test_a_service_that_fails_is_stopped_and_its_error_told(failing: str, calls: list[str]) -> None:
-    service = NotedService(failing)
+def test_a_service_that_fails_is_stopped_and_its_error_raised(failing: str, calls: list[str]) -> None:
+    service = RecordedService(failing)
     with pytest.raises(RuntimeError, match=f"{failing} fails"):
         asyncio.run(serve(lambda: service))
     assert service.calls == calls
 
 
 def test_a_service_that_is_cancelled_is_stopped() -> None:
-    service = NotedService()
+    service = RecordedService()
 
     async def cancel_it() -> None:
         serving = asyncio.create_task(serve(lambda: service))

@@ -1,4 +1,4 @@
-"""Spans as a collector receives them, and none without one."""
+"""Spans as a collector receives them; without an endpoint there are none."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from services.rpc.tracing import tracing
 from tests.support.cluster import free_port
 from tests.support.otlp_collector import running_collector
 
-TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # of the specification's example
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # the example of the W3C specification
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
 
 
-def test_a_span_joins_the_trace_and_hands_it_on() -> None:
+def test_a_span_joins_the_trace_and_passes_it_on() -> None:
     with running_collector() as collector:
         with tracing(TracingSection(endpoint=collector.endpoint), "dense") as tracer:
             now_s = time.monotonic()
@@ -26,14 +26,14 @@ def test_a_span_joins_the_trace_and_hands_it_on() -> None:
             inner_parent = span.traceparent
             span.end("it failed", reason="test")
             span.end()
-        outer, inner = collector.spans_of(TRACE_ID)  # leaving the context has sent them
+        outer, inner = collector.spans_of(TRACE_ID)  # sent at the end of the context
     assert (outer.name, outer.service, outer.parent_span_id) == ("outer", "twostroke-dense", SPAN_ID)
     assert (inner.name, inner.parent_span_id) == ("inner", outer.span_id)
     assert inner_parent == f"00-{TRACE_ID}-{outer.span_id}-01"
     assert outer.is_error and outer.attributes == {"twostroke.answer": 42, "twostroke.reason": "test"}
     assert inner.end_ns - inner.start_ns == pytest.approx(1e9, abs=1e3)
     assert inner.start_ns - outer.start_ns == pytest.approx(1e9, abs=1e3)
-    assert abs(time.time_ns() - outer.start_ns - 3e9) < 30e9  # the clock of the wall
+    assert abs(time.time_ns() - outer.start_ns - 3e9) < 30e9  # spans have wall-clock times
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{TRACE_ID}-{SPAN_ID}", f"ff-{TRACE_ID}-{SPAN_ID}-01"])
@@ -46,7 +46,7 @@ def test_a_missing_or_malformed_parent_begins_a_new_trace(traceparent: str) -> N
         assert trace_id != TRACE_ID and int(trace_id, 16) > 0
 
 
-def test_an_absent_collector_delays_nobody() -> None:
+def test_a_missing_collector_delays_nothing() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     start = time.monotonic()
     with tracing(TracingSection(endpoint=endpoint), "gateway") as tracer:

@@ -1,4 +1,4 @@
-"""When a service counts as stalled, and what it then says."""
+"""When a service counts as stalled, and what its watchdog reports."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ INTERVAL_S = STALL_TIMEOUT_S / CHECKS_PER_BOUND
 
 
 class Watched:
-    """A watchdog with what it has been shown, and what it has told."""
+    """A watchdog with the progress it reads and the stalls it has reported."""
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
-        self.told: list[stall_pb2.Stall | None] = []
+        self.reported: list[stall_pb2.Stall | None] = []
         self.now = 100.0
         self.watchdog = Watchdog("dense_worker", lambda: self.progress, self._on_stall, STALL_TIMEOUT_S)
 
     async def _on_stall(self, stall: stall_pb2.Stall | None) -> None:
-        self.told.append(stall)
+        self.reported.append(stall)
 
     def check(self, count: int, every_s: float = INTERVAL_S) -> None:
         for _ in range(count):
@@ -29,13 +29,13 @@ class Watched:
             asyncio.run(self.watchdog.check(self.now))
 
 
-def test_a_stall_is_told_once_named_and_taken_back_with_the_next_progress() -> None:
+def test_a_stall_is_reported_once_and_withdrawn_with_the_next_progress() -> None:
     watched = Watched()
     watched.progress = Progress((1,), step_id=7, layer=2, request_ids=("a", "b"), waits_for="attn_worker")
     watched.check(CHECKS_PER_BOUND)
     assert watched.watchdog.stall is None
     watched.check(4)
-    [stall] = watched.told
+    [stall] = watched.reported
     assert stall is not None
     assert (stall.role, stall.step_id, stall.layer) == ("dense_worker", 7, 2)
     assert (list(stall.request_ids), stall.waits_for, stall.stalled_s) == (["a", "b"], "attn_worker", STALL_TIMEOUT_S)
@@ -45,16 +45,16 @@ def test_a_stall_is_told_once_named_and_taken_back_with_the_next_progress() -> N
     assert watched.watchdog.stall is not None and watched.watchdog.stall.stalled_s > STALL_TIMEOUT_S
     watched.progress = Progress((2,), step_id=8)
     watched.check(1)
-    assert watched.told == [stall, None] and watched.watchdog.stall is None
+    assert watched.reported == [stall, None] and watched.watchdog.stall is None
 
 
-def test_it_is_told_again_when_waiting_turns_into_computing() -> None:
+def test_a_stall_is_reported_again_when_waiting_turns_into_computing() -> None:
     watched = Watched()
     watched.progress = Progress((1,), waits_for="attn_worker")
     watched.check(2 * CHECKS_PER_BOUND)
     watched.progress = Progress((1,))
     watched.check(2)
-    assert [stall and stall.waits_for for stall in watched.told] == ["attn_worker", ""]
+    assert [stall and stall.waits_for for stall in watched.reported] == ["attn_worker", ""]
 
 
 def test_a_service_without_work_is_never_stalled() -> None:
@@ -62,7 +62,7 @@ def test_a_service_without_work_is_never_stalled() -> None:
     watched.check(10 * CHECKS_PER_BOUND)
     watched.progress = Progress((0,))
     watched.check(CHECKS_PER_BOUND)  # the time without work does not count
-    assert watched.told == []
+    assert watched.reported == []
 
 
 def test_slow_progress_is_progress() -> None:
@@ -70,7 +70,7 @@ def test_slow_progress_is_progress() -> None:
     for layer in range(5):
         watched.progress = Progress((layer,))
         watched.check(CHECKS_PER_BOUND)
-    assert watched.told == []
+    assert watched.reported == []
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
@@ -78,6 +78,6 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     watched.progress = Progress((1,))
     watched.check(2)
     watched.check(1, every_s=100 * STALL_TIMEOUT_S)
-    assert watched.told == []
+    assert watched.reported == []
     watched.check(CHECKS_PER_BOUND)
-    assert len(watched.told) == 1
+    assert len(watched.reported) == 1

@@ -1,4 +1,4 @@
-"""A plan survives the wire, whatever it holds, and one whose columns do not fit together is refused."""
+"""Every plan survives the wire unchanged. A message whose columns differ in length is refused."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ PLANS = st.builds(
 
 
 @given(PLANS)
-def test_a_plan_is_the_same_behind_the_wire(plan: StepPlan) -> None:
+def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
     data = encode_plan(plan).SerializeToString()
     assert decode_plan(step_pb2.StepPlan.FromString(data)) == plan
 
 
 @given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.none() | st.text(max_size=9))
-def test_an_opening_is_the_same_behind_the_wire(seq_id: int, counts: list[int], error: str | None) -> None:
+def test_an_opening_survives_the_wire(seq_id: int, counts: list[int], error: str | None) -> None:
     opened = SequenceOpened(seq_id, *counts, error=error)
     data = encode_opened(opened).SerializeToString()
     assert decode_answer(attn_pb2.PlanAnswer.FromString(data)) == opened
 
 
 @given(SEQ_IDS, COUNTS, COUNTS, st.dictionaries(SEQ_IDS, st.text(max_size=9), max_size=3))
-def test_an_acceptance_is_the_same_behind_the_wire(
+def test_an_acceptance_survives_the_wire(
     step_id: int, num_freed: int, num_free: int, errors: dict[int, str]
 ) -> None:
     accepted = PlanAccepted(step_id, num_freed, num_free, errors)
@@ -92,6 +92,6 @@ def test_an_acceptance_is_the_same_behind_the_wire(
         ),
     ],
 )
-def test_columns_that_do_not_fit_together_are_refused(message: step_pb2.StepPlan, words: str) -> None:
+def test_columns_of_different_lengths_are_refused(message: step_pb2.StepPlan, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         decode_plan(message)

@@ -82,9 +82,9 @@ def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> N
 def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_another() -> None:
     """A step is under way: the channel is aborted first, so that a GPU ends it."""
     runner, attention = SlowRunner(), RecordingAttention()
-    deeds: queue.Queue[str] = queue.Queue()
-    attention.channel.abort = lambda: (deeds.put("abort"), runner.has_ended.set())
-    attention.channel.close = lambda: deeds.put("close")
+    actions: queue.Queue[str] = queue.Queue()
+    attention.channel.abort = lambda: (actions.put("abort"), runner.has_ended.set())
+    attention.channel.close = lambda: actions.put("close")
     engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
     for _ in range(2):
@@ -92,10 +92,10 @@ def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_anoth
     assert attention.attachment is not None
     assert engine.spans_under_way() == {1: range(4)}, "the prompt's three tokens, and the one sampled from it"
     engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
-    assert [deeds.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
+    assert [actions.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
     assert engine.spans_under_way() == {1: range(4)}, "gateways are told afterwards"
     engine.stop(TIMEOUT_S)
-    assert "close" not in deeds.queue, "once is enough"
+    assert "close" not in actions.queue, "once is enough"
 
 
 def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
@@ -175,10 +175,10 @@ def test_an_answer_that_nobody_waits_for_gives_the_attachment_up(answer: Sequenc
 
 def test_an_attachment_ends_in_all_its_lanes() -> None:
     attention = RecordingAttention()
-    deeds: queue.Queue[tuple[str, int]] = queue.Queue()
+    actions: queue.Queue[tuple[str, int]] = queue.Queue()
     lanes = {
         lane: SimpleNamespace(
-            abort=lambda lane=lane: deeds.put(("abort", lane)), close=lambda lane=lane: deeds.put(("close", lane))
+            abort=lambda lane=lane: actions.put(("abort", lane)), close=lambda lane=lane: actions.put(("close", lane))
         )
         for lane in (0, 1)
     }
@@ -187,5 +187,5 @@ def test_an_attachment_ends_in_all_its_lanes() -> None:
     engine.on_attached(attachment)
     engine.on_detached(attachment, AttachmentEnd("gone", is_crash=True))
     expected = [("abort", 0), ("abort", 1), ("close", 0), ("close", 1)]
-    assert [deeds.get(timeout=TIMEOUT_S) for _ in expected] == expected
+    assert [actions.get(timeout=TIMEOUT_S) for _ in expected] == expected
     engine.stop(TIMEOUT_S)
