@@ -148,10 +148,11 @@ class DenseSection(Section):
     """The dense worker, which holds the weights."""
 
     address: Target = "127.0.0.1:50052"  # in the gateway's config it may name several replicas
-    backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT if it is installed and faster than torch
+    backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it runs and is faster, else torch
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
-    build: Literal["auto", "never"] = "auto"  # auto: build missing TensorRT plans at start; never: refuse to start
+    # auto: build missing TensorRT plans at start; never: refuse to start, or with the backend auto use torch
+    build: Literal["auto", "never"] = "auto"
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False

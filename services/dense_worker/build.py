@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.config import Config, ModelSection
 from services.common.gpu import naming_what_needs_memory
 from services.common.resolve import ResolvedModel, use_device
-from services.dense_worker.backends.select import select_backend
+from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
@@ -42,30 +43,32 @@ class LoadedModel:
         )
 
 
-def load_model(config: Config, model: ResolvedModel) -> LoadedModel:
-    """Loads a model; takes minutes for a large one. Raises `ModelError` for missing or damaged weights.
+def load_model(config: Config, model: ResolvedModel, report: Callable[[str], None]) -> LoadedModel:
+    """Loads a model; takes minutes for a large one. `report` receives lines about the progress of TensorRT's builds.
 
-    Raises `CapacityError` if a GPU has no room for the weights or for a step.
+    Raises `ModelError` for missing or damaged weights, and `CapacityError` if a GPU has no room for the weights or for
+    a step.
     """
-    digest, weights = _open_weights(config.model, model)
-    with naming_what_needs_memory("the buffers of a step"):
-        return _build_runner(config, model, digest, weights)
-
-
-def _open_weights(section: ModelSection, model: ResolvedModel) -> tuple[str, ModelWeights]:
+    use_device(model.device, config.dense.num_threads)  # of the calling thread
+    section, scheduler = config.model, config.scheduler
     is_dummy = section.load_format == "dummy"
     digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
-    with naming_what_needs_memory("the weights"):
-        if is_dummy:
-            return digest, random_weights(model.config, model.dtype, model.device, section.dummy_seed)
-        return digest, load_weights(section.path, model.config, model.dtype, model.device)
-
-
-def _build_runner(config: Config, model: ResolvedModel, digest: str, weights: ModelWeights) -> LoadedModel:
-    use_device(model.device, config.dense.num_threads)  # of the calling thread
-    scheduler = config.scheduler
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    selected = select_backend(config.dense, model, weights, config.model.path, limits)
+    prepared = prepare_backend(config.dense, section, model, limits, report)
+    weights = _load_weights(section, model)
+    with naming_what_needs_memory("the buffers of a step"):
+        return _build_runner(config, model, digest, prepared.load(weights))
+
+
+def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
+    with naming_what_needs_memory("the weights"):
+        if section.load_format == "dummy":
+            return random_weights(model.config, model.dtype, model.device, section.dummy_seed)
+        return load_weights(section.path, model.config, model.dtype, model.device)
+
+
+def _build_runner(config: Config, model: ResolvedModel, digest: str, selected: SelectedBackend) -> LoadedModel:
+    scheduler = config.scheduler
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
     if model.device.type == "cpu":
         runner = ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs)

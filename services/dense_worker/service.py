@@ -61,7 +61,7 @@ class DenseWorker:
         resolved = resolve_model(config.model, config.dense.device)
         use_device(resolved.device, config.dense.num_threads)
         bound_address = await self._start_server(tracer)
-        self._model = await asyncio.to_thread(load_model, config, resolved)
+        self._model = await asyncio.to_thread(load_model, config, resolved, self._report_loading)
         self._start_engine([self._metrics, *step_logs])
         self._announce(bound_address)
 
@@ -89,6 +89,9 @@ class DenseWorker:
     def draft_source(self) -> DraftSource | None:
         """The source of drafts. With None, each step is planned while the previous one runs."""
         return None
+
+    def _report_loading(self, line: str) -> None:
+        log.info("loading", progress=line)
 
     async def _start_server(self, tracer: Tracer) -> str:
         config = self._config

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
+import torch
 
-from services.common.config import DenseSection
-from services.common.errors import ConfigError
+from services.common.config import DenseSection, ModelSection
+from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
@@ -16,7 +17,8 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
-from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.build_command import build_command
+from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, on_device, synchronize
 from services.dense_worker.tensorrt.measure import (
@@ -26,9 +28,13 @@ from services.dense_worker.tensorrt.measure import (
     time_on_gpu,
 )
 from services.dense_worker.tensorrt.optional_packages import require
-from services.dense_worker.tensorrt.profiles import Limits, check_cover, parse_profiles
+from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, parse_profiles
 
 log = structlog.get_logger()
+
+
+# What keeps TensorRT from running. With `dense.backend` "auto" the worker runs torch then.
+_FAILURES = (TwostrokeError, torch.OutOfMemoryError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +45,60 @@ class SelectedBackend:
     backend: DenseBackend
 
 
-def select_backend(
-    section: DenseSection, model: ResolvedModel, weights: ModelWeights, path: Path, limits: Limits
-) -> SelectedBackend:
-    """Resolves `dense.backend`; loads the TensorRT plans that it needs and builds missing ones.
+@dataclass(frozen=True, slots=True)
+class TensorRTPlans:
+    """A TensorRT, and its plans of a model."""
 
-    `auto` is torch if there is no GPU, or no TensorRT for the GPU and the model's dtype, and the log says so; otherwise
-    the faster of the two, for each segment and size. `path` is the model's directory, `limits` are the scheduler's.
-    Raises ConfigError, naming what is missing, if TensorRT is configured but not usable; if the profiles end below the
-    limits; and if plans are missing while `dense.build` is "never".
+    api: TensorRT
+    gpu: Gpu
+    profiles: Sequence[Profile]
+    cache: EnginePlanCache
+    plans: Mapping[str, CachedEnginePlan]  # by segment
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBackend:
+    """The choice of a backend, made before the weights are in memory."""
+
+    section: DenseSection
+    model: ResolvedModel
+    limits: Limits  # the scheduler's
+    tensorrt: TensorRTPlans | None  # None: torch
+
+    def load(self, weights: ModelWeights) -> SelectedBackend:
+        """The backend with its weights.
+
+        If TensorRT cannot load or run its plans, it is torch for `dense.backend` "auto", and the log says why;
+        otherwise raises the error.
+        """
+        found = self.tensorrt
+        if found is not None:
+            try:
+                with on_device(self.model.device):
+                    backend = _load_tensorrt(self.section, self.model, self.limits, found, weights)
+            except _FAILURES as error:
+                _log_fallback(self.section, error)
+            else:
+                num_sms = found.gpu.num_sms
+                log.info("dense backend is TensorRT", version=found.api.name, gpu=found.gpu.name, num_sms=num_sms)
+                return SelectedBackend(found.api.name, backend)
+        return SelectedBackend("torch", torch_backend(weights, self.model.config, self.limits.num_tokens))
+
+
+def prepare_backend(
+    section: DenseSection, source: ModelSection, model: ResolvedModel, limits: Limits, report: Callable[[str], None]
+) -> PreparedBackend:
+    """Resolves `dense.backend`, and builds the TensorRT plans that are missing.
+
+    Called before the weights are loaded, because a build needs the GPU's memory, too. `source` says where the model
+    is from, `limits` are the scheduler's, and `report` receives lines about the progress of builds.
+
+    `auto` is torch if there is no GPU, no TensorRT for the GPU and the model's dtype, or no plan that can be had, and
+    the log says so; otherwise the faster of the two, for each segment and size. Raises ConfigError, naming what is
+    missing, if `dense.backend` is "tensorrt" and cannot be had, CapacityError if the disk has no space for a plan; and
+    ConfigError if the profiles are malformed or end below the limits.
     """
+    tensorrt = None
     if section.backend != "torch":
         gpu = current_gpu(model.device)
         try:
@@ -57,12 +107,22 @@ def select_backend(
             if section.backend == "tensorrt":
                 raise ConfigError(f"dense.backend is 'tensorrt', but {error}") from error
             log.info("dense backend is torch", reason=str(error))
-        else:
+            return PreparedBackend(section, model, limits, None)
+        profiles = parse_profiles(section.profiles)
+        check_cover(profiles, limits)
+        try:
             with on_device(model.device):
-                backend = _tensorrt_backend(section, model, weights, path, limits, api, gpu)
-            log.info("dense backend is TensorRT", version=api.name, gpu=gpu.name, num_sms=gpu.num_sms)
-            return SelectedBackend(api.name, backend)
-    return SelectedBackend("torch", torch_backend(weights, model.config, limits.num_tokens))
+                tensorrt = _find_or_build(section, source, model, profiles, api, gpu, report)
+        except _FAILURES as error:
+            _log_fallback(section, error)
+    return PreparedBackend(section, model, limits, tensorrt)
+
+
+def _log_fallback(section: DenseSection, error: Exception) -> None:
+    """Logs why the backend is torch; raises the error if TensorRT was asked for."""
+    if section.backend == "tensorrt":
+        raise error
+    log.warning("dense backend is torch", reason=str(error).splitlines()[0])
 
 
 def torch_backend(weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> DenseBackend:
@@ -88,45 +148,40 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
     return api
 
 
-def _tensorrt_backend(
+def _find_or_build(
     section: DenseSection,
+    source: ModelSection,
     model: ResolvedModel,
-    weights: ModelWeights,
-    path: Path,
-    limits: Limits,
+    profiles: Sequence[Profile],
     api: TensorRT,
     gpu: Gpu,
-) -> TensorRTBackend:
+    report: Callable[[str], None],
+) -> TensorRTPlans:
     # Imported here, because a worker with torch does not need the packages of requirements-export.txt.
     from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
     from services.dense_worker.tensorrt.onnx_segments import export_networks
 
-    profiles = parse_profiles(section.profiles)
-    check_cover(profiles, limits)
     cache = EnginePlanCache(section.plan_dir.expanduser())
-    command = f"python -m services.dense_worker.tensorrt.build --model {path} --output-dir {cache.directory}"
-    plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(
-        export_networks(model.config, model.dtype),
-        model.dtype,
-        None if section.build == "auto" else command,
-        lambda line: log.info("plan", progress=line),
-    )
-    tensorrt_segments = TensorRTSegments(
-        api,
-        {name: cached.plan for name, cached in plans.items()},
-        profiles,
-        weights,
-        model.config,
-        limits,
-        current_stream,
+    networks = export_networks(model.config, model.dtype)
+    command = build_command(section, source, model) if section.build == "never" else None
+    plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, model.dtype, command, report)
+    return TensorRTPlans(api, gpu, profiles, cache, plans)
+
+
+def _load_tensorrt(
+    section: DenseSection, model: ResolvedModel, limits: Limits, found: TensorRTPlans, weights: ModelWeights
+) -> TensorRTBackend:
+    binaries = {name: cached.plan for name, cached in found.plans.items()}
+    segments = TensorRTSegments(
+        found.api, binaries, found.profiles, weights, model.config, limits, current_stream
     )
     synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
     if section.backend == "tensorrt":
-        return TensorRTBackend(tensorrt_segments)
+        return TensorRTBackend(segments)
     by_torch = torch_backend(weights, model.config, limits.num_tokens)
-    measured = known_measurements(plans, limits)
+    measured = known_measurements(found.plans, limits)
     if measured is None and section.build == "auto":
-        backends = {"tensorrt": tensorrt_segments, "torch": by_torch}
+        backends = {"tensorrt": segments, "torch": by_torch}
         measured = measure_segments(backends, model.config, model.dtype, model.device, limits, time_on_gpu)
-        store_measurements(cache, plans, measured)
-    return TensorRTBackend(tensorrt_segments, by_torch, measured)
+        store_measurements(found.cache, found.plans, measured)
+    return TensorRTBackend(segments, by_torch, measured)

@@ -24,7 +24,7 @@ from services.dense_worker.model.weights import random_weights, weights_hash
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
-from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, synchronize
+from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, on_device, synchronize
 from services.dense_worker.tensorrt.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.measure import (
     known_measurements,
@@ -34,8 +34,6 @@ from services.dense_worker.tensorrt.measure import (
 )
 from services.dense_worker.tensorrt.optional_packages import require
 from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profiles
-
-GPU = torch.device("cuda")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +61,13 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
 
     profiles = parse_profiles(arguments.profiles)
     config, dtype, networks = _read_networks(arguments)
-    api, gpu = load_tensorrt(), current_gpu(GPU)
+    api, gpu = load_tensorrt(), current_gpu(arguments.device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
-    plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
+    with on_device(arguments.device):
+        plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
     if gpu is not None and config is not None:
-        _measure(api, plans, profiles, config, dtype, cache)
+        with on_device(arguments.device):
+            _measure(api, plans, profiles, config, dtype, arguments.device, cache)
     return [cached.record for cached in plans.values()]
 
 
@@ -103,6 +103,7 @@ def _measure(
     profiles: Sequence[Profile],
     config: ModelConfig,
     dtype: torch.dtype,
+    device: torch.device,
     cache: EnginePlanCache,
 ) -> None:
     """Times the plans and torch on two layers of random weights; neither affects the speed."""
@@ -111,14 +112,14 @@ def _measure(
         return
     print("measuring TensorRT and torch", flush=True)
     config = replace(config, num_layers=min(config.num_layers, 2))
-    weights = random_weights(config, dtype, GPU, seed=0)
+    weights = random_weights(config, dtype, device, seed=0)
     binaries = {name: cached.plan for name, cached in plans.items()}
     backends = {
         "tensorrt": TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream),
         "torch": torch_backend(weights, config, limits.num_tokens),
     }
     synchronize()
-    measured = measure_segments(backends, config, dtype, GPU, limits, time_on_gpu)
+    measured = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
     store_measurements(cache, plans, measured)
     for segment, times in measured.items():
         for size, us in times.items():
@@ -155,6 +156,13 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form cuda or cuda:1") from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="services.dense_worker.tensorrt.build", description=__doc__)
     source = parser.add_mutually_exclusive_group()
@@ -179,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
         default=DenseSection().profiles,
         metavar="RANGES",
         help="numbers of tokens, each range FROM-TO or FROM-TO@BEST; default: %(default)s",
+    )
+    parser.add_argument(
+        "--device", type=_device, default="cuda", help="the GPU to build for; default: %(default)s, the first one"
     )
     parser.add_argument("--num-layers", type=int, metavar="N", help="use only the first N layers")
     parser.add_argument(

@@ -25,7 +25,7 @@ class Gpu:
 
 def current_gpu(device: torch.device) -> Gpu | None:
     """The properties of `device`; None if it is not an available CUDA device."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         return None
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
@@ -54,7 +54,7 @@ def check_driver() -> None:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which `device` is this thread's current CUDA device, which TensorRT uses."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if current_gpu(device) is not None else nullcontext()
 
 
 def synchronize() -> None:

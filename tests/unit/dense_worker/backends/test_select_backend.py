@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +15,18 @@ import pytest
 import structlog.testing
 import torch
 
-from services.common.config import DenseSection
-from services.common.errors import ConfigError
+from services.common.config import Config, DenseSection, ModelSection, SchedulerSection
+from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel
+from services.dense_worker import build as dense_build
 from services.dense_worker.backends import select
-from services.dense_worker.backends.select import SelectedBackend, select_backend
+from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.tensorrt import engine_segments, measure
+from services.dense_worker.tensorrt import build, engine_segments, measure
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.gpu import Gpu
@@ -41,6 +49,7 @@ class Machine:
         self.trt: FakeTensorRT | None = make_tensorrt("10.0.1")
         self.gpu: Gpu | None = Gpu("NVIDIA H200", (9, 0), 132)
         self.num_timed = 0
+        self.lines: list[str] = []  # about the progress of builds
         monkeypatch.setattr(select, "current_gpu", lambda device: self.gpu)
         monkeypatch.setattr(select, "load_tensorrt", self.load)
         monkeypatch.setattr(select, "current_stream", lambda: 7)
@@ -67,7 +76,8 @@ class Machine:
     ) -> SelectedBackend:
         model = ResolvedModel(self.config, dtype, CPU, 64)
         dense = DenseSection(plan_dir=self.plan_dir, **{"profiles": "1-4,5-16", **section})
-        return select_backend(dense, model, self.weights, self.path, limits)
+        source = ModelSection(path=self.path)
+        return prepare_backend(dense, source, model, limits, self.lines.append).load(self.weights)
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +190,7 @@ def test_build_never_refuses_missing_plans_and_takes_those_there(machine: Machin
         ConfigError, match=r"no plan for the segment first \(no plan yet\).*build --model .*llama"
     ):
         machine.select(backend="tensorrt", build="never")
+    assert machine.lines == []
     assert not machine.trt.named("build_serialized_network")
     machine.select(backend="tensorrt")
     assert machine.select(backend="auto", build="never").name == "TensorRT 10.0.1"
@@ -197,3 +208,142 @@ def test_profiles_must_reach_the_schedulers_limits(machine: Machine) -> None:
     with pytest.raises(ConfigError, match="max_num_seqs is 99"):
         machine.select(backend="tensorrt", limits=Limits(16, 99))
     assert not machine.plan_dir.exists()
+
+
+def refuse_to_write(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", fsync)
+
+
+def fail_call(name: str) -> Callable[[Machine, pytest.MonkeyPatch], None]:
+    def fail(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine.trt.fail = name
+
+    return fail
+
+
+def have_a_file_for_a_directory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.plan_dir.write_text("")
+
+
+def have_no_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.select(backend="tensorrt")  # plans are there
+    machine.trt.has_gpu = False
+
+    def fail() -> None:
+        raise ConfigError("CUDA does not work in this process: no driver")
+
+    monkeypatch.setattr(select, "load_tensorrt", lambda: TensorRT(machine.trt, fail))
+
+
+def have_no_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(select, "TensorRTSegments", fail)
+
+
+FAILURES: dict[str, tuple[Callable[[Machine, pytest.MonkeyPatch], None], str]] = {
+    "onnx is not read": (fail_call("parse"), "cannot read the ONNX of first: unsupported operator"),
+    "no tactic": (fail_call("build_serialized_network"), "cannot build a plan for first: no tactic found"),
+    "no context": (fail_call("create_execution_context"), "no context for profile 0: out of memory"),
+    "full disk": (lambda _, patch: refuse_to_write(patch, errno.ENOSPC), "plans has no space for first-"),
+    "quota": (lambda _, patch: refuse_to_write(patch, errno.EDQUOT), "plans has no space for first-"),
+    "read-only": (lambda _, patch: refuse_to_write(patch, errno.EROFS), r"plan cannot be written: Read-only"),
+    "no directory": (have_a_file_for_a_directory, "plans cannot be made"),
+    "no driver": (have_no_driver, "CUDA does not work in this process: no driver"),
+    "no memory": (have_no_memory, "CUDA out of memory"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_auto_falls_back_to_torch_with_one_reason_and_tensorrt_does_not(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    prepare, message = FAILURES[failure]
+    prepare(machine, monkeypatch)
+    with pytest.raises((TwostrokeError, torch.OutOfMemoryError), match=message) as raised:
+        machine.select(backend="tensorrt")
+    assert "\n" not in str(raised.value)
+    with structlog.testing.capture_logs() as logs:
+        selected = machine.select(backend="auto")
+    assert selected.name == "torch" and isinstance(selected.backend, TorchBackend)
+    [entry] = [entry for entry in logs if entry["log_level"] != "debug"]
+    assert entry["event"] == "dense backend is torch" and re.search(message, entry["reason"])
+
+
+def test_auto_with_missing_plans_that_it_may_not_build_is_torch_and_names_the_command(machine: Machine) -> None:
+    with structlog.testing.capture_logs() as logs:
+        assert machine.select(backend="auto", build="never").name == "torch"
+    assert len(logs) == 1 and "services.dense_worker.tensorrt.build --model" in logs[0]["reason"]
+
+
+COMMANDS = {
+    "float16 and few profiles": ("8.6.0", torch.float16, {"profiles": "1-2,3-8@5,9-16"}, {}),
+    "dummy weights": ("10.0.1", torch.bfloat16, {}, {"load_format": "dummy"}),
+    "one layer": ("10.0.1", torch.float32, {}, {"num_layers": 1}),
+    "directory with a space": ("8.6.0", torch.float32, {"plan_dir": "my plans"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_named_command_builds_exactly_the_missing_plans(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    version, dtype, dense, source = COMMANDS[name]
+    machine.trt = make_tensorrt(version)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "load_tensorrt", machine.load)
+    monkeypatch.setattr(build, "current_gpu", lambda device: machine.gpu)
+    monkeypatch.setattr(build, "current_stream", lambda: 7)
+    monkeypatch.setattr(build, "synchronize", lambda: None)
+    monkeypatch.setattr(build, "_measure", lambda *arguments: None)
+    path = machine.path
+    if source.get("load_format") == "dummy":  # a directory without weights
+        path = tmp_path / "config only"
+        path.mkdir()
+        shutil.copy(machine.path / "config.json", path)
+    origin = ModelSection(path=path, **source)
+    model = ResolvedModel(load_model_config(path, origin.num_layers), dtype, CPU, 64)
+    section = DenseSection(
+        **{"plan_dir": tmp_path / "plans", "profiles": "1-4,5-16", **dense}, backend="tensorrt", build="never"
+    )
+    with pytest.raises(ConfigError) as error:
+        prepare_backend(section, origin, model, LIMITS, print)
+    [command] = re.findall("run `(.*)`$", str(error.value))
+    python, module_flag, module, *arguments = shlex.split(command)
+    assert (python, module_flag, module) == ("python", "-m", "services.dense_worker.tensorrt.build")
+    assert build.main(arguments) == 0
+    num_built = len(machine.trt.named("build_serialized_network"))
+    assert num_built == len(segment_names(model.config))
+    prepared = prepare_backend(section, origin, model, LIMITS, print)
+    assert prepared.tensorrt is not None and len(prepared.tensorrt.plans) == num_built
+    assert len(machine.trt.named("build_serialized_network")) == num_built
+
+
+def test_plans_are_built_before_the_weights_take_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is to replace another one has little memory, and a build needs much."""
+    events: list[str] = []
+    monkeypatch.setattr(dense_build, "load_weights", lambda *arguments: events.append("weights") or machine.weights)
+    record = machine.trt.record
+
+    def note(*call: Any) -> bool:
+        events.append(call[0])
+        return record(*call)
+
+    monkeypatch.setattr(machine.trt, "record", note)
+    config = Config(
+        model=ModelSection(path=machine.path),
+        dense=DenseSection(plan_dir=machine.plan_dir, profiles="1-16", backend="tensorrt"),
+        scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=8),
+    )
+    lines: list[str] = []
+    loaded = dense_build.load_model(config, ResolvedModel(machine.config, torch.float32, CPU, 64), lines.append)
+    assert loaded.backend == "TensorRT 10.0.1"
+    kinds = [event for event in events if event in ("weights", "build_serialized_network", "create_execution_context")]
+    assert kinds[:4] == ["build_serialized_network"] * 3 + ["weights"] and "create_execution_context" in kinds[4:]
+    assert lines[0].startswith("[1/3] first: building") and lines[-1].startswith("[3/3] last: built")

@@ -220,7 +220,6 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
     trt = make_tensorrt("8.6.0")
     monkeypatch.setattr(build, "load_tensorrt", lambda: TensorRT(trt))
     monkeypatch.setattr(build, "current_gpu", lambda device: H200)
-    monkeypatch.setattr(build, "GPU", torch.device("cpu"))
     monkeypatch.setattr(build, "current_stream", lambda: 7)
     monkeypatch.setattr(build, "synchronize", lambda: None)
     monkeypatch.setattr(build, "time_on_gpu", lambda call: float(bool(call() is not None)) + 1)
@@ -229,7 +228,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def command(*arguments: object) -> int:
-    return build.main([str(argument) for argument in arguments])
+    return build.main(["--device", "cpu", *map(str, arguments)])
 
 
 def test_command_builds_measures_and_inspects(
