@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --seeds N`: the long chaos run. Prints a line a seed; ends at the first failure."""
+"""`python -m tests.chaos --seeds N`: the long chaos run. Prints one line per seed; ends at the first failure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RUNS_PER_CLUSTER = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.chaos", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs, %(default)s by default")
-    parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="the others follow")
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="number of runs, %(default)s by default")
+    parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="of the first run; the next adds 1")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through everything that has to be closed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for cluster_number in sorted({seed // RUNS_PER_CLUSTER for seed in seeds}):
         policy = POLICIES[cluster_number % len(POLICIES)]
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with arena(directory, policy, LONG) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()
-                    deeds = run(where, seed)
-                    print(f"seed {seed}, {policy}: {', '.join(deeds)}: {time.monotonic() - start:.1f} s", flush=True)
+                    actions = run(where, seed)
+                    print(f"seed {seed}, {policy}: {', '.join(actions)}: {time.monotonic() - start:.1f} s", flush=True)
         except Exception:
             traceback.print_exc()
             print(f"FAILED: seed {seed}, {policy}; again: python -m tests.chaos --first-seed {seed} --seeds 1\n"

@@ -1,7 +1,7 @@
-"""Streams of every kind for the chaos runs, drawn from a seed; each can be sent over gRPC or HTTP, streamed or whole.
+"""Random requests of every kind for the chaos runs. Each can be sent over gRPC or HTTP, streamed or whole.
 
-Whoever sends it gets the same `Collected`, so that a disturbed run over one API is held against a quiet one over
-another.
+The answer is a `Collected` over every API, so that a disturbed answer over one API can be compared with an
+undisturbed one over another.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TIMEOUT_S = 300.0
 
 
 class Cancelled(Exception):
-    """Raised by a client that has seen enough."""
+    """Raised by a client that ends its stream early."""
 
 
 def draw_messages(random: Random, count: int, max_tokens: int) -> list[gateway_pb2.GenerateRequest]:
-    """Greedy and seeded, long and short, with everything that takes part in a restart."""
+    """Greedy and seeded, long and short requests, with all options whose state must survive a restart."""
     return [_draw_message(random, max_tokens) for _ in range(count)]
 
 
@@ -71,7 +71,7 @@ def send(
     transport: str,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> Collected:
-    """The whole answer. `on_chunk` is called after each chunk, and may raise `Cancelled`: then what came so far."""
+    """The answer. `on_chunk` is called after each chunk; if it raises `Cancelled`, the answer ends with that chunk."""
     collected = Collected()
     kind, _, is_streamed = transport.partition("_")
     if kind == "grpc":
@@ -91,7 +91,7 @@ def _send_grpc(
         response = cluster.gateway.Generate(message, timeout=TIMEOUT_S)
         for completion in response.completions:
             _add_grpc(collected, completion)
-        _add_prompt(collected, 0, response.prompt)  # in a stream the first answer has them, too
+        _add_prompt(collected, 0, response.prompt)  # a stream reports them with answer 0, too
         return
     call = cluster.gateway.GenerateStream(message, timeout=TIMEOUT_S)
     try:

@@ -1,6 +1,6 @@
-"""One chaos run: streams of every kind while a monkey kills and stops the workers, compared with a quiet run.
+"""One chaos run: a monkey kills and stops the workers under streams, whose answers must equal undisturbed ones.
 
-Afterwards nothing may be left of it: no sequence, no block, no promise of a block, no process, no shared memory.
+Afterwards nothing of the run may be left: no sequence, block, reservation of a block, process or shared memory.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from random import Random
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2
 from tests.chaos.cases import GRPC_TRANSPORTS, TRANSPORTS, Cancelled, draw_messages, send
-from tests.chaos.ends import ends_told_by, unordered_ends
+from tests.chaos.ends import read_ends, unexpected_ends
 from tests.chaos.monkey import Monkey
 from tests.support.clients.http_clients import client
 from tests.support.clients.streams import Collected, collect
 from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
 
-POOL_SEED = 0  # of the messages that all runs choose from
+POOL_SEED = 0  # for the messages from which all runs choose
 POLICIES = ("guaranteed_no_evict", "max_utilization")
-BLOCK_SIZE, NUM_BLOCKS = 16, 320  # too few for all that may run at once
+BLOCK_SIZE, NUM_BLOCKS = 16, 320  # too few for all sequences that may run at once
 MAX_NUM_SEQS = 12
 ROLES = ("attn_worker", "dense_worker", "gateway")
 STEP_LOG = "steps.jsonl"
 IDLE_TIMEOUT_S = 60.0
-MAX_NEW_FILES = 16  # of a gateway that has lived through a run: idle connections of clients, and the like
+MAX_NEW_FILES = 16  # open in a gateway after a run, such as idle connections of clients
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Size:
     """How much happens in a run."""
 
     num_messages: int  # in the pool
-    num_streams: int  # of a run
-    max_tokens: int  # of an answer
-    max_deeds: int
-    wait_timeout_s: float | None = None  # of a step, which some deeds exceed
-    stall_timeout_s: float | None = None  # None: nobody is stopped for good
+    num_streams: int  # per run
+    max_tokens: int  # per answer
+    max_actions: int
+    wait_timeout_s: float | None = None  # of a step; some actions take longer
+    stall_timeout_s: float | None = None  # None: no worker is stopped for good
 
 
-SHORT = Size(num_messages=12, num_streams=12, max_tokens=150, max_deeds=3)
-LONG = Size(num_messages=40, num_streams=36, max_tokens=300, max_deeds=8, wait_timeout_s=3.0, stall_timeout_s=8.0)
+SHORT = Size(num_messages=12, num_streams=12, max_tokens=150, max_actions=3)
+LONG = Size(num_messages=40, num_streams=36, max_tokens=300, max_actions=8, wait_timeout_s=3.0, stall_timeout_s=8.0)
 
 
 @dataclass(frozen=True)
 class Arena:
-    """A cluster, and what every message of the pool is answered with in peace."""
+    """A cluster, and the undisturbed answer to every message of the pool."""
 
     cluster: Cluster
     directory: Path
@@ -64,7 +64,7 @@ class Arena:
 
 @contextlib.contextmanager
 def arena(directory: Path, policy: str, size: Size) -> Iterator[Arena]:
-    """Starts a cluster whose workers may die as often as they like, and asks everything once."""
+    """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message."""
     settings = [
         f"scheduler.policy={policy}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
@@ -89,31 +89,31 @@ def arena(directory: Path, policy: str, size: Size) -> Iterator[Arena]:
 
 
 def run(arena: Arena, seed: int) -> list[str]:
-    """Raises `AssertionError` for whatever is not as it should be; returns the monkey's deeds."""
+    """Runs one seed. Returns the monkey's actions. Raises `AssertionError` for wrong answers and for leaks."""
     random, size, cluster = Random(seed), arena.size, arena.cluster
-    monkey = Monkey(cluster, Random(seed + 1), size.max_deeds, size.wait_timeout_s, size.stall_timeout_s)
+    monkey = Monkey(cluster, Random(seed + 1), size.max_actions, size.wait_timeout_s, size.stall_timeout_s)
     gateway_pid, log_size = cluster.pid_of("gateway"), cluster.log_file.stat().st_size
     indexes = random.sample(range(size.num_messages), size.num_streams)
     with ThreadPoolExecutor(size.num_streams + 1) as threads:
         streams = [threads.submit(_check_stream, arena, index, random.randrange(2**32)) for index in indexes]
-        deeds = threads.submit(monkey.run)
+        actions = threads.submit(monkey.run)
         try:
             errors = [error for stream in streams if (error := stream.exception()) is not None]
         finally:
             monkey.is_over.set()
-        deeds.result()
-    assert not errors, f"{len(errors)} of {len(streams)} streams after {monkey.deeds}: {errors[0]!r}"
-    assert cluster.pid_of("gateway") == gateway_pid, "the gateway was not to die"
+        actions.result()
+    assert not errors, f"{len(errors)} of {len(streams)} streams after {monkey.actions}: {errors[0]!r}"
+    assert cluster.pid_of("gateway") == gateway_pid, "the gateway has died"
     _check_idle(arena)
-    ends = ends_told_by(cluster.log_file.read_bytes()[log_size:].decode())
-    assert not (wrong := unordered_ends(ends, monkey.signals)), f"nobody ordered {wrong} after {monkey.deeds}"
-    _check_books(arena)
+    ends = read_ends(cluster.log_file.read_bytes()[log_size:].decode())
+    assert not (wrong := unexpected_ends(ends, monkey.signals)), f"unexpected ends {wrong} after {monkey.actions}"
+    _check_block_counts(arena)
     _check_leaks(arena)
-    return monkey.deeds
+    return monkey.actions
 
 
 def _check_stream(arena: Arena, index: int, seed: int) -> None:
-    """Sends one message of the pool, with or without cancelling it, over any API."""
+    """Sends one message of the pool over a random API, and sometimes cancels it. Compares the answer."""
     random, message, expected = Random(seed), arena.messages[index], arena.expected[index]
     time.sleep(random.uniform(0.0, 1.5))
     transport = random.choice(GRPC_TRANSPORTS if message.HasField("prompt_logprobs") else TRANSPORTS)
@@ -154,7 +154,7 @@ def _describe(collected: Collected, expected: Collected) -> str:
 
 
 def _check_idle(arena: Arena) -> None:
-    """Whatever the last deed was, it is over, and nobody has anything left."""
+    """Waits until the last action is over. No sequence or answer may be open then."""
     cluster = arena.cluster
     cluster.wait_idle(IDLE_TIMEOUT_S)
     status = cluster.dense_status()
@@ -166,8 +166,8 @@ def _check_idle(arena: Arena) -> None:
         assert float(value) == 0, f"{name} {value}"
 
 
-def _check_books(arena: Arena) -> None:
-    """What the scheduler believes of the blocks, told by the step of a request that is alone."""
+def _check_block_counts(arena: Arena) -> None:
+    """Checks the scheduler's counts of blocks, which the step log of a single request shows."""
     log = arena.directory / STEP_LOG
     size_before = log.stat().st_size
     collect(arena.cluster.gateway, request([5] * BLOCK_SIZE, 3, ignore_eos=True, cache_salt=str(time.monotonic_ns())))
@@ -183,7 +183,7 @@ def _check_books(arena: Arena) -> None:
     first = json.loads(lines[0])
     assert first["num_blocks"] == NUM_BLOCKS
     assert first["num_free_blocks"] == NUM_BLOCKS - 2, f"the scheduler has lost blocks: {first}"
-    assert first["num_reserved_blocks"] == 0, f"the scheduler keeps promises to nobody: {first}"
+    assert first["num_reserved_blocks"] == 0, f"blocks are reserved for no sequence: {first}"
     arena.cluster.wait_idle(IDLE_TIMEOUT_S)
 
 

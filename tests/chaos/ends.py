@@ -1,4 +1,4 @@
-"""How the workers of a chaos run ended, by the launcher's log, and whether the monkey is to blame for it."""
+"""Reads from the launcher's log how the workers of a chaos run ended, and whether the monkey caused it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-# What a signal may lead to: the launcher ends a process that was stopped for good.
-ORDERED_ENDS = {
+# The reasons that a signal may cause. The launcher kills a process that was stopped for good.
+EXPECTED_ENDS = {
     signal.SIGKILL: r"signal SIGKILL(, after|$)",
     signal.SIGTERM: r"exit code 0(, after|$)",
     signal.SIGSTOP: r"signal SIGKILL from the launcher: no answer",
@@ -17,14 +17,14 @@ ORDERED_ENDS = {
 
 @dataclass(frozen=True)
 class End:
-    """Of a process that the launcher then started again."""
+    """The end of a process that the launcher restarted."""
 
     role: str
     pid: int
     reason: str
 
 
-def ends_told_by(log: str) -> list[End]:
+def read_ends(log: str) -> list[End]:
     """All ends in a piece of the launcher's log."""
     lines = [line for line in log.splitlines() if "service=launch event=restarting " in line]
     found = [re.search(r' role=(\w+) pid=(\d+) reason=("(?:[^"\\]|\\.)*"|\S+)', line) for line in lines]
@@ -32,7 +32,7 @@ def ends_told_by(log: str) -> list[End]:
     return [End(each[1], int(each[2]), each[3].strip('"')) for each in found if each is not None]
 
 
-def unordered_ends(ends: Collection[End], signals: Mapping[int, Collection[signal.Signals]]) -> list[End]:
-    """Those that none of the `signals`, by process, explains."""
-    patterns = {end: [ORDERED_ENDS[number] for number in signals.get(end.pid, ())] for end in ends}
+def unexpected_ends(ends: Collection[End], signals: Mapping[int, Collection[signal.Signals]]) -> list[End]:
+    """The ends that no signal explains. `signals`: all signals sent to each process."""
+    patterns = {end: [EXPECTED_ENDS[number] for number in signals.get(end.pid, ())] for end in ends}
     return [end for end, each in patterns.items() if not any(re.match(pattern, end.reason) for pattern in each)]

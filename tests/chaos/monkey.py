@@ -1,4 +1,4 @@
-"""`Monkey`: kills and stops the workers of a cluster at random moments, as its seed says."""
+"""`Monkey`: kills and stops the workers of a cluster at random moments, which follow from a seed."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from services.pb import launch_pb2, launch_pb2_grpc
 from tests.support.cluster import Cluster, children_of
 
 DENSE, ATTENTION = "dense_worker", "attn_worker"
-MAX_PAUSE_S = 0.8  # before the next deed
-MAX_STOP_S = 1.5  # that nobody should notice
+MAX_PAUSE_S = 0.8  # before the next action
+MAX_STOP_S = 1.5  # for a short stop, which must not end a worker
 MAX_REPLACEMENT_S = 8.0
 RECOVERY_S = 120.0
-# Two crashes of a sequence without a token in between make it a suspect: so every one must get its token.
+# A sequence with two crashes and no token in between becomes a suspect, so each must get a token in between.
 MIN_STEPS_BETWEEN_CRASHES = 60
 MIN_RUNNING_FOR_TWO_CRASHES = 3
 
 
 class Monkey:
-    """`run` until `is_over` is set, or for `max_deeds`; `deeds` tells what it did.
+    """`run` works until `is_over` is set or `max_actions` is reached; `actions` lists what was done.
 
-    With `wait_timeout_s` it also stops a worker for longer than the other one waits in a step; with
-    `stall_timeout_s` for good: then it has to be found and replaced.
+    With `wait_timeout_s` it also stops a worker for longer than the other one waits in a step. With `stall_timeout_s`
+    it also stops workers for good, so that the launcher has to notice and replace them.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         random: Random,
-        max_deeds: int,
+        max_actions: int,
         wait_timeout_s: float | None,
         stall_timeout_s: float | None,
     ) -> None:
         self._cluster = cluster
         self._wait_timeout_s = wait_timeout_s
         self._killed: list[int] = []
-        self._before: tuple[set[int], int] = (set(), 0)  # processes and steps of dense workers
+        self._before: tuple[set[int], int] = (set(), 0)  # processes and number of steps of the dense worker
         self._random = random
-        self._max_deeds = max_deeds
+        self._max_actions = max_actions
         self.is_over = threading.Event()
-        self.deeds: list[str] = []
-        self.signals: dict[int, set[signal.Signals]] = {}  # by process, that may have ended it
+        self.actions: list[str] = []
+        self.signals: dict[int, set[signal.Signals]] = {}  # sent, by process
         self._kinds: list[Callable[[], bool]] = [
             self._kill_dense,
             self._kill_dense,
@@ -73,13 +73,13 @@ class Monkey:
             self._kinds.append(self._stop_for_good)
 
     def run(self) -> None:
-        """Leaves a cluster that serves, or is about to."""
-        while len(self.deeds) < self._max_deeds and not self.is_over.wait(self._random.uniform(0.02, MAX_PAUSE_S)):
-            deed = self._random.choice(self._kinds)
-            self.deeds.append(deed.__name__.strip("_"))
+        """At the end the cluster serves, or will soon serve again."""
+        while len(self.actions) < self._max_actions and not self.is_over.wait(self._random.uniform(0.02, MAX_PAUSE_S)):
+            action = self._random.choice(self._kinds)
+            self.actions.append(action.__name__.strip("_"))
             self._killed.clear()
             self._before = {*self._pids_of(DENSE)}, self._cluster.dense_status().num_steps
-            if deed():
+            if action():
                 self._await_recovery()
 
     def _kill_dense(self) -> bool:
@@ -89,8 +89,9 @@ class Monkey:
         return self._signal(signal.SIGKILL, ATTENTION)
 
     def _kill_attention_again(self) -> bool:
-        """The second time while it starts, or computes again what it has lost. One that is alone with that might have
-        to be failed.
+        """The second kill comes while the worker starts or computes lost tokens again.
+
+        If few sequences run, there is no second kill: a sequence that runs alone in two crashes may be failed.
         """
         pid, status = self._pid_of(ATTENTION), self._cluster.dense_status()
         self._signal(signal.SIGKILL, ATTENTION)
@@ -106,7 +107,7 @@ class Monkey:
         return self._signal(signal.SIGKILL, *roles)
 
     def _kill_dense_again(self) -> bool:
-        """The second time while it starts, or attaches: nothing runs in it yet."""
+        """The second kill comes while the new worker starts or attaches, before it runs a step."""
         pid = self._pid_of(DENSE)
         self._signal(signal.SIGKILL, DENSE)
         self._await_end(DENSE, pid)
@@ -120,7 +121,7 @@ class Monkey:
         return False
 
     def _kill_stopped(self) -> bool:
-        """One that waits for a stopped one, or the stopped one itself."""
+        """Kills the stopped worker, or the one that waits for it."""
         with self._stopped(self._random.choice([DENSE, ATTENTION])):
             time.sleep(self._random.uniform(0.01, MAX_STOP_S))
             return self._signal(signal.SIGKILL, self._random.choice([DENSE, ATTENTION]))
@@ -129,12 +130,12 @@ class Monkey:
         return self._signal(signal.SIGTERM, self._random.choice([DENSE, ATTENTION]))
 
     def _replace(self) -> bool:
-        """Another dense worker takes over, as planned."""
+        """Another dense worker takes over as planned."""
         self._ask_for_replacement()
         return True
 
     def _replace_and_kill(self) -> bool:
-        """Either it takes over, or the old one goes on."""
+        """Kills a worker meanwhile: either the new dense worker takes over, or the old one goes on."""
         with ThreadPoolExecutor(1) as threads:
             replacement = threads.submit(self._ask_for_replacement)
             time.sleep(self._random.uniform(0.0, MAX_REPLACEMENT_S))
@@ -149,10 +150,10 @@ class Monkey:
                 launch_pb2_grpc.LauncherStub(channel).ReplaceDense(launch_pb2.ReplaceDenseRequest(), timeout=RECOVERY_S)
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.ABORTED, f"not rolled back: {error.details()}"
-                self.deeds[-1] += " (rolled back)"
+                self.actions[-1] += " (rolled back)"
 
     def _stop_for_longer_than_a_wait(self) -> bool:
-        """The other one gives the step up, and the stopped one finds out when it goes on."""
+        """The other worker gives up the step; the stopped worker notices it when it goes on."""
         assert self._wait_timeout_s is not None
         with self._stopped(self._random.choice([DENSE, ATTENTION])):
             time.sleep(self._wait_timeout_s + self._random.uniform(-0.5, 1.5))
@@ -188,7 +189,7 @@ class Monkey:
             time.sleep(0.01)
 
     def _pid_of(self, role: str) -> int:
-        """Of one of them, while there are two."""
+        """The process of a role; a random one while there are two."""
         deadline = time.monotonic() + RECOVERY_S
         while not (pids := self._pids_of(role)):
             assert time.monotonic() < deadline, f"no {role} comes back"
@@ -204,10 +205,10 @@ class Monkey:
         return pids
 
     def _await_recovery(self) -> None:
-        """Until the killed are replaced, and everybody has had a turn."""
+        """Waits until killed workers are replaced, and every sequence has had enough steps to get a token."""
         deadline = time.monotonic() + RECOVERY_S
         while not self.is_over.is_set() and not self._has_recovered():
-            assert time.monotonic() < deadline, f"not recovered from {self.deeds[-1]}"
+            assert time.monotonic() < deadline, f"not recovered from {self.actions[-1]}"
             time.sleep(0.05)
 
     def _has_recovered(self) -> bool:

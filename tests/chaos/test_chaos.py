@@ -12,10 +12,10 @@ SEED = 1
 
 
 @pytest.mark.timeout(400)  # it takes about 20 s on a quiet machine
-def test_streams_survive_a_monkey_and_nothing_is_left_of_it(tmp_path: Path) -> None:
+def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(tmp_path: Path) -> None:
     with arena(tmp_path, POLICIES[1], SHORT) as where:
         try:
-            deeds = run(where, SEED)
+            actions = run(where, SEED)
         except AssertionError as error:
             raise AssertionError(f"seed {SEED}: {error}\n{where.cluster.log_file.read_text()[-4000:]}") from error
-    assert deeds
+    assert actions

@@ -1,4 +1,4 @@
-"""A chaos run fails for an end that the monkey did not order."""
+"""A chaos run fails if a worker ends that the monkey did not end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.chaos.ends import End, ends_told_by, unordered_ends
+from tests.chaos.ends import End, read_ends, unexpected_ends
 
 LOG = """\
 timestamp=2026-01-01T00:00:00Z level=info service=attention event=attached attachment_id=1
@@ -17,7 +17,7 @@ CRASH = 'reason="exit code 70, after: stopped by a bug: AbortError: \\"Locally\\
 
 
 @pytest.mark.parametrize(
-    ("reason", "sent", "is_ordered"),
+    ("reason", "sent", "is_expected"),
     [
         ('reason="signal SIGKILL"', {signal.SIGKILL}, True),
         ('reason="signal SIGKILL, after: an error it had logged"', {signal.SIGKILL}, True),
@@ -30,13 +30,13 @@ CRASH = 'reason="exit code 70, after: stopped by a bug: AbortError: \\"Locally\\
         ('reason="signal SIGSEGV"', {signal.SIGTERM, signal.SIGKILL}, False),
     ],
 )
-def test_an_end_is_told_and_judged(reason: str, sent: set[signal.Signals], is_ordered: bool) -> None:
-    [end] = ends_told_by(LOG.format(reason))
+def test_an_end_is_compared_with_the_signals(reason: str, sent: set[signal.Signals], is_expected: bool) -> None:
+    [end] = read_ends(LOG.format(reason))
     assert (end.role, end.pid) == ("attn_worker", 7)
-    assert unordered_ends([end], {7: sent, 8: {signal.SIGKILL}}) == ([] if is_ordered else [end])
+    assert unexpected_ends([end], {7: sent, 8: {signal.SIGKILL}}) == ([] if is_expected else [end])
     assert end.reason in reason
 
 
-def test_every_end_of_a_log_is_told() -> None:
+def test_every_end_in_a_log_is_read() -> None:
     log = LOG.format('reason="signal SIGKILL"') + LOG.format("reason=x").replace("pid=7", "pid=8")
-    assert ends_told_by(log) == [End("attn_worker", 7, "signal SIGKILL"), End("attn_worker", 8, "x")]
+    assert read_ends(log) == [End("attn_worker", 7, "signal SIGKILL"), End("attn_worker", 8, "x")]

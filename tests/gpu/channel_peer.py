@@ -1,7 +1,7 @@
-"""The other end of a channel, as a process that does what it is told: `python -m tests.gpu.channel_peer DEVICE`.
+"""The other end of a channel, as a process of its own: `python -m tests.gpu.channel_peer DEVICE`.
 
-Commands come as lines and are answered by one line each. It answers questions: `attn_out` becomes what `answer_to`
-says of `qkv`.
+It reads one command per line from standard input and prints one line in reply. As the attention worker it computes
+`attn_out` from `qkv` with `answer_to`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.channel.factory import map_channel
 from services.common.errors import TwostrokeError
 
 SPEC = ChannelSpec(max_tokens=256, qkv_size=768, attn_size=256, dtype=torch.bfloat16)
-WAIT_TIMEOUT_S = 60.0  # of a CPU's waits
+WAIT_TIMEOUT_S = 60.0  # of waits on a CPU
 MAPPED, DONE = "mapped", "done"
 
 
@@ -28,14 +28,14 @@ def answer_to(qkv: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def answer(channel: Channel, question_ready: Flag) -> None:
-    """One round, enqueued or, on a CPU, done."""
+    """One round: enqueued on a GPU, run at once on a CPU."""
     channel.wait(question_ready)
     answer_to(channel.qkv, channel.attn_out)
     channel.signal(Flag.ATTENTION_READY)
 
 
 def give_back(channel: Channel, num_rounds: int, num_tokens: int) -> None:
-    """In each round, as the dense worker: fetches rows of `attn_out`, and puts them into `qkv`."""
+    """In each round, fetches rows of `attn_out` as the dense worker does, and copies them into `qkv`."""
     for _ in range(num_rounds):
         channel.wait(Flag.ATTENTION_READY)
         channel.qkv[:num_tokens, : SPEC.attn_size] = channel.fetch_attn_out(num_tokens)
@@ -43,23 +43,23 @@ def give_back(channel: Channel, num_rounds: int, num_tokens: int) -> None:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a stream of its own current, as both workers do, and the device too."""
+    """Makes the device and a new stream current, as both workers do."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Peer:
-    """Has one channel at a time."""
+    """Carries out commands on one mapped channel at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._channel: Channel | None = None
 
     def obey(self, command: str, *arguments: str) -> str:
-        """Returns what to reply."""
+        """Carries out a command. Returns the reply."""
         if command == "map":
             return self._map(*arguments)
         channel = self._channel
-        assert channel is not None, "map comes first"
+        assert channel is not None, "no channel is mapped"
         if command == "answer":
             for _ in range(int(arguments[0])):
                 answer(channel, Flag[arguments[1]])
@@ -86,7 +86,7 @@ class Peer:
         return DONE
 
     def _capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """What replays it; on a CPU the function itself."""
+        """A function that replays the captured graph; on a CPU, the function itself."""
         if self._device.type == "cpu":
             return function
         graph = torch.cuda.CUDAGraph()
@@ -95,8 +95,8 @@ class Peer:
         return graph.replay
 
     def wait_for_ever(self) -> None:
-        """For a question that never comes."""
-        assert self._channel is not None, "map comes first"
+        """Waits for a flag that is never set."""
+        assert self._channel is not None, "no channel is mapped"
         self._channel.wait(Flag.QKV_READY)
 
     def _map(self, kind: str, handle: str, epoch: str, attachment_id: str) -> str:
@@ -117,7 +117,7 @@ def main() -> None:
         for line in sys.stdin:
             command, *arguments = line.split()
             if command == "wait_for_ever":
-                print(DONE, flush=True)  # before: it does not return
+                print(DONE, flush=True)  # printed first, because the next line does not return
                 peer.wait_for_ever()
             else:
                 print(peer.obey(command, *arguments), flush=True)

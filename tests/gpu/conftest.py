@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device are marked `gpu` and skipped, with the reason, where there is none.
+"""Tests that need a CUDA device are marked `gpu`. Without such a device they are skipped.
 
 With TRITON_INTERPRET=1 in the environment, kernel tests run on the CPU in Triton's interpreter.
 """
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def kernel_device() -> torch.device:
-    """Where Triton kernels can run here."""
+    """The device on which Triton kernels can run."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,4 +1,4 @@
-"""A cluster on GPUs, and its MPS daemon as NVIDIA's own program sees it."""
+"""Runs a cluster on GPUs, and asks its MPS daemon through NVIDIA's own program."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WORKERS = ("dense_worker", "attn_worker")
 
 @contextlib.contextmanager
 def gpu_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
-    """On the first GPU unless `overrides` say otherwise. At the end no process of its MPS daemon may be left."""
-    # TensorRT would build plans first, and choose between itself and torch by measurement.
+    """A cluster on the first GPU, unless `overrides` say otherwise. Its MPS daemon must leave no process behind."""
+    # The default would first build TensorRT engines, and then choose the faster backend by measurement.
     settings = (f"dense.device={DEVICE}", f"attention.device={DEVICE}", "dense.backend=torch")
     with running_cluster(directory, *settings, *overrides) as cluster:
         pipe = pipe_of(cluster.pid_of("dense_worker"))
@@ -34,7 +34,7 @@ def gpu_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
 
 
 def assert_mps_clients(cluster: Cluster) -> None:
-    """Both workers are clients of one daemon, which says so itself; nothing to see where there is no MPS."""
+    """Checks that the MPS daemon lists both workers as its clients. Without MPS there is nothing to check."""
     if not has_mps():
         return
     pids = {cluster.pid_of(role) for role in WORKERS}
@@ -46,7 +46,7 @@ def assert_mps_clients(cluster: Cluster) -> None:
 
 
 def pipe_of(pid: int) -> str | None:
-    """Where a process looks for its MPS daemon; None if it was told nothing."""
+    """The directory in which a process looks for its MPS daemon; None if its environment names none."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry).get(PIPE_VARIABLE)
 
@@ -65,10 +65,10 @@ def ask_mps(pipe: str, command: str) -> str:
 
 
 def processes_with(pipe: str) -> list[str]:
-    """Command lines of all that run with this pipe directory: the daemon, its servers, their clients."""
+    """Command lines of all processes with this pipe directory: the daemon, its servers, and their clients."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or just ended
+        with contextlib.suppress(OSError):  # a process of another user, or one that has just ended
             if f"{PIPE_VARIABLE}={pipe}\0".encode() in (path / "environ").read_bytes():
                 found.append(f"{path.name}: {(path / 'cmdline').read_text()}")
     return found

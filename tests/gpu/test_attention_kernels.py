@@ -1,4 +1,4 @@
-"""The kernels, ours and FlashInfer's, compute what the float32 torch reference does, for every kind of step."""
+"""Our kernels and FlashInfer's give the results of the float32 torch reference, for every kind of step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kernels:
     name: str
     make: Callable[..., CapturableAttention]
     device: torch.device
-    dtype: torch.dtype  # its most exact one
+    dtype: torch.dtype  # the most precise one that it supports
 
     @property
     def tolerance(self) -> float:
@@ -96,7 +96,7 @@ class _Sequence:
 
 
 class Pair:
-    """The reference and the kernels, fed with the same random steps."""
+    """The reference and the kernels run the same random steps."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Pair:
     def run(
         self, step: StepMetadata, qkv: torch.Tensor | None = None, padded_num_seqs: int | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(kernels' output, reference) of each layer; every element of the output was written."""
+        """(kernels' output, reference) of each layer. The output is NaN where the kernels did not write."""
         num_tokens = len(step.positions)
         num_rows = padded_num_seqs or num_tokens
         qkv = self.make_qkv(num_rows) if qkv is None else qkv
@@ -257,7 +257,7 @@ def test_long_contexts_are_split_and_merged(
 ) -> None:
     pair = Pair(make_config(num_heads, num_kv_heads, head_dim=128), kernels)
     pair.check({"long": 700})
-    for _ in range(3):  # the counters of finished pieces must be zero again
+    for _ in range(3):  # each call must reset the counters of finished splits to zero
         pair.check({"long": 1, "short": 1})
 
 
@@ -270,7 +270,7 @@ def test_padding_rows_become_zero(kernels: Kernels) -> None:
     pair.check({"b": 1, "a": 1})
 
 
-def test_failed_sequences_leave_others_alone(kernels: Kernels) -> None:
+def test_failed_sequences_do_not_change_others(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     pair.check({"a": 30, "b": 50})
     step = pair.plan({"failed_1": 20, "a": 1, "failed_2": 1, "b": 2}, failed=("failed_1", "failed_2"))
@@ -345,7 +345,7 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(
 def test_steps_planned_ahead_of_the_device_keep_their_plans(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     pair.check({"a": 100, "b": 1500})
-    pair.run(pair.plan({"a": 1}), padded_num_seqs=4)  # makes what is made once for each size
+    pair.run(pair.plan({"a": 1}), padded_num_seqs=4)  # creates what is created once for each size
     steps = [pair.plan(dict.fromkeys(names, 1)) for names in ("a", "ab", "b", "ba", "a", "ab")]
     qkvs = [pair.make_qkv(4) for _ in steps]
     outs = [torch.empty(4, pair.config.attn_size, dtype=pair.dtype, device=pair.device) for _ in steps]

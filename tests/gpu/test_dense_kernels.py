@@ -51,7 +51,7 @@ class Case:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> None:
         self.device, self.dtype = device, dtype
-        self._generator = torch.Generator().manual_seed(0)  # few outputs: some draws come close to the bound
+        self._generator = torch.Generator().manual_seed(0)  # fixed, as some seeds come close to the tolerance
         out_features, in_features = shape
         self.x = self.randn(num_rows, in_features)
         self.weight = self.randn(out_features, in_features) * in_features**-0.5
@@ -110,7 +110,7 @@ def test_gemv_computes_the_linear_layer_and_what_is_fused(
     wide = case.nan(1, shape[0], dtype=torch.float32)
     gemv(launcher, x, case.weight, None, wide, **norm)
     case.check(wide, linear(normed, case.weight))
-    assert torch.equal(wide, wide.to(dtype).float())  # as Hugging Face, whose logits have the model's dtype
+    assert torch.equal(wide, wide.to(dtype).float())  # rounded, as the logits of Hugging Face have the model's dtype
 
 
 @pytest.mark.parametrize("num_rows", [2, 16, 23, 64])
@@ -127,7 +127,7 @@ def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
     case.check(wide, linear(x, case.weight))
     assert torch.equal(wide, wide.to(dtype).float())
 
-    # As in the backend: results in the left half of a wider workspace, read from there by the next layer.
+    # As in the backend, the results go to the left half of a wider workspace, from which the next layer reads them.
     workspace = case.nan(num_rows + 1, 2 * shape[0])
     activation = workspace[:num_rows, : shape[0]]
     skinny_linear(launcher, x, case.gate_up, case.gate_up_bias, activation, splits, is_gated=True)
@@ -222,7 +222,7 @@ MAX_NUM_TOKENS = 100
 
 
 def make_weights(config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Random throughout, biases and norms too, so that forgetting one shows."""
+    """All weights are random, biases and norms too, so that a forgotten one changes the result."""
     weights = random_weights(config, dtype, torch.device("cuda"), seed=0)
     for name, tensor in weights.named_tensors():
         tensor.normal_(mean=1.0 if name.endswith("norm") else 0.0, std=0.2 if tensor.dim() == 1 else 0.1)
@@ -237,7 +237,7 @@ def to_float32(weights: ModelWeights, config: ModelConfig) -> ModelWeights:
 
 
 class Step:
-    """A step of n tokens whose attention is some fixed function of each layer's qkv."""
+    """A step of `num_tokens` tokens. Instead of attention it applies a fixed function to each layer's qkv."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, num_tokens: int, rows: list[int]) -> None:
         self.config = config
@@ -257,7 +257,7 @@ class Step:
 
 @pytest.fixture(params=LinearKernel, ids=lambda kernel: kernel.value)
 def only_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinearKernel]:
-    """Whatever is faster, every layer takes the one kernel."""
+    """Makes all layers use this kernel, whatever the measurement says."""
     measure = LinearChoice.measure
 
     def measure_and_override(self: LinearChoice, linears: list[Linear], *arguments: Any) -> None:
@@ -284,13 +284,13 @@ def test_backend_is_as_exact_as_the_segments(variant: str, half: torch.dtype, on
         reference_error = (step.run(reference) - expected).square().mean().sqrt().item()
         found = step.run(backend)
         assert found.dtype == torch.float32
-        # Roundings are at the same places, but sums in another order flip last bits: either may be closer.
+        # Both round at the same places but sum in different orders, which changes last bits: either may be closer.
         assert (found - expected).square().mean().sqrt().item() <= 2 * reference_error
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_backend_in_float32_gives_what_the_segments_give(variant: str) -> None:
+def test_backend_in_float32_equals_the_segments(variant: str) -> None:
     config = VARIANTS[variant]
     weights = make_weights(config, torch.float32)
     backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights)

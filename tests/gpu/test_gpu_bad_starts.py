@@ -1,4 +1,4 @@
-"""Starts on a GPU that cannot succeed: the launcher ends by itself, with one line that names what is wrong."""
+"""Starts on a GPU that cannot succeed: the launcher ends by itself, with one line that names the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_TIMEOUT_S = 90.0  # all start at the same time
 
 @dataclass(frozen=True)
 class BadStart:
-    """Settings, and what the last line says."""
+    """Settings, and a regular expression for the last line of the log."""
 
     dense: str
     attention: str
@@ -82,7 +82,7 @@ class Launcher:
 
 @pytest.fixture(scope="module")
 def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launcher]]:
-    """All of them at once, since each spends its time on imports; the MPS of one hangs."""
+    """Starts all launchers at once, because each spends its time on imports. For one of them MPS hangs."""
     directory = tmp_path_factory.mktemp("program")
     program = directory / CONTROL
     program.write_text("#!/bin/sh\nexec sleep 600\n")

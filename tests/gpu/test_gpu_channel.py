@@ -1,4 +1,4 @@
-"""The seam between two real processes, on one GPU, on two, and on a CPU: data, handoffs, epochs, aborts, deaths."""
+"""Channels between two real processes, on one GPU, on two, and on a CPU: data, handoffs, epochs, aborts, deaths."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.support.cluster import REPOSITORY
 NUM_ROUNDS = 40
 REPLY_TIMEOUT_S = 60.0  # a process imports torch and makes its CUDA context
 DEVICE_TIMEOUT_S = 20.0
-RELEASE_S = 2.0  # within which an abort has let everybody go
+RELEASE_S = 2.0  # bound for an abort to release all waits
 LONG_AFTER_S = 3.0
 EPOCH = secrets.randbits(63)
-QUESTION_READY = [Flag.QKV_READY, Flag.LONG_STEP_QKV_READY]  # of short steps, and of long ones
+QUESTION_READY = [Flag.QKV_READY, Flag.LONG_STEP_QKV_READY]  # for short steps, and for long ones
 attachment_ids = itertools.count(1)
 
 pytestmark = pytest.mark.timeout(200)
@@ -46,7 +46,7 @@ PAIRS = [
 
 @dataclass(frozen=True)
 class Devices:
-    """The owner's and the peer's, and the kind of channel between them."""
+    """The devices of the owner and the peer, and the kind of channel between them."""
 
     owner: torch.device
     peer: torch.device
@@ -61,7 +61,7 @@ class Devices:
 
 
 class Peer:
-    """The process at the other end."""
+    """The process at the other end, see `channel_peer.py`."""
 
     def __init__(self, device: torch.device) -> None:
         self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class Peer:
         self._reader.start()
 
     def send(self, *words: object) -> None:
-        """A command, whose reply comes when it has been carried out."""
+        """Sends a command. The reply comes when the command has been carried out."""
         assert self._process.stdin is not None
         print(*words, file=self._process.stdin)
 
@@ -92,13 +92,13 @@ class Peer:
         return self.ask("map", channel.kind, channel.handle.decode(), epoch, attachment_id)
 
     def kill(self) -> None:
-        """Returns when it is dead."""
+        """Kills the process and waits until it has ended."""
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait(REPLY_TIMEOUT_S)
         self._reader.join(REPLY_TIMEOUT_S)
 
     def stop(self) -> int:
-        """Its exit status; it ends with its input."""
+        """Closes the input, which ends the process. Returns its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -139,19 +139,19 @@ class Owner:
         return torch.zeros(count, SPEC.max_tokens, SPEC.attn_size, dtype=SPEC.dtype, device=self.device)
 
     def ask(self, question: torch.Tensor, answer: torch.Tensor, question_ready: Flag = Flag.QKV_READY) -> None:
-        """One round, enqueued or, on a CPU, done."""
+        """One round: enqueued on a GPU, run at once on a CPU."""
         self.channel.qkv.copy_(question)
         self.channel.signal(question_ready)
         self.channel.wait(Flag.ATTENTION_READY)
         answer.copy_(self.channel.attn_out)
 
     def wait(self, flag: Flag = Flag.ATTENTION_READY) -> None:
-        """For an answer, or another flag; returns or raises when this side may go on."""
+        """Waits for the flag. Returns when the device has passed the wait; raises after an abort."""
         self.channel.wait(flag)
         self.finish()
 
     def finish(self) -> None:
-        """Until the device has done all. Fails, instead of hanging, when it does not; raises after an abort."""
+        """Waits until the device has run everything. Fails after a timeout; raises after an abort."""
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
@@ -166,7 +166,7 @@ class Owner:
 
 @pytest.fixture(scope="module", params=PAIRS)
 def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
-    """With a stream of our own on the owner's device, as the workers have one."""
+    """The devices. A new stream on the owner's device is current, as in the workers."""
     owner, peer, kind = request.param
     devices = Devices(torch.device(owner), torch.device(peer), kind)
     if max(devices.owner.index or 0, devices.peer.index or 0) >= max(1, torch.cuda.device_count()):
@@ -177,7 +177,7 @@ def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
 
 @pytest.fixture(scope="module")
 def peer(devices: Devices) -> Iterator[Peer]:
-    """For all tests of these devices that leave it alive."""
+    """One peer for all tests on these devices that leave it alive."""
     peer = Peer(devices.peer)
     yield peer
     assert peer.stop() == 0
@@ -185,7 +185,7 @@ def peer(devices: Devices) -> Iterator[Peer]:
 
 @pytest.fixture
 def mortal_peer(devices: Devices) -> Iterator[Peer]:
-    """For the others."""
+    """A peer for a test that may end it."""
     peer = Peer(devices.peer)
     yield peer
     peer.stop()
@@ -207,7 +207,7 @@ def mapped(owner: Owner, peer: Peer, devices: Devices) -> Iterator[Peer]:
 
 
 def when_waiting(function: Callable[[], object]) -> threading.Thread:
-    """Calls the function soon, when this thread or its stream waits."""
+    """Calls the function a moment later, when this thread or its stream waits."""
     timer = threading.Timer(0.3, function)
     timer.start()
     return timer
@@ -303,7 +303,7 @@ def test_an_abort_of_the_peer_releases_this_side_and_is_seen(owner: Owner, mappe
 
 
 def test_an_abort_of_this_side_releases_the_peer(owner: Owner, mortal_peer: Peer) -> None:
-    """Its stream waits, and it could not close the channel if that were so for ever."""
+    """The peer's stream waits. If the wait did not end, the peer could not close the channel."""
     assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
     assert mortal_peer.ask("wait_for_ever") == DONE
     owner.channel.abort()
@@ -315,7 +315,7 @@ def test_an_abort_of_this_side_releases_the_peer(owner: Owner, mortal_peer: Peer
 
 
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["idle", "waiting"])
-def test_a_peer_that_is_killed_blocks_nobody_for_long(owner: Owner, mortal_peer: Peer, is_waiting: bool) -> None:
+def test_a_killed_peer_does_not_block_this_side(owner: Owner, mortal_peer: Peer, is_waiting: bool) -> None:
     assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
     if is_waiting:
         assert mortal_peer.ask("wait_for_ever") == DONE
@@ -332,10 +332,10 @@ def test_a_peer_that_is_killed_blocks_nobody_for_long(owner: Owner, mortal_peer:
     assert time.monotonic() - aborts_at[0] < RELEASE_S
     timer.join()
     with pytest.raises(ChannelAborted):
-        owner.wait()  # whoever comes later is let through, too
+        owner.wait()  # a later wait is released, too
 
 
-def test_who_is_left_ends_the_abort_of_a_peer_that_died(owner: Owner, mortal_peer: Peer) -> None:
+def test_an_abort_of_this_side_completes_that_of_a_dead_peer(owner: Owner, mortal_peer: Peer) -> None:
     assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
     assert mortal_peer.ask("abort") == DONE
     mortal_peer.kill()
@@ -347,7 +347,7 @@ def test_who_is_left_ends_the_abort_of_a_peer_that_died(owner: Owner, mortal_pee
 
 @pytest.mark.parametrize("flag", Flag)
 def test_a_wait_long_after_the_abort_is_released(owner: Owner, flag: Flag) -> None:
-    """Whoever launches a step may have compiled a kernel meanwhile."""
+    """A worker may compile a kernel between the abort and its wait."""
     owner.channel.abort()
     time.sleep(LONG_AFTER_S)
     with pytest.raises(ChannelAborted):
@@ -362,7 +362,7 @@ def test_an_abort_ends_a_wait_for_any_flag(owner: Owner, flag: Flag) -> None:
     timer.join()
 
 
-def test_a_region_that_does_not_fit_is_named_in_bytes_and_harms_nobody(devices: Devices, peer: Peer) -> None:
+def test_a_region_that_does_not_fit_is_refused_and_a_later_one_works(devices: Devices, peer: Peer) -> None:
     too_large = replace(SPEC, max_tokens=2**40)
     with pytest.raises(CapacityError, match=r"needs \d{16} bytes of (GPU|shared) memory, .*free"):
         devices.make_channel(too_large, next(attachment_ids))
@@ -378,7 +378,7 @@ def test_a_region_that_does_not_fit_is_named_in_bytes_and_harms_nobody(devices: 
 
 
 @pytest.mark.gpu
-def test_the_region_lies_on_the_device_that_was_asked_for() -> None:
+def test_the_region_lies_on_the_chosen_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     other = torch.device("cuda:1")
@@ -391,7 +391,7 @@ def test_the_region_lies_on_the_device_that_was_asked_for() -> None:
 
 
 @pytest.mark.gpu
-def test_a_process_without_mps_polls_only_if_the_peer_has_a_gpu_of_its_own() -> None:
+def test_without_mps_a_kernel_polls_only_if_the_peer_has_another_gpu() -> None:
     """The tests run without MPS; `test_gpu_parity` starts a cluster with it."""
     from services.channel.cuda_ipc import choose_kind
 

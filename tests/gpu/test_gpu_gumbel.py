@@ -1,4 +1,4 @@
-"""The draw's Triton kernel against its reference on the host: the same random bits, noise and tokens."""
+"""The Triton kernel that samples tokens gives the random bits, noise and tokens of its reference on the host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from services.dense_worker.backends import triton_gumbel
 
 SEEDS = np.array([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], dtype=np.uint64)
 POSITIONS = np.array([0, 1, 2**31, 2**32, 7, 131_071, 2**62], dtype=np.uint64)
-# The noise, at most 23, is rounded to float32 (2^-20), after two logarithms that are right to 2 units in the
-# last place each; so two tokens can change places if their scores are this close.
+# The noise is at most 23 and is rounded to float32 (2^-20), after two logarithms with errors of up to 2 units in the
+# last place. Two tokens whose scores are this close may therefore change places.
 NOISE_TOLERANCE = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Tokens through three processes on one GPU are Hugging Face's, in float32 exactly, in bfloat16 within its rounding."""
+"""A cluster on one GPU gives the tokens of Hugging Face: exactly in float32, within rounding errors in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.reference import make_served_model, random_prompts, reference
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 MAX_NUM_BATCHED_TOKENS = 96
-# The last two take several steps, in which the others decode.
+# The last two prompts take several steps, in which the others decode.
 PROMPTS = random_prompts(10, longest=80, seed=3) + random_prompts(3, longest=600, seed=4)[1:]
 MAX_TOKENS = [50 + i for i in range(len(PROMPTS))]
-# Two implementations that round the same values to bfloat16 in different places err alike, but not equally.
+# Two implementations that round to bfloat16 in different places have errors of similar, but not equal, size.
 ERROR_RATIO = 1.5
 
 
@@ -31,8 +31,8 @@ class Case:
 
     family: str
     dtype: torch.dtype
-    settings: tuple[str, ...] = ()  # beyond those of all
-    overrides: dict[str, Any] = field(default_factory=dict)  # of config.json
+    settings: tuple[str, ...] = ()  # in addition to the settings that all cases share
+    overrides: dict[str, Any] = field(default_factory=dict)  # for config.json
 
 
 CASES = {
@@ -58,7 +58,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=CASES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With too few blocks for all prompts, so that some are preempted."""
+    """A cluster with too few blocks for all prompts, so that some are preempted."""
     case = CASES[request.param]
     path = make_served_model(
         tmp_path_factory.mktemp(request.param),
@@ -80,7 +80,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def assert_tokens(served: Served, prompts: list[list[int]], found: list[list[int]]) -> None:
-    """Greedy tokens, from 1 on, after each prompt."""
+    """Checks the greedy tokens after each prompt against Hugging Face."""
     if served.case.dtype == torch.float32:
         lengths = map(len, found)
         assert found == [
@@ -88,9 +88,9 @@ def assert_tokens(served: Served, prompts: list[list[int]], found: list[list[int
             for prompt, length in zip(prompts, lengths, strict=True)
         ]
         return
-    # Rounded logits tie, so tokens may differ, and all that follows. But each token must be the best one after
-    # those before it, as far as that can be told: if no logit is off by more than e, whichever is the largest one
-    # lies within 2 e of the largest exact one. How large e is, Hugging Face's own bfloat16 shows on the same tokens.
+    # Rounded logits tie, so a token may differ, and then all later ones. But each token must be the best one after
+    # the tokens before it, within rounding: if no logit has an error above e, the exact logit of the chosen token
+    # is within 2 e of the largest exact logit. The errors of Hugging Face's own bfloat16 on these tokens give e.
     exact, rounded = (reference_model(served.path, DEVICE, dtype) for dtype in (torch.float32, served.case.dtype))
     errors, shortfalls, spreads = [], [], []
     for prompt, answer in zip(prompts, found, strict=True):
@@ -108,7 +108,7 @@ def assert_tokens(served: Served, prompts: list[list[int]], found: list[list[int
     assert max(shortfalls) <= tolerance
 
 
-def test_greedy_tokens_of_unequal_prompts_together_are_hugging_faces(served: Served) -> None:
+def test_greedy_tokens_of_a_batch_of_prompts_equal_hugging_face(served: Served) -> None:
     answers = served.cluster.generate_all(PROMPTS, MAX_TOKENS)
     assert [len(answer.token_ids) for answer in answers] == MAX_TOKENS
     assert_tokens(served, PROMPTS, [answer.token_ids for answer in answers])
@@ -125,10 +125,10 @@ def test_a_prompt_whose_prefix_is_cached_gets_the_same_tokens(served: Served) ->
 
 
 def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_crowd(served: Served) -> None:
-    """In float32, and of as few tokens.
+    """Only in float32, and with few tokens.
 
-    A batch of another size adds in another order, so that logits differ by some 1e-6, which changes one draw in
-    hundreds of thousands. In bfloat16 it is one in a hundred, and nothing is promised.
+    A batch of another size sums in another order: logits differ by about 1e-6, which changes one sampled token in
+    hundreds of thousands. In bfloat16 it changes one in a hundred, so equal tokens are not guaranteed.
     """
     if served.case.dtype != torch.float32:
         pytest.skip("in bfloat16 the batch's size decides how logits are rounded")
@@ -142,7 +142,7 @@ def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_crowd(served: Ser
         assert all(len(each.result().token_ids) == 90 for each in crowd)
 
 
-def test_the_workers_are_mps_clients_or_the_launcher_says_that_they_are_not(served: Served) -> None:
+def test_the_workers_are_mps_clients_or_the_launcher_warns(served: Served) -> None:
     log = served.cluster.log_file.read_text()
     if "launch.mps=off" in served.case.settings:
         assert "without MPS" in log and "launch.mps is 'off'" in log

@@ -1,4 +1,4 @@
-"""The sampler on a GPU: the tokens and log-probabilities of the CPU, without ever waiting for the device."""
+"""The sampler gives the same tokens and log-probabilities on a GPU as on a CPU, and never waits for the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.dense_worker.sampling.sampler import SampledTokens, Sampler
 pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE, NUM_ROWS, NUM_STEPS = 32_000, 48, 6
-# Sums of 32,000 exponentials in float32, added in another order.
+# For sums of 32,000 exponentials in float32, which the GPU adds in another order.
 TOLERANCE = 1e-4
 
 
 def request_params(row: int) -> SamplingParams:
-    """Every option in turn, and several at once."""
+    """Options of sampling that differ by row: each option, and several together."""
     return SamplingParams(
         temperature=0.0 if row % 5 == 0 else 0.3 + 0.1 * (row % 7),
         top_k=50 if row % 3 == 0 else None,
@@ -48,7 +48,7 @@ def sample_steps(device: str) -> Iterator[SampledTokens]:
     for step in range(NUM_STEPS):
         logits = (torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator) * 3.0).to(device)
         output_lens = np.arange(NUM_ROWS) % 3 + step
-        if device == "cuda" and step:  # the first one loads libraries
+        if device == "cuda" and step:  # the first step loads libraries
             torch.cuda.set_sync_debug_mode("error")
         try:
             sampled = sampler.sample(logits, np.arange(NUM_ROWS), output_lens + 3, output_lens)

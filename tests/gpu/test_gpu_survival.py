@@ -1,4 +1,4 @@
-"""Workers on one GPU, and on two, are killed and replaced under streams: the same tokens, and nobody else dies."""
+"""Workers on one GPU and on two are killed and replaced under streams: the tokens are the same, nothing else dies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.scrape import Scrape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
-# In float32, where a batch of another size changes logits by some 1e-6: the odds that this changes one of the tokens
-# below are one in hundreds.
+# The model runs in float32, where another batch size changes logits by about 1e-6. The probability that this changes
+# one of the tokens below is less than one percent.
 PROMPTS = random_prompts(4, longest=150, seed=6)[1:]
 NUM_TOKENS = 500
-LONG_NUM_TOKENS = 1500  # the pauses between two such streams are a small part of the time
+LONG_NUM_TOKENS = 1500  # long, so that a stream is open nearly all the time
 MESSAGES = [
     request(PROMPTS[0], NUM_TOKENS, ignore_eos=True),
     request(PROMPTS[1], NUM_TOKENS, temperature=0.9, seed=7, ignore_eos=True),
@@ -71,7 +71,7 @@ def num_recovered(metrics_address: str) -> float:
 
 
 def check_kill(cluster: Cluster, metrics_address: str, role: str, undisturbed: list[Collected]) -> None:
-    """In the middle of all streams. Only who was killed is started again."""
+    """Kills the worker in the middle of all streams, and checks that only this worker is restarted."""
     pids, recovered = {each: cluster.pid_of(each) for each in WORKERS}, num_recovered(metrics_address)
     disturbed = collect_all(cluster.gateway, MESSAGES, lambda: os.kill(pids[role], signal.SIGKILL))
     for collected, expected in zip(disturbed, undisturbed, strict=True):
@@ -82,7 +82,7 @@ def check_kill(cluster: Cluster, metrics_address: str, role: str, undisturbed: l
     cluster.wait_idle()
 
 
-def test_undisturbed_greedy_tokens_are_hugging_faces(path: Path, undisturbed: list[Collected]) -> None:
+def test_undisturbed_greedy_tokens_equal_hugging_face(path: Path, undisturbed: list[Collected]) -> None:
     assert undisturbed[0].token_ids[0] == reference_tokens(path, PROMPTS[0], NUM_TOKENS, DEVICE)
 
 
@@ -122,7 +122,7 @@ def test_a_stream_ends_as_without_the_replacement(cluster: Cluster, metrics_addr
 
 
 def test_one_worker_on_each_of_two_gpus(path: Path, tmp_path: Path) -> None:
-    """Tokens, and a kill of either worker."""
+    """Checks the tokens, then kills each worker once."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     metrics_address = f"127.0.0.1:{free_port()}"
