@@ -5,8 +5,8 @@
 Checks agreement in every profile, norms in float32, several CUDA graphs on one execution context, a step
 without waiting, and whole generations of the embedded model; then prints microseconds for each segment and
 number of tokens. Weights are random in the shape of Llama-2-7B, or of `--model DIR`. The exit status is 1 if
-a check fails; a check that could not run counts as failed and says why. It has no built-in figures:
-what has not been run has not been shown.
+a check fails; a check that could not run counts as failed and says why. The
+program has no built-in figures: it prints only what it has measured.
 """
 
 from __future__ import annotations
