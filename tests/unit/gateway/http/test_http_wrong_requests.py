@@ -1,4 +1,4 @@
-"""Requests that are wrong in themselves: each is refused by the field that is wrong."""
+"""Wrong requests are refused with an error that names the wrong field."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_and_do_not_disturb_a_stream(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         async with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "beside"}) as stream:
@@ -131,7 +131,7 @@ def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Pa
     with_client(tmp_path, dense, test)
 
 
-def test_of_several_prompts_the_wrong_one_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_wrong_one_of_several_prompts(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(COMPLETIONS, json={"prompt": [[5], [6, 32_000]]})
         check_error(response, 400, "prompt", "prompt[1][1] is 32000, out of vocabulary")
@@ -164,7 +164,7 @@ def test_broken_json_is_a_400(path: str, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for name, data in BROKEN_BODIES.items():
             if name == "infinity" and "token" in path:
-                continue  # well-formed JSON, of an unknown field there
+                continue  # here this is well-formed JSON with an unknown field
             response = await client.post(path, content=data, headers={"content-type": "application/json"})
             assert response.status_code == 400, name
             assert response.json()["error"]["message"]
@@ -190,7 +190,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_a_context_overflow_is_one_that_clients_recognise(tmp_path: Path) -> None:
+def test_a_context_overflow_has_the_error_that_clients_recognise(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path, body, param in TOO_LONG:
             response = await client.post(path, json=body)
@@ -218,7 +218,7 @@ LONG_TEXT = "é" * 500_000
         {"temperature": [[[[["x" * 60] * 6] * 6] * 6] * 6] * 6},
     ],
 )
-def test_little_of_what_a_client_sent_comes_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_an_error_repeats_little_of_the_request(tmp_path: Path, fields: dict[str, Any]) -> None:
     async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
         response = await client.post(COMPLETIONS, json={**PROMPT, **fields})
         assert response.status_code in (400, 404)
