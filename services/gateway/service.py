@@ -28,6 +28,7 @@ from services.gateway.open_files import fit_connections
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
+from services.gateway.triton.inference import Triton
 from services.pb import gateway_pb2_grpc, stall_pb2
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
@@ -93,12 +94,13 @@ class Gateway:
     async def _listen(self, frontend: Frontend) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
+        triton = Triton(frontend, section.max_prompts)
         self._server = self._make_server(frontend, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
         self._opened.push_async_callback(worker_load.close)
-        app = build_app(frontend, section, self._registry, worker_load)
+        app = build_app(frontend, section, self._registry, worker_load, triton)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
