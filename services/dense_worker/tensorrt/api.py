@@ -122,7 +122,7 @@ class TensorRT:
         config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32
         if self.is_rtx:  # a context that allocates memory itself cannot be captured
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-        if not self._is_strongly_typed:
+        if not self.is_strongly_typed:
             self._set_precisions(config, definition, dtype)
         for sizes in profiles:
             config.add_optimization_profile(_profile(builder, definition, sizes))
@@ -162,13 +162,14 @@ class TensorRT:
         return None
 
     @property
-    def _is_strongly_typed(self) -> bool:
+    def is_strongly_typed(self) -> bool:
+        """Whether operations run in the types of the network. If not, TensorRT may choose how products are summed."""
         return hasattr(self._trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
     def _network_flags(self) -> int:
         flags = self._trt.NetworkDefinitionCreationFlag
         # From 10 on all networks have what 8.6 calls an explicit batch and requires as a flag.
-        return 1 << int(flags.STRONGLY_TYPED if self._is_strongly_typed else flags.EXPLICIT_BATCH)
+        return 1 << int(flags.STRONGLY_TYPED if self.is_strongly_typed else flags.EXPLICIT_BATCH)
 
     def _set_precisions(self, config: Any, definition: Any, dtype: torch.dtype) -> None:
         """Makes 8.6 compute in float16 exactly where the network says so."""
