@@ -252,7 +252,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), has_changed=st.sampled_from([False, False, False, True]))
     def resubmit(self, data: st.DataObject, has_changed: bool) -> None:
-        """The dense worker died. The gateway resubmits a prefix of the tokens, or other ones (a real one never does)."""
+        """The dense worker died. The gateway resubmits a prefix of the tokens, or others (real ones never do)."""
         seq_id = data.draw(st.sampled_from(sorted(self.sequences)))
         sequence = self.sequences[seq_id]
         length = data.draw(st.integers(sequence.num_prompt, len(sequence.tokens)))
