@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from services.common.errors import ConfigError
+from services.dense_worker.tensorrt.constant_weights import make_constants
 from services.dense_worker.tensorrt.engine import Engine
 from services.dense_worker.tensorrt.gpu import Gpu, check_driver
 
@@ -83,9 +84,7 @@ class TensorRT:
         """Raises ConfigError for a GPU that this TensorRT is known to refuse."""
         if not self.is_rtx:
             return
-        supported = [
-            member[2:] for member in self._trt.ComputeCapability.__members__ if member.startswith("SM")
-        ]
+        supported = [member[2:] for member in self._trt.ComputeCapability.__members__ if member.startswith("SM")]
         major, minor = gpu.capability
         if f"{major}{minor}" not in supported:
             names = ", ".join(f"{digits[:-1]}.{digits[-1]}" for digits in supported)
@@ -101,10 +100,12 @@ class TensorRT:
         profiles: Sequence[Mapping[str, Sizes]],
         dtype: torch.dtype,
         timing_cache: bytes,
+        constants: Sequence[str] = (),
     ) -> tuple[bytes, bytes]:
         """A plan for the ONNX model `network`, and the timing cache with the new timings; empty if there is none.
 
-        profiles: for each profile the sizes of dimension 0 of every dynamic input. `title` is for messages.
+        profiles: for each profile the sizes of dimension 0 of every dynamic input. `title` is for messages. Inputs
+        named in `constants` become constants of the plan, whose engines need `refit`.
         `timing_cache` must be undamaged, see `timing_cache.py`.
         Raises ConfigError if the network cannot be parsed or no plan can be built.
         """
@@ -126,10 +127,14 @@ class TensorRT:
             self._set_precisions(config, definition, dtype)
         for sizes in profiles:
             config.add_optimization_profile(_profile(builder, definition, sizes))
+        kept = make_constants(trt, definition, constants, self._dtypes)
+        if constants:
+            config.set_flag(trt.BuilderFlag.REFIT)
         if self.is_rtx:  # it times nothing during a build
             return self._build(title, builder, definition, config), b""
         cache = self._use_timings(config, timing_cache)  # the config refers to it
         plan = self._build(title, builder, definition, config)
+        del kept
         timings = None if cache is None else config.get_timing_cache()
         return plan, b"" if timings is None else bytes(timings.serialize())
 
@@ -143,7 +148,7 @@ class TensorRT:
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise ConfigError(f"{self.name} cannot load the plan of {title}: {self._log.take_errors()}")
-        return Engine(self._trt, self._dtypes, self._log.take_errors, runtime, engine)
+        return Engine(self._trt, self._dtypes, self._log, runtime, engine)
 
     def _build(self, title: str, builder: Any, definition: Any, config: Any) -> bytes:
         plan = builder.build_serialized_network(definition, config)

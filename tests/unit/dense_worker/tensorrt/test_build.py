@@ -23,7 +23,7 @@ from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.support.model_configs import VARIANTS, small_config, write_config
-from tests.support.workers import fake_tensorrt, fake_tensorrt_runtime
+from tests.support.workers import fake_tensorrt, fake_tensorrt_runtime, fake_tensorrt_weights
 from tests.support.workers.fake_tensorrt import make_tensorrt
 
 torch.set_num_threads(1)
@@ -104,6 +104,8 @@ def test_stand_in_has_no_name_that_the_real_tensorrt_rtx_lacks() -> None:
         (fake_tensorrt._BuilderConfig, real.IBuilderConfig),
         (fake_tensorrt._Profile, real.IOptimizationProfile),
         (fake_tensorrt._Parser, real.OnnxParser),
+        (fake_tensorrt._Network, real.INetworkDefinition),
+        (fake_tensorrt_weights.FakeRefitter, real.Refitter),
         (fake_tensorrt_runtime.FakeRuntime, real.Runtime),
         (fake_tensorrt_runtime.Engine11, real.ICudaEngine),
         (fake_tensorrt_runtime.Context11, real.IExecutionContext),
