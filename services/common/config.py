@@ -156,7 +156,7 @@ class DenseSection(Section):
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
-    profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
+    profiles: str = "1-1,2-16@16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
 

@@ -144,6 +144,14 @@ class _BuilderConfig:
         self._trt.record("clear_flag", flag)
         self.flags.discard(flag)
 
+    @property
+    def builder_optimization_level(self) -> int:
+        return 3
+
+    @builder_optimization_level.setter
+    def builder_optimization_level(self, level: int) -> None:
+        self._trt.record("builder_optimization_level", level)
+
     def add_optimization_profile(self, profile: _Profile) -> int:
         self.profiles.append(profile)
         return len(self.profiles) - 1

@@ -28,7 +28,7 @@ from tests.support.workers.fake_tensorrt import make_tensorrt
 
 torch.set_num_threads(1)
 H200 = Gpu("NVIDIA H200", (9, 0), 132)
-DESIGN_PROFILES = "1-16,17-128,129-512,513-8192"
+DESIGN_PROFILES = "1-1,2-16@16,17-128,129-512,513-8192"
 
 
 class Recorder:
