@@ -141,6 +141,10 @@ class GatewaySection(Section):
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread before its request ends
     first_token_timeout_s: Seconds = 1.0  # longest wait for a token or an error before a streamed answer's status line
     tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
+    # how the model writes calls of tools. auto: as its chat template says; none: requests with tools are refused
+    tool_parser: Literal["auto", "none", "hermes"] = "auto"
+    # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
     num_dense_streams: Count = 1  # streams to dense workers; at most this many replicas are used
 
 

@@ -59,7 +59,12 @@ class Gateway:
         self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
         eos_token_ids = load_model_config(config.model.path).eos_token_ids
-        tokenizer = load_tokenizer(config.model.path, is_optional=config.model.load_format == "dummy")
+        tokenizer = load_tokenizer(
+            config.model.path,
+            is_optional=config.model.load_format == "dummy",
+            tool_parser=config.gateway.tool_parser,
+            reasoning_parser=config.gateway.reasoning_parser,
+        )
         self._opened.callback(tokenizer.close)
         section = self._section = fit_connections(config.gateway)
         self._metrics = GatewayMetrics(self._registry)

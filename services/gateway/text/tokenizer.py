@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from services.common.errors import InvalidRequest, ModelError
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
+from services.gateway.text.parsing import ChatFormats
 
 MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
 NUM_THREADS = 2
@@ -42,7 +43,8 @@ T = TypeVar("T")
 class Tokenizer:
     """Owns the model's tokenizer and the threads it may use; `close` ends them."""
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, chat_formats: ChatFormats | None = None) -> None:
+        self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
         self._backend = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
@@ -116,7 +118,7 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
-        given, nonce = [[message.fields() for message in chat.messages], chat.template_kwargs], new_nonce()
+        given, nonce = self._template.variables(chat), new_nonce()
         marked = self._control_tokens.marked(given, nonce)
         try:
             text = self._template.render(chat, *marked)
@@ -135,11 +137,13 @@ class Tokenizer:
         return [self._encode(text, add_special_tokens=False) for text in texts]
 
 
-def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
+def load_tokenizer(
+    path: Path, is_optional: bool = False, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> Tokenizer:
     """The tokenizer of a Hugging Face directory, without network access.
 
-    `is_optional`: a directory without tokenizer files gets one token per UTF-8 byte (for dummy weights).
-    Raises `ModelError` if there is none, or if it cannot be read or is not a fast one.
+    `is_optional`: a directory without tokenizer files gets one token per UTF-8 byte (for dummy weights). The parsers
+    are those of the configuration. Raises `ModelError` if there is none, or if it cannot be read or is not a fast one.
     """
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         if is_optional:
@@ -153,7 +157,7 @@ def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
         raise ModelError(f"the tokenizer in {path} cannot be read: {error}") from error
     if not isinstance(hf_tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"the tokenizer in {path} is a {type(hf_tokenizer).__name__}, a fast one is needed")
-    return Tokenizer(hf_tokenizer)
+    return Tokenizer(hf_tokenizer, ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template))
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import InvalidRequest
 from services.gateway.text import chat_template
 from services.gateway.text.chat_template import Chat, Message
+from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.read_chat import MAX_TEMPLATE_KWARGS_BYTES, read_chat
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -152,12 +153,12 @@ def test_variables_of_the_server_cannot_be_replaced(hf_tokenizer: PreTrainedToke
 def test_variables_must_be_json_of_limited_size(text: str, words: str) -> None:
     chat = gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], chat_template_kwargs=text)
     with pytest.raises(InvalidRequest, match=words):
-        read_chat(chat)
+        read_chat(chat, ChatFormats())
 
 
 def test_unset_options_take_the_defaults_of_the_proto() -> None:
     def read(**options: bool) -> tuple[bool, bool]:
-        chat = read_chat(gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], **options))
+        chat = read_chat(gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], **options), ChatFormats())
         return chat.add_generation_prompt, chat.continue_final_message
 
     assert read() == (True, False)
