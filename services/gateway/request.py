@@ -67,6 +67,8 @@ class GenerationRequest:
     priority: int | None  # None: none was named
     user: str
     caller: str = ""  # name of the API key that was used
+    tenant: int = 0  # hash of that name; 0 without keys
+    client: int = 0  # hash of the client's address
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
