@@ -17,11 +17,7 @@ from typing import Literal
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes
-from services.dense_worker.engine.fairness.victims import (
-    choose_victim_of_shortage,
-    choose_victims,
-    put_largest_last,
-)
+from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, choose_victims, put_largest_last
 from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session

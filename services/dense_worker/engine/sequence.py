@@ -5,14 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.fairness.flows import Flow
 from services.step import NewSequence
-
-if TYPE_CHECKING:
-    from services.dense_worker.engine.fairness.flows import Flow
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
 

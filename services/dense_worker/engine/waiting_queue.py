@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
-from services.dense_worker.engine.fairness.flows import FlowGroup
+from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 
 EXPECTED_OUTPUT_TOKENS = 256  # of a sequence that may get more; the real number is charged when it ends
@@ -36,6 +36,7 @@ class WaitingQueue:
         self._max_num_tokens = max_num_tokens  # tokens of their prompts
         self._priority_ageing_s = priority_ageing_s
         self._sequences: list[Sequence] = []
+        self._of_client = defaultdict[Flow, list[Sequence]](list)  # the same sequences
         self._tenants: dict[int, FlowGroup] = {}  # of live sequences, by priority
         self._num_live = Counter[tuple[int, int]]()  # live sequences, by tenant and client
         self._num_new = 0  # number of waiting sequences that never ran
@@ -86,18 +87,19 @@ class WaitingQueue:
         insert(self._sequences, sequence)
         self._count(sequence, 1)
         flow = sequence.get_flow()
-        insert(flow.sequences, sequence)
-        if len(flow.sequences) == 1:
-            flow.note_waiting()
+        insert(self._of_client[flow], sequence)
+        flow.set_num_waiting(len(self._of_client[flow]))
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence."""
         remove(self._sequences, sequence)
         self._count(sequence, -1)
         flow = sequence.get_flow()
-        remove(flow.sequences, sequence)
-        if not flow.sequences:
-            flow.note_waiting()
+        of_client = self._of_client[flow]
+        remove(of_client, sequence)
+        if not of_client:
+            del self._of_client[flow]
+        flow.set_num_waiting(len(of_client))
 
     def choose(self, sequence: Sequence) -> None:
         """Removes a sequence that is about to be opened, and charges its flow for its tokens.
@@ -129,7 +131,7 @@ class WaitingQueue:
             yield first
         elif self._sequences:
             for client in self._tenants[self._class_of(self._sequences[0])].waiting_clients():
-                yield client.sequences[0]
+                yield self._of_client[client][0]
 
     def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
         """The first of these. The queue must not be empty."""
@@ -150,9 +152,9 @@ class WaitingQueue:
 
     def clear(self) -> None:
         """Removes all sequences."""
-        for flow in {sequence.get_flow() for sequence in self._sequences}:
-            flow.sequences.clear()
-            flow.note_waiting()
+        for flow in self._of_client:
+            flow.set_num_waiting(0)
+        self._of_client.clear()
         self._sequences.clear()
         self._num_new = self._num_new_tokens = 0
 

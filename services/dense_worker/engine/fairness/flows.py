@@ -11,10 +11,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from services.dense_worker.engine.sequence import Sequence
 
 MAX_DEBT_TOKENS = 512  # how far behind its fair turn a flow may begin to wait
 
@@ -22,22 +18,22 @@ MAX_DEBT_TOKENS = 512  # how far behind its fair turn a flow may begin to wait
 class Flow:
     """Exists from the arrival of its first live sequence until the end of the last one.
 
-    A tenant's flow has `clients`; a client's flow has `sequences`, those that wait, in order.
+    A tenant's flow has `clients`. A client's flow has `num_waiting`, the number of its waiting sequences.
     """
 
-    __slots__ = ("clients", "group", "num_live", "num_tokens", "number", "sequences")
+    __slots__ = ("clients", "group", "num_live", "num_tokens", "num_waiting", "number")
 
     def __init__(self, number: int, group: FlowGroup) -> None:
         self.number = number
         self.group = group
         self.clients = FlowGroup(self) if group.owner is None else None
-        self.sequences: list[Sequence] = []
+        self.num_waiting = 0
         self.num_live = 0
         self.num_tokens = 0.0  # its cost: see `charge`; only differences between flows that wait have a meaning
 
     @property
     def is_waiting(self) -> bool:
-        return bool(self.sequences) if self.clients is None else self.clients.has_waiting
+        return self.num_waiting > 0 if self.clients is None else self.clients.has_waiting
 
     @property
     def path(self) -> Iterator[Flow]:
@@ -59,9 +55,11 @@ class Flow:
         for flow in self.path:
             flow.group.note_chosen(flow, num_tokens)
 
-    def note_waiting(self) -> None:
-        """Notes that a client has begun to wait, or has no waiting sequence any more."""
-        for flow in self.path:
+    def set_num_waiting(self, num_waiting: int) -> None:
+        """Sets the number of a client's waiting sequences."""
+        has_changed = bool(num_waiting) != self.is_waiting
+        self.num_waiting = num_waiting
+        for flow in self.path if has_changed else ():
             flow.group.rank(flow)
 
     def leave(self) -> None:
