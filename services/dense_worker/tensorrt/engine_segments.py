@@ -12,6 +12,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import Weights, bind_weights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
+from services.dense_worker.tensorrt.engine_contexts import EngineContexts
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
 from services.step import StepPlan
 
@@ -20,7 +21,7 @@ Binding = tuple[str, torch.Tensor]
 
 
 class TensorRTSegments:
-    """A DenseBackend: one engine per segment, one execution context per engine and profile.
+    """A DenseBackend: one engine per segment, with an execution context for each profile and each captured size.
 
     If the weights are constants of the plans, `middle` has an engine for each layer, all from one plan.
     The contexts run one after another on the caller's stream, so they share one block of device memory.
@@ -57,17 +58,14 @@ class TensorRTSegments:
         device = weights.device
         self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
         self._contexts = {
-            name: [
-                [engine.create_context(i, self._memory, current_stream()) for i in range(counts[name])]
-                for engine in engines
-            ]
+            name: [EngineContexts(engine, counts[name], self._memory, current_stream) for engine in engines]
             for name, engines in self._engines.items()
         }
-        self._sizes: dict[tuple[str, int, int], tuple[int, ...]] = {}  # that each context was last set to
+        self._num_profiles = counts
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Refuses a step beyond the profiles that have contexts."""
-        profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._contexts["first"][0])
+        profile, num_profiles = profile_index(self._profiles, num_tokens), self._num_profiles["first"]
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
@@ -102,19 +100,16 @@ class TensorRTSegments:
         assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
         profile = profile_index(self._profiles, size)
         engine = layer if len(self._engines[segment]) > 1 else 0
-        context = self._contexts[segment][engine][profile]
         sizes = tuple(len(tensor) for _, tensor in inputs)
-        is_done = True
-        if self._sizes.pop((segment, engine, profile), None) != sizes:
-            for name, tensor in inputs:
-                is_done &= context.set_input_shape(name, tuple(tensor.shape))
+        shaped = self._contexts[segment][engine].find(profile, sizes)
+        context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
         for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
             assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):
+            shaped.sizes = None
             errors = self._engines[segment][engine].take_errors()
             raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
-        self._sizes[segment, engine, profile] = sizes
 
 
 def _load_engines(api: TensorRT, segment: str, plan: bytes, weights: list[Weights], num_profiles: int) -> list[Engine]:

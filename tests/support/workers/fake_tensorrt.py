@@ -35,6 +35,9 @@ class FakeTensorRT:
         self.__version__ = version
         self.calls: list[Call] = []
         self.fail: str | None = None
+        self.num_contexts = 0
+        self.runs: list[int] = []  # the number of the context of each execution
+        self.is_capturing = False  # whether the stream is being captured; it runs nevertheless
         self.gpu = gpu
         self.major, self.has_gpu, self.is_rtx = major, has_gpu, is_rtx
         self.float32, self.float16, self.int32 = DataType.FLOAT, DataType.HALF, DataType.INT32

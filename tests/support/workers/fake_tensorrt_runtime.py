@@ -154,13 +154,18 @@ class _Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._memory = 0
+        self._is_captured = False  # whether a graph depends on its state
+        self._number = self._trt.num_contexts
+        self._trt.num_contexts += 1
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert not self._trt.is_capturing, "a graph cannot hold what this does"
         self._profile = profile
         return self._trt.record("set_optimization_profile_async", self._engine.title, profile, stream)
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         engine = self._engine
+        assert not (self._is_captured or self._trt.is_capturing), "a captured graph depends on the present shapes"
         ok = self._trt.record("set_input_shape", engine.title, self._profile, name, shape)
         low, _, high = engine.profiles[self._profile][name]
         if not all(least <= size <= greatest for least, size, greatest in zip(low, shape, high, strict=True)):
@@ -180,6 +185,8 @@ class _Context:
             engine.logger.log(ILogger.ERROR, "an illegal memory access was encountered")
             return False
         assert self._memory, "no device memory"
+        self._is_captured |= self._trt.is_capturing
+        self._trt.runs.append(self._number)
         inputs = {name: self._array(name, self._shape(name)) for name in engine.input_names}
         inputs |= {name: value.reshape(engine.constant_shapes[name]) for name, value in engine.constants.items()}
         outputs = engine.session.run(engine.output_names, inputs)
