@@ -109,7 +109,7 @@ class TensorRT:
 
         profiles: for each profile the sizes of dimension 0 of every dynamic input. `title` is for messages. Inputs
         named in `constants` become constants of the plan, whose engines need `refit`.
-        `timing_cache` must be undamaged, see `timing_cache.py`.
+        `timing_cache` must be undamaged, see `files/timing_cache.py`.
         Raises ConfigError if the network cannot be parsed or no plan can be built.
         """
         self.check_dtype(dtype)

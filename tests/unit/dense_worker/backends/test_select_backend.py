@@ -214,7 +214,7 @@ def refuse_to_write(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", fsync)
+    monkeypatch.setattr("services.dense_worker.tensorrt.files.atomic_file.os.fsync", fsync)
 
 
 def fail_call(name: str) -> Callable[[Machine, pytest.MonkeyPatch], None]:

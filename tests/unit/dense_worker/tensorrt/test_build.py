@@ -210,7 +210,7 @@ def test_an_interrupted_build_leaves_no_half_plan(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", interrupt)
+        patch.setattr("services.dense_worker.tensorrt.files.atomic_file.os.fsync", interrupt)
         recorder.run(networks)
     assert [path.name for path in tmp_path.iterdir()] == ["build.lock"]
     recorder.run(networks)
@@ -316,7 +316,7 @@ def test_command_says_that_the_disk_is_full(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", full)
+    monkeypatch.setattr("services.dense_worker.tensorrt.files.atomic_file.os.fsync", full)
     model = write_config(tmp_path / "model", "llama")
     arguments = (
         "--model",
