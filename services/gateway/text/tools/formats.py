@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 from services.gateway.text.deltas import Parser
 from services.gateway.text.tools.call_writer import new_call_id
 from services.gateway.text.tools.hermes import HermesParser
+from services.gateway.text.tools.llama3_json import Llama3JsonParser
+from services.gateway.text.tools.mistral import MistralParser
+from services.gateway.text.tools.pythonic import PythonicParser
+from services.gateway.text.tools.qwen3_coder import Qwen3CoderParser
 from services.gateway.text.tools.tool import Tool
 
 AUTO, NONE = "auto", "none"
@@ -54,10 +59,35 @@ FORMATS: Mapping[str, ToolFormat] = {
     each.name: each
     for each in (
         ToolFormat(
+            "qwen3_coder",
+            ("<tool_call>", "</tool_call>"),
+            lambda tools: Qwen3CoderParser(new_call_id, {tool.name: tool.parameters for tool in tools}),
+            lambda template: "<function=" in template and "<parameter=" in template,
+        ),
+        ToolFormat(
             "hermes",
             ("<tool_call>", "</tool_call>"),
             lambda tools: HermesParser(new_call_id),
             lambda template: "<tool_call>" in template,
+        ),
+        ToolFormat(
+            "mistral",
+            ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+            lambda tools: MistralParser(new_short_id),
+            lambda template: "[TOOL_CALLS]" in template,
+            has_short_ids=True,
+        ),
+        ToolFormat(
+            "pythonic",
+            ("<|python_start|>", "<|python_end|>"),
+            lambda tools: PythonicParser(new_call_id, {tool.name for tool in tools}),
+            lambda template: "<|python_start|>" in template or re.search(r"\[\w+\(\w+ ?=", template) is not None,
+        ),
+        ToolFormat(
+            "llama3_json",
+            ("<|python_tag|>",),
+            lambda tools: Llama3JsonParser(new_call_id, {tool.name for tool in tools}),
+            lambda template: '"parameters": ' in template and "<|start_header_id|>" in template,
         ),
     )
 }

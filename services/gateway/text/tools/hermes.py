@@ -57,8 +57,7 @@ class HermesParser(MarkedParser):
 
     def _read_call(self) -> bool:
         if self._call is None:
-            self._take(len(self._text) - len(self._text.lstrip()))
-            if not self._text:
+            if not self._skip_space():
                 return False
             self._call = JsonCall(self._writer)
         if not self._feed(self._call):

@@ -57,6 +57,19 @@ class MarkedParser(ABC):
         self._raw.append(taken)
         return taken
 
+    def _skip_space(self) -> bool:
+        """Removes white space at the beginning of `_text`. Returns whether anything is left."""
+        num_spaces = len(self._text) - len(self._text.lstrip())
+        self._skip(num_spaces)
+        return bool(self._text)
+
+    def _skip(self, num_characters: int) -> None:
+        """Like `_take`, but between two calls of a block it only removes: no call can need the text any more."""
+        if self._raw:
+            self._take(num_characters)
+        else:
+            self._text = self._text[num_characters:]
+
     def _feed(self, call: JsonCall | JsonArguments) -> bool:
         """Gives `_text` to an open call. Returns whether the call is complete then. Raises `MalformedCall`."""
         try:
