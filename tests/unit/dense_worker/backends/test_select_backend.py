@@ -326,7 +326,7 @@ def test_the_named_command_builds_exactly_the_missing_plans(
 def test_plans_are_built_before_the_weights_take_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that is to replace another one has little memory, and a build needs much."""
+    """A worker that replaces another one has little memory, and a build needs much."""
     events: list[str] = []
     monkeypatch.setattr(dense_build, "load_weights", lambda *arguments: events.append("weights") or machine.weights)
     record = machine.trt.record

@@ -89,7 +89,7 @@ def test_an_unimportant_sequence_runs_although_important_ones_keep_arriving() ->
         if patient.status is not SequenceStatus.WAITING:
             break
         num_served += 1
-    assert num_served == pytest.approx(30, abs=2)  # it is overtaken for 20 - (-10) seconds
+    assert num_served == pytest.approx(30, abs=2)  # the unimportant sequence is overtaken for 20 - (-10) seconds
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""Whose turn it is in the queue: shares by tokens, no starvation, priorities first. No scheduler, no model."""
+"""The order of clients in the queue: equal shares of tokens, no starvation, priorities first. Without a scheduler."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_PROMPT_LEN, MAX_OUTPUT_LEN = 40, 60
 
 
 class Server:
-    """Runs one sequence after the other, so that the cost of a turn is all that a sequence computes."""
+    """Runs one sequence after the other, so that a turn costs all tokens that the sequence computes."""
 
     def __init__(self) -> None:
         self.queue = WaitingQueue(100_000, 10_000_000, 1.0)
         self.num_sequences = 0
-        self.num_tokens: Counter[tuple[int, int]] = Counter()  # computed so far, by client; counted here, not there
+        self.num_tokens: Counter[tuple[int, int]] = Counter()  # computed so far, by (tenant, client)
 
     def arrive(self, tenant: int, client: int, prompt_len: int, priority: int = 0) -> Sequence:
         self.num_sequences += 1
@@ -47,12 +47,12 @@ class Server:
 
 @settings(deadline=None)
 @given(st.integers(2, 6), st.data())
-def test_no_client_gets_ahead_of_another_by_more_than_one_sequence_while_both_wait(
+def test_waiting_clients_differ_by_at_most_the_cost_of_one_sequence(
     num_clients: int, data: st.DataObject
 ) -> None:
     server = Server()
     for client in range(num_clients):
-        for _ in range(80):  # so that all of them wait until the end
+        for _ in range(80):  # enough that every client has waiting sequences until the end
             prompt_len = data.draw(st.integers(1, MAX_PROMPT_LEN)) if client % 2 else 1 + client
             server.arrive(0, client, prompt_len)
     most = 0
@@ -66,7 +66,7 @@ def test_no_client_gets_ahead_of_another_by_more_than_one_sequence_while_both_wa
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 20))
-def test_tenants_share_evenly_however_many_clients_they_have(num_few: int, num_many: int, prompt_len: int) -> None:
+def test_tenants_get_equal_shares_for_any_number_of_clients(num_few: int, num_many: int, prompt_len: int) -> None:
     server = Server()
     for tenant, num_clients in ((1, num_few), (2, num_many)):
         for client in range(num_clients):
@@ -83,7 +83,7 @@ def test_tenants_share_evenly_however_many_clients_they_have(num_few: int, num_m
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, MAX_PROMPT_LEN), st.integers(1, MAX_PROMPT_LEN))
-def test_new_clients_without_end_do_not_starve_an_old_one(num_new: int, old_len: int, new_len: int) -> None:
+def test_a_steady_flow_of_new_clients_does_not_starve_an_old_one(num_new: int, old_len: int, new_len: int) -> None:
     server = Server()
     for _ in range(5):
         server.arrive(0, 0, old_len)
@@ -95,16 +95,16 @@ def test_new_clients_without_end_do_not_starve_an_old_one(num_new: int, old_len:
             turns.append(turn)
             if len(turns) == 5:
                 break
-        else:  # one new client for each that has left
+        else:  # one new client for each that has finished
             server.arrive(0, num_new + 1 + turn, new_len)
-    # Between two turns of the old client the others get as many tokens as it, each, and one sequence more.
+    # Between two turns of the old client each other client gets as many tokens as it, and one more sequence.
     longest = num_new * (old_len / new_len + 2)
     assert len(turns) == 5
     assert all(later - earlier - 1 <= longest for earlier, later in pairwise(turns))
 
 
 @given(st.integers(1, 200), st.integers(1, 100))
-def test_nothing_is_saved_up_while_a_client_asks_for_little(num_alone: int, num_later: int) -> None:
+def test_a_client_cannot_save_unused_shares_for_later(num_alone: int, num_later: int) -> None:
     server = Server()
     for _ in range(num_alone + num_later):
         server.arrive(0, 1, 10)
@@ -119,7 +119,7 @@ def test_nothing_is_saved_up_while_a_client_asks_for_little(num_alone: int, num_
         assert abs(lead) <= 1 + 20
 
 
-def test_a_newcomer_is_next_while_another_has_500_waiting() -> None:
+def test_a_new_client_is_next_although_another_has_500_waiting_sequences() -> None:
     server = Server()
     for _ in range(500):
         server.arrive(0, 1, 20)
@@ -129,7 +129,7 @@ def test_a_newcomer_is_next_while_another_has_500_waiting() -> None:
     assert server.queue.first(()) is newcomer
 
 
-def test_a_client_whose_prompts_are_cached_pays_only_for_what_is_computed() -> None:
+def test_cached_prompt_tokens_cost_a_client_nothing() -> None:
     server = Server()
     for client in (1, 2):
         for _ in range(30):
@@ -139,11 +139,11 @@ def test_a_client_whose_prompts_are_cached_pays_only_for_what_is_computed() -> N
         client = server.queue.first(()).client
         server.serve(0, 39 if client == 1 else 0)
         served[client] += 1
-    assert served[1] > 10 * served[2], "40 of its sequences cost as much as one of the other's"
+    assert served[1] > 10 * served[2], "40 sequences of client 1 cost as much as one of client 2"
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=2, max_size=40))
-def test_priorities_are_strict_whatever_a_client_has_had(arrivals: list[tuple[int, int]]) -> None:
+def test_priorities_come_before_the_shares_of_clients(arrivals: list[tuple[int, int]]) -> None:
     server = Server()
     for priority, client in arrivals:
         server.arrive(0, client, 1 + 10 * client, priority)
@@ -152,7 +152,7 @@ def test_priorities_are_strict_whatever_a_client_has_had(arrivals: list[tuple[in
 
 
 @given(st.lists(st.tuples(st.sampled_from(["arrive", "serve", "cancel"]), st.integers(0, 3), st.integers(0, 2))))
-def test_the_queue_forgets_clients_that_have_nothing_left(steps: list[tuple[str, int, int]]) -> None:
+def test_the_queue_forgets_clients_without_sequences(steps: list[tuple[str, int, int]]) -> None:
     server = Server()
     waiting: dict[int, Sequence] = {}
     for what, client, tenant in steps:

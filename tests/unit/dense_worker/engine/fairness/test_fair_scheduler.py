@@ -1,4 +1,4 @@
-"""A client with many streams and one with few, in the scheduler and the real KV cache accounting, without a model."""
+"""A client with many streams and one with few, with the real scheduler and KV cache accounting, without a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.step import StepPlan
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
 POLICIES: list[Policy] = ["guaranteed_no_evict", "max_utilization"]
-STEPS_TO_OPEN = 1  # the plan ahead has been made when the newcomer comes
+STEPS_TO_OPEN = 1  # one plan has already been made when the new client arrives
 
 
 class SharedCluster(Cluster):
-    """A cluster whose steps are divided among clients: any prompt may get a single token."""
+    """A cluster whose steps are divided among clients, so that any prompt may get a single token."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -50,11 +50,11 @@ class SharedCluster(Cluster):
             self.step()
 
     def steps_until_planned(self, sequence: Sequence) -> int:
-        """Number of plans until one computes the last of the prompt, and with it the first token."""
+        """The number of plans up to the one that computes the end of the prompt, and with it the first token."""
         before = len(self.plans)
         while not sequence.output_token_ids:
             self.step()
-            assert len(self.plans) < before + 100, "it is starved"
+            assert len(self.plans) < before + 100, "the sequence is starved"
         last = next(
             number
             for number, plan in enumerate(self.plans[before:], start=1)
@@ -63,7 +63,7 @@ class SharedCluster(Cluster):
         return last
 
     def tokens_since(self, first_plan: int) -> Counter[int]:
-        """Tokens planned since then, by client."""
+        """The number of tokens in the plans from `first_plan` on, by client."""
         tokens = Counter[int]()
         for plan in self.plans[first_plan:]:
             for entry in plan.entries:
@@ -71,13 +71,13 @@ class SharedCluster(Cluster):
         return tokens
 
     @property
-    def num_places(self) -> Counter[int]:
+    def num_running_by_client(self) -> Counter[int]:
         return Counter(sequence.client for sequence in self.scheduler.session.running)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 20])
-def test_a_newcomer_gets_its_first_token_in_the_next_step_although_500_streams_of_another_client_wait_or_run(
+def test_a_new_client_gets_its_first_token_in_the_next_step_beside_500_other_streams(
     policy: Policy, num_steps: int
 ) -> None:
     cluster = SharedCluster(policy, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64)
@@ -86,20 +86,20 @@ def test_a_newcomer_gets_its_first_token_in_the_next_step_although_500_streams_o
     cluster.run(num_steps)
     newcomer = cluster.arrive(2, 8, 4)
     assert cluster.steps_until_planned(newcomer) <= 1 + STEPS_TO_OPEN
-    assert cluster.num_places[1] == 7, "one place is enough"
+    assert cluster.num_running_by_client[1] == 7, "only one sequence of client 1 must give way"
 
 
-def test_a_newcomer_gets_blocks_that_are_promised_to_streams_of_another_client() -> None:
+def test_a_new_client_gets_blocks_that_are_reserved_by_another_one() -> None:
     cluster = SharedCluster(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     for _ in range(20):
-        cluster.arrive(1, 4, 60)  # 16 blocks each: four of them promise away the whole cache
+        cluster.arrive(1, 4, 60)  # 16 blocks each, so four of them reserve the whole cache
     cluster.run(5)
-    assert cluster.num_places[1] == 4 and not cluster.scheduler.session.ledger.num_available_blocks
+    assert cluster.num_running_by_client[1] == 4 and not cluster.scheduler.session.ledger.num_available_blocks
     newcomer = cluster.arrive(2, 8, 4)
     assert cluster.steps_until_planned(newcomer) <= 1 + STEPS_TO_OPEN
 
 
-def test_a_newcomer_gets_blocks_that_are_in_use_after_the_plan_that_frees_them() -> None:
+def test_a_new_client_gets_used_blocks_after_the_plan_that_frees_them() -> None:
     cluster = SharedCluster(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     for _ in range(20):
         cluster.arrive(1, 60, 4)
@@ -109,7 +109,7 @@ def test_a_newcomer_gets_blocks_that_are_in_use_after_the_plan_that_frees_them()
 
 
 @pytest.mark.parametrize("tenant", [0, 1])
-def test_two_clients_that_want_everything_get_half_of_the_places_each(tenant: int) -> None:
+def test_two_clients_with_many_streams_get_half_of_the_tokens_each(tenant: int) -> None:
     cluster = SharedCluster(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64)
     for _ in range(100):
         cluster.arrive(1, 4, 50)
@@ -117,9 +117,9 @@ def test_two_clients_that_want_everything_get_half_of_the_places_each(tenant: in
     for _ in range(100):
         cluster.arrive(2, 4, 50, tenant=tenant)
     cluster.run(4)
-    assert cluster.num_places == {1: 6, 2: 2}
+    assert cluster.num_running_by_client == {1: 6, 2: 2}
     assert cluster.scheduler.num_preemptions == 2
-    cluster.run(60)  # the first ones end
+    cluster.run(60)  # until the first sequences end
     before = len(cluster.plans)
     cluster.run(200)
     tokens = cluster.tokens_since(before)
@@ -127,7 +127,7 @@ def test_two_clients_that_want_everything_get_half_of_the_places_each(tenant: in
     assert cluster.scheduler.num_preemptions == 2, "equal clients take nothing from each other"
 
 
-def test_the_clients_of_one_tenant_share_what_it_has() -> None:
+def test_the_clients_of_one_tenant_divide_its_share() -> None:
     cluster = SharedCluster(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64)
     for client, tenant in ((1, 1), (2, 2), (3, 2)):
         for _ in range(50):
@@ -141,17 +141,17 @@ def test_the_clients_of_one_tenant_share_what_it_has() -> None:
     assert abs(tokens[2] - tokens[3]) <= 0.1 * tokens.total()
 
 
-def test_more_urgent_streams_are_not_preempted_for_a_newcomer() -> None:
+def test_more_urgent_streams_are_not_preempted_for_a_new_client() -> None:
     cluster = SharedCluster(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=64)
     for _ in range(4):
         cluster.arrive(1, 4, 20, priority=-1)
     cluster.run(4)
     cluster.arrive(2, 4, 4)
     cluster.run(10)
-    assert cluster.num_places == {1: 4} and not cluster.scheduler.num_preemptions
+    assert cluster.num_running_by_client == {1: 4} and not cluster.scheduler.num_preemptions
 
 
-def test_one_client_alone_preempts_nothing() -> None:
+def test_a_single_client_causes_no_preemption() -> None:
     cluster = SharedCluster(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=64)
     for _ in range(30):
         cluster.arrive(1, 4, 20)
@@ -159,7 +159,7 @@ def test_one_client_alone_preempts_nothing() -> None:
     assert not cluster.scheduler.num_preemptions
 
 
-def test_a_stream_of_short_requests_gets_through_a_cache_that_another_client_fills() -> None:
+def test_short_requests_run_although_another_client_fills_the_cache() -> None:
     cluster = SharedCluster("max_utilization", num_blocks=32, max_num_seqs=8, max_num_batched_tokens=64)
     for _ in range(40):
         cluster.arrive(1, 8, 50)
@@ -181,7 +181,7 @@ arrivals = st.lists(
         st.integers(1, 30),  # prompt
         st.integers(1, 30),  # max_tokens
         st.integers(0, 3),  # steps before the next one
-        st.booleans(),  # cancelled some time later
+        st.booleans(),  # whether it is cancelled later
     ),
     min_size=2,
     max_size=16,
@@ -192,7 +192,7 @@ arrivals = st.lists(
 @given(
     arrivals, st.sampled_from(POLICIES), st.integers(16, 40), st.integers(1, 6), st.integers(6, 40), st.booleans()
 )
-def test_every_client_gets_its_tokens_and_every_block_returns(
+def test_every_client_gets_its_tokens_and_every_block_is_freed(
     requests: list[tuple[int, int, int, int, int, int, bool]],
     policy: Policy,
     num_blocks: int,

@@ -1,4 +1,4 @@
-"""How a step is divided among clients, against max-min fairness by its definition."""
+"""How a step is divided among clients, compared with the definition of max-min fairness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 
 def fill_one_by_one(levels: list[int], wishes: list[int], total: int) -> list[int]:
-    """Gives each token to whoever has the least and still wants one: the definition, slowly."""
+    """Max-min fairness by definition: each token goes to the client that has the fewest and still wants more."""
     shares = [0] * len(levels)
     for _ in range(total):
         wanting = [i for i in range(len(levels)) if shares[i] < wishes[i]]
@@ -44,7 +44,7 @@ clients = st.tuples(st.integers(0, 2), st.integers(0, 3))
     st.lists(clients, max_size=12),
     st.integers(0, 99),
 )
-def test_the_whole_budget_is_used_and_no_client_is_served_beyond_a_poorer_one(
+def test_the_whole_budget_is_used_and_shares_are_fair(
     wishes: list[tuple[tuple[int, int], int]], running: list[tuple[int, int]], num_tokens: int
 ) -> None:
     sequences = sequences_of([client for client, _ in wishes])
@@ -56,12 +56,12 @@ def test_the_whole_budget_is_used_and_no_client_is_served_beyond_a_poorer_one(
     for sequence, _ in prefills:
         totals[sequence.tenant] += shares[sequence]
     for sequence, count in prefills:
-        if shares[sequence] < count:  # its tenant would have liked more
+        if shares[sequence] < count:  # its tenant wants more
             richer = [tenant for tenant in totals if totals[tenant] > totals[sequence.tenant] + 1]
             assert not any(shares[each] for each in sequences if each.tenant in richer)
 
 
-def test_a_short_prompt_is_not_behind_the_long_prompts_of_another_client() -> None:
+def test_a_short_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None:
     *long, short = sequences_of([(0, 1)] * 30 + [(0, 2)])
     shares = divide_prefills([(each, 8000) for each in long] + [(short, 100)], [], 450)
     assert shares[short] == 100
@@ -75,19 +75,19 @@ def test_a_more_urgent_priority_is_served_first() -> None:
     assert (shares[urgent], shares[other]) == (100, 50)
 
 
-def test_a_step_full_of_streams_leaves_half_of_it_to_the_prompt_of_another_client() -> None:
+def test_running_streams_leave_half_of_a_step_to_the_prompt_of_another_client() -> None:
     *streams, prompt = sequences_of([(0, 1)] * 500 + [(0, 2)])
     assert limit_decodes(streams, [(prompt, 300)], 512) == streams[:256]
     assert limit_decodes(streams, [(prompt, 12)], 512) == streams
     assert limit_decodes(streams[:200], [(prompt, 300)], 512) == streams[:200]
 
 
-def test_the_prompt_of_a_client_with_streams_takes_nothing_from_streams() -> None:
+def test_the_prompt_of_a_client_with_running_streams_displaces_no_stream() -> None:
     *streams, prompt = sequences_of([(0, 1)] * 300 + [(0, 2)] * 200 + [(0, 2)])
     assert limit_decodes(streams, [(prompt, 300)], 512) == streams
 
 
-def test_clients_with_few_streams_keep_them_all() -> None:
+def test_clients_with_few_streams_keep_all_of_them() -> None:
     many, few, [prompt] = sequences_of([(0, 1)] * 300), sequences_of([(0, 2)] * 100), sequences_of([(0, 3)])
     chosen = limit_decodes(many + few, [(prompt, 300)], 512)
     assert len(chosen) == 256
