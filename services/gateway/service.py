@@ -29,7 +29,8 @@ from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.triton.inference import Triton
-from services.pb import gateway_pb2_grpc, stall_pb2
+from services.gateway.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
+from services.pb import gateway_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
 from services.rpc.spans import Tracer
@@ -39,6 +40,7 @@ from services.rpc.watchdog import Watchdog
 
 log = structlog.get_logger()
 
+SERVICE_NAMES = [SERVICE_NAME, TRITON_SERVICE_NAME]
 MAX_INT = 2**31 - 1
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
@@ -99,8 +101,9 @@ class Gateway:
     async def _listen(self, frontend: Frontend) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        triton = Triton(frontend, section.max_prompts)
-        self._server = self._make_server(frontend, tls)
+        siblings = Siblings(self._options.sibling_addresses, section.max_message_bytes)
+        triton = Triton(frontend, section.max_prompts, siblings)
+        self._server = self._make_server(frontend, triton, siblings, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
@@ -137,14 +140,16 @@ class Gateway:
             section.max_request_logprobs,
         )
 
-    def _make_server(self, frontend: Frontend, tls: TlsFiles | None) -> GrpcServer:
+    def _make_server(
+        self, frontend: Frontend, triton: Triton, siblings: Siblings, tls: TlsFiles | None
+    ) -> GrpcServer:
         section = self._section
         for exposed in filter(is_exposed, (section.address, section.http_address)):
             if not self._access.needs_key:
                 log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
         server = GrpcServer(
             section.address,
-            [SERVICE_NAME],
+            SERVICE_NAMES,
             section.max_message_bytes,
             tls,
             section.local_address,
@@ -156,11 +161,12 @@ class Gateway:
                 ("grpc.max_concurrent_streams", section.max_grpc_streams),
             ],
             shares_port=self._options.shares_ports,
-            interceptors=[Reception(self._access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
+            interceptors=[Reception(self._access, SERVICE_NAMES, section.body_timeout_s, section.max_receiving)],
         )
-        siblings = Siblings(self._options.sibling_addresses, section.max_message_bytes)
         servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
+        triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
+        triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)
         return server
 
     async def _note_connection(self, is_connected: bool) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
+from starlette.exceptions import HTTPException
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote, show
-from services.gateway.triton.inference import InferRequest
+from services.gateway.triton.inference import MAX_TENSORS, SHARED_MEMORY, InferRequest, check_output_parameters
 from services.gateway.triton.models import VERSION, ModelSpec
 from services.gateway.triton.rows import rows_of_tensors
 from services.gateway.triton.tensors import Tensor, from_list, from_raw, to_list, to_raw
 
+ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # sizes of zlib's window, which name the format
 HEADER_LENGTH = "inference-header-content-length"  # the header with the number of bytes of JSON
-MAX_TENSORS = 100  # in one request
-SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
 
 def split_body(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
@@ -30,6 +31,24 @@ def split_body(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
             HEADER_LENGTH,
         )
     return body[: int(header_length)], body[int(header_length) :]
+
+
+def decompressed(body: bytes, encoding: str | None, max_bytes: int) -> bytes:
+    """The body without its Content-Encoding. Raises `InvalidRequest`, or a 413 beyond `max_bytes`, or a 415."""
+    if encoding in (None, "", "identity"):
+        return body
+    if encoding not in ENCODINGS:
+        raise HTTPException(415, f"content-encoding is {quote(encoding)}, must be {' or '.join(ENCODINGS)}")
+    reader = zlib.decompressobj(ENCODINGS[encoding])
+    try:
+        plain = reader.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not {encoding}: {error}") from None
+    if len(plain) > max_bytes:
+        raise HTTPException(413, f"the body has more than {max_bytes} bytes when decompressed, the limit")
+    if not reader.eof:
+        raise InvalidRequest(f"the {encoding} body is incomplete")
+    return plain
 
 
 def read_infer_request(
@@ -85,13 +104,6 @@ def encode_infer_response(
         document["id"] = request.id
     head = to_json(document)
     return b"".join([head, *parts]), len(head) if parts else None
-
-
-def check_output_parameters(parameters: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequest` for a parameter of an output that would change it."""
-    for name in ("classification", *SHARED_MEMORY):
-        if parameters.get(name):
-            raise InvalidRequest(f"the parameter {name!r} of an output is not supported", "outputs")
 
 
 def _tensor(each: Mapping[str, Any], where: str, raw: bytes) -> tuple[Tensor, bytes]:

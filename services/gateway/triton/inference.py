@@ -11,18 +11,25 @@ from typing import Any
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote, show
+from services.gateway import __version__
 from services.gateway.access.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
+from services.gateway.siblings import Metadata, Siblings
 from services.gateway.triton.answers import Answers
-from services.gateway.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, ModelSpec
+from services.gateway.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, TENSORRT_LLM, VERSION, ModelSpec
 from services.gateway.triton.rows import Row
 from services.gateway.triton.statistics import Statistics
 from services.gateway.triton.tensors import Tensor
 from services.gateway.triton.texts import postprocess, preprocess
 from services.gateway.triton.to_message import generate_message
+from services.pb import triton_pb2, triton_pb2_grpc
 
+SERVER_NAME = "twostroke"
+EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
 MAX_ID_CHARACTERS = 100  # of the client's name for a request; the gateway appends to it
+MAX_TENSORS = 100  # inputs, or outputs, of one request
+SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 # Values that a request may give for settings of a TensorRT-LLM model, which apply to the whole server.
 SERVED_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "gpt_model_type": ("inflight_batching", "inflight_fused_batching"),
@@ -68,6 +75,13 @@ class InferRequest:
         return any(row.get("stop") for row in self.rows)
 
 
+def check_output_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest` for a parameter of an output that would change it."""
+    for name in ("classification", *SHARED_MEMORY):
+        if parameters.get(name):
+            raise InvalidRequest(f"the parameter {name!r} of an output is not supported", "outputs")
+
+
 @dataclass(frozen=True, slots=True)
 class InferResponse:
     """One of the responses to a request."""
@@ -89,11 +103,18 @@ class _Running:
             frontend.abort(request_id, caller)
 
 
+def server_metadata() -> dict[str, Any]:
+    """Name, version and extensions of the server."""
+    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
+
+
 class Triton:
     """Runs requests, knows which of them run, and counts them."""
 
-    def __init__(self, frontend: Frontend, max_batch_size: int) -> None:
+    def __init__(self, frontend: Frontend, max_batch_size: int, siblings: Siblings) -> None:
+        """`siblings`: the other gateways at the same port, which may run the requests of a stop."""
         self.frontend = frontend
+        self.siblings = siblings
         self.max_batch_size = max_batch_size
         self.statistics = {name: Statistics() for name in MODELS}
         self._running: dict[tuple[str, str], list[_Running]] = {}  # by caller and the client's id
@@ -132,14 +153,26 @@ class Triton:
                 async for response in responses:
                     yield InferResponse(_requested(request, response.outputs), response.is_final)
 
-    def stop(self, client_id: str, caller: Caller) -> bool:
-        """Ends the answers of a caller's requests with this id as they are; returns whether there were any."""
+    def index(self) -> list[dict[str, str]]:
+        """All models with their versions and states."""
+        reason = self.frontend.unready_reason()
+        state = {"state": "READY", "reason": ""} if reason is None else {"state": "UNAVAILABLE", "reason": reason}
+        return [{"name": name, "version": VERSION, **state} for name in MODELS]
+
+    def stop(self, client_id: str, caller: Caller) -> None:
+        """Ends the answers of a caller's requests with this id as they are, in this process."""
+        for running in self._running.get((caller.name, client_id), ()):
+            running.stop(self.frontend, caller)
+
+    async def stop_at_siblings(self, client_id: str, metadata: Metadata) -> None:
+        """The same in the other processes. Raises `InvalidRequest` without an id."""
         if not client_id:
             raise InvalidRequest("stop needs the id of the request to stop", "id")
-        found = self._running.get((caller.name, client_id), ())
-        for running in found:
-            running.stop(self.frontend, caller)
-        return bool(found)
+        message = _stop_message(client_id)
+        await self.siblings.pass_on(
+            lambda channel, **options: triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, **options),
+            metadata,
+        )
 
     @contextlib.asynccontextmanager
     async def _generating(
@@ -208,6 +241,21 @@ async def _wholes(generations: Generations, answers: Answers) -> AsyncIterator[I
     pairs = [(index, each) for index, (completions, _) in enumerate(rows) for each in completions]
     for number, (row_index, completion) in enumerate(pairs, start=1):
         yield InferResponse(answers.answer(row_index, completion), number == len(pairs))
+
+
+def _stop_message(client_id: str) -> triton_pb2.ModelInferRequest:
+    """The request with which clients of TensorRT-LLM stop another one."""
+    inputs = {"input_ids": ("INT32", bytes(4)), "input_lengths": ("INT32", bytes(4))}
+    inputs |= {"request_output_len": ("INT32", bytes(4)), "stop": ("BOOL", b"\x01")}
+    return triton_pb2.ModelInferRequest(
+        model_name=TENSORRT_LLM.name,
+        id=client_id,
+        inputs=[
+            triton_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[1, 1])
+            for name, (datatype, _) in inputs.items()
+        ],
+        raw_input_contents=[data for _, data in inputs.values()],
+    )
 
 
 def _requested(request: InferRequest, outputs: Sequence[Tensor]) -> list[Tensor]:

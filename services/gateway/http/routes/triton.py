@@ -10,32 +10,25 @@ from fastapi.responses import JSONResponse, Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway import __version__
 from services.gateway.http.errors import INFERENCE_ERROR_RESPONSES
 from services.gateway.http.json_route import parse_json
 from services.gateway.http.schemas.server import Live
 from services.gateway.triton.http_answer import GenerateStream, InferAnswer, generate_response
 from services.gateway.triton.http_body import (
     HEADER_LENGTH,
+    decompressed,
     encode_infer_response,
     read_infer_request,
     split_body,
 )
-from services.gateway.triton.inference import InferRequest, Triton
-from services.gateway.triton.models import MODELS, VERSION, ModelSpec, find_model
+from services.gateway.triton.inference import InferRequest, Triton, server_metadata
+from services.gateway.triton.models import ModelSpec, find_model
 from services.gateway.triton.rows import row_of_json
 
-SERVER_NAME = "twostroke"
-EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
 MODEL = "/v2/models/{model_name}"
 VERSIONED = MODEL + "/versions/{model_version}"
 JSON_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
-
-
-def server_metadata() -> dict[str, Any]:
-    """Name, version and extensions of the server."""
-    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 async def _find(model_name: str, model_version: str = "") -> ModelSpec:
@@ -54,6 +47,9 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         reason = frontend.unready_reason()
         return JSONResponse({"status": "ok"}) if reason is None else JSONResponse({"error": reason}, 503)
 
+    async def read_body(request: Request) -> bytes:
+        return decompressed(await request.body(), request.headers.get("content-encoding"), section.max_body_bytes)
+
     async def parse(body: bytes) -> Any:
         try:
             return await parse_json(body, section.max_body_values)
@@ -61,7 +57,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
             raise InvalidRequest(f"the body is not JSON: {error.msg}") from None
 
     async def read_generate(model: ModelSpec, request: Request) -> InferRequest:
-        body = await parse(await request.body())
+        body = await parse(await read_body(request))
         if not isinstance(body, dict):
             raise InvalidRequest("the body is not an object")
         client_id = body.get("id") or ""
@@ -96,7 +92,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
     @router.post("/v2/repository/index")
     async def repository_index() -> list[dict[str, str]]:
         """All models and whether they are ready."""
-        return model_index(triton)
+        return triton.index()
 
     @router.get(MODEL + "/ready")
     @router.get(VERSIONED + "/ready")
@@ -149,7 +145,8 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
     @router.post(VERSIONED + "/infer", response_class=Response, openapi_extra=JSON_BODY)
     async def infer(model: Model, request: Request) -> Response:
         """One response to named tensors, as JSON or as raw bytes after the JSON."""
-        head, raw = split_body(await request.body(), request.headers.get(HEADER_LENGTH))
+        body = await read_body(request)
+        head, raw = split_body(body, request.headers.get(HEADER_LENGTH))
         document = await parse(head)
         traceparent = request.headers.get("traceparent", "")
         infer_request, is_raw = read_infer_request(model, document, raw, triton.max_batch_size, traceparent)
@@ -163,10 +160,3 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         return InferAnswer(triton, infer_request, encode)
 
     return router
-
-
-def model_index(triton: Triton) -> list[dict[str, str]]:
-    """All models with their versions and states."""
-    reason = triton.frontend.unready_reason()
-    state = {"state": "READY", "reason": ""} if reason is None else {"state": "UNAVAILABLE", "reason": reason}
-    return [{"name": name, "version": VERSION, **state} for name in MODELS]
