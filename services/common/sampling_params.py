@@ -30,7 +30,8 @@ class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
     They are applied in this order, each to the result of the one before: `logit_bias`, repetition, frequency and
-    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, temperature, `top_k`, `top_p`, `min_p`.
+    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `structured_output`, temperature, `top_k`,
+    `top_p`, `min_p`. Where those before it exclude all tokens that continue the form, they do not apply: the form wins.
     """
 
     temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
@@ -82,6 +83,8 @@ class SamplingParams:
         for i, word in enumerate(self.bad_words):
             _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
         _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
+        if self.structured_output is not None:
+            self.structured_output.validate()
 
     def validate_token_ids(self, vocab_size: int) -> None:
         """Raises `InvalidRequest` for the first option with a token id, or a top_k, beyond the vocabulary."""

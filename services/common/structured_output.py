@@ -8,6 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.common.errors import InvalidRequest
+
+MAX_FORM_BYTES = 256 * 1024
+MAX_CHOICES = 10_000
+
 
 class Constraint(StrEnum):
     """The kinds of form. The values are the fields of the message `StructuredOutput`."""
@@ -27,3 +32,27 @@ class StructuredOutput:
     constraint: Constraint
     text: str = ""  # schema, regular expression, grammar or structural tag; empty for the other kinds
     choices: tuple[str, ...] = ()  # of `Constraint.CHOICE`; in the client's order
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its texts in UTF-8."""
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in (self.text, *self.choices))
+
+    def validate(self) -> None:
+        """Raises `InvalidRequest` if it is too large to be compiled, or has an empty text to choose."""
+        if self.num_bytes > MAX_FORM_BYTES:
+            raise InvalidRequest(
+                f"structured_output ({self.constraint.value}) has {self.num_bytes} bytes, "
+                f"at most {MAX_FORM_BYTES} allowed",
+                "structured_output",
+            )
+        if self.constraint is Constraint.CHOICE:
+            if not 1 <= len(self.choices) <= MAX_CHOICES:
+                raise InvalidRequest(
+                    f"structured_output has {len(self.choices)} choices, must have 1 to {MAX_CHOICES}",
+                    "structured_output",
+                )
+            if not all(self.choices):
+                raise InvalidRequest(
+                    f"structured_output has an empty choice at index {self.choices.index('')}", "structured_output"
+                )

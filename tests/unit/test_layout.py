@@ -17,11 +17,12 @@ GENERATED = REPOSITORY / "services" / "pb"
 LAYERS = {
     "pb": set(),
     "common": {"pb"},
+    "grammar": {"common"},
     "step": {"common", "pb"},
     "channel": {"common"},
     "rpc": {"common", "pb"},
-    "gateway": {"common", "rpc", "pb"},
-    "dense_worker": {"common", "step", "channel", "rpc", "pb"},
+    "gateway": {"common", "grammar", "rpc", "pb"},
+    "dense_worker": {"common", "grammar", "step", "channel", "rpc", "pb"},
     "attn_worker": {"common", "step", "channel", "rpc", "pb"},
     "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup
 }

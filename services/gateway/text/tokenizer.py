@@ -12,18 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from services.common.errors import InvalidRequest, ModelError
+from services.common.errors import InvalidRequest
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
-from services.gateway.text.parsing import ChatFormats
+from services.grammar.hf_tokenizer import load_hf_tokenizer
 
 MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
 NUM_THREADS = 2
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 INFO_SETTINGS = (
@@ -43,8 +40,7 @@ T = TypeVar("T")
 class Tokenizer:
     """Owns the model's tokenizer and the threads it may use; `close` ends them."""
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, chat_formats: ChatFormats | None = None) -> None:
-        self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
         self._backend = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
@@ -118,7 +114,7 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
-        given, nonce = self._template.variables(chat), new_nonce()
+        given, nonce = [[message.fields() for message in chat.messages], chat.template_kwargs], new_nonce()
         marked = self._control_tokens.marked(given, nonce)
         try:
             text = self._template.render(chat, *marked)
@@ -137,32 +133,6 @@ class Tokenizer:
         return [self._encode(text, add_special_tokens=False) for text in texts]
 
 
-def load_tokenizer(
-    path: Path, is_optional: bool = False, tool_parser: str = "auto", reasoning_parser: str = "auto"
-) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory, without network access.
-
-    `is_optional`: a directory without tokenizer files gets one token per UTF-8 byte (for dummy weights). The parsers
-    are those of the configuration. Raises `ModelError` if there is none, or if it cannot be read or is not a fast one.
-    """
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        if is_optional:
-            return Tokenizer(_byte_tokenizer())
-        raise ModelError(f"model directory {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
-    try:
-        hf_tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers, tokenizers and JSON errors have no common base
-        raise ModelError(f"the tokenizer in {path} cannot be read: {error}") from error
-    if not isinstance(hf_tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(f"the tokenizer in {path} is a {type(hf_tokenizer).__name__}, a fast one is needed")
-    return Tokenizer(hf_tokenizer, ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template))
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = RustTokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory; see `load_hf_tokenizer`."""
+    return Tokenizer(load_hf_tokenizer(path, is_optional))

@@ -1,0 +1,61 @@
+"""Lowers a form to the text of an llguidance grammar: Lark, or JSON that holds Lark and JSON Schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar.form_error import FormError
+from services.grammar.quote import DEFAULTS, STRICT, quote
+from services.grammar.structural_tag import lower_structural_tag
+
+_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
+
+
+def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> str:
+    """The grammar of a form. The grammar of a grammar that is lowered already is the same text.
+
+    special_tokens: ids of the special tokens, by their texts
+
+    Raises `FormError` for a text that cannot be read. Whether llguidance accepts the grammar is not known yet.
+    """
+    from llguidance import LLMatcher
+
+    match form.constraint:
+        case Constraint.JSON_SCHEMA:
+            return _lower_schema(form.text)
+        case Constraint.JSON_OBJECT:
+            return _lower_schema('{"type": "object"}')
+        case Constraint.REGEX:
+            return LLMatcher.grammar_from_regex(form.text)
+        case Constraint.CHOICE:
+            # One terminal: its automaton is built as far as it is needed, whatever the number of texts.
+            return "start: CHOICE\nCHOICE: " + " | ".join(map(quote, form.choices))
+        case Constraint.STRUCTURAL_TAG:
+            return lower_structural_tag(form.text, special_tokens)
+        case Constraint.GRAMMAR:
+            return _lower_grammar(form.text)
+
+
+def _lower_schema(text: str) -> str:
+    from llguidance import LLMatcher
+
+    if text.strip() == "false":
+        raise FormError("nothing is valid against the schema false")
+    text = "{}" if text.strip() == "true" else text
+    try:
+        return LLMatcher.grammar_from_json_schema(text, defaults=DEFAULTS, overrides=STRICT)
+    except ValueError as error:
+        raise FormError(str(error)) from error
+
+
+def _lower_grammar(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if text.lstrip().startswith("{"):
+        return text  # llguidance's own JSON
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter raises plain ones
+        raise FormError(str(error)) from error

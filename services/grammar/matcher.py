@@ -1,0 +1,138 @@
+"""`GrammarMatcher`: where one sequence is in its grammar, and which tokens may come next.
+
+Nothing here raises because of a grammar: a matcher that fails says why in `error`, and the sequence ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from services.grammar.form_error import FormError
+from services.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_ERROR_CHARACTERS = 300
+_ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
+
+
+def limits() -> LLParserLimits:
+    """Bounds of time and memory, in llguidance's units. A mask within them takes a few milliseconds at most."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=2_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=20_000,  # 1 to 2 kB each, for every sequence
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of its grammar. Raises `FormError`. Releases the interpreter lock."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise FormError(describe_error(matcher))
+    if matcher.is_stopped():
+        raise FormError("no text but the empty one has this form")
+    return matcher
+
+
+def describe_error(matcher: LLMatcher) -> str:
+    """llguidance's message without its own state, shortened."""
+    message = matcher.get_error().partition("\n<")[0].partition(" <non-verbose/>")[0].strip()
+    if message.startswith("NoExtension"):
+        message = "no further token of the vocabulary fits the form"
+    return " ".join(message.split())[:MAX_ERROR_CHARACTERS]
+
+
+class GrammarMatcher:
+    """Belongs to one sequence, whose output it follows. After its construction, used on the engine thread only."""
+
+    def __init__(self, start: LLMatcher, executor: LLExecutor, vocabulary: Vocabulary, may_end: bool) -> None:
+        """`start` is at the beginning of the grammar and stays there. `may_end`: EOS ends the sequence."""
+        self.error: str | None = None  # why no further token can be found
+        self.num_words = -(-vocabulary.num_tokens // 32)  # of 32 bits, in a mask
+        self._start = start
+        self._executor = executor
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self._may_end = may_end
+        self._matcher = start.deep_copy()
+        self._consumed: list[int] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text has the form and nothing can follow."""
+        return self.error is None and self._matcher.is_stopped()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are further tokens to choose."""
+        return self.error is None and not self._matcher.is_stopped()
+
+    def sync(self, output_token_ids: Sequence[int]) -> None:
+        """Makes it follow exactly these tokens. Costs time for tokens that it has not consumed, as after a crash."""
+        token_ids = list(output_token_ids)
+        if self._consumed != token_ids[: len(self._consumed)]:
+            self._matcher, self._consumed, self.error = self._start.deep_copy(), [], None
+        missing = token_ids[len(self._consumed) :]
+        if missing and self.is_running:
+            self._matcher.consume_tokens(missing)
+            self._note(missing)
+
+    def warm_up(self) -> None:
+        """Finds the next tokens once, off the engine thread: the first time takes longest."""
+        if self.is_running:
+            self._matcher.compute_bitmask()
+            self._note([])
+
+    def _note(self, token_ids: Sequence[int]) -> None:
+        self._consumed += token_ids
+        if self._matcher.is_error():
+            self.error = describe_error(self._matcher)
+
+    def _forbid_eos(self, mask: np.ndarray) -> None:
+        """Takes EOS out of a mask, unless nothing else is in it."""
+        kept = [(token_id >> 5, mask[token_id >> 5]) for token_id in self._eos_token_ids]
+        for token_id in self._eos_token_ids:
+            mask[token_id >> 5] &= _ALL ^ (1 << (token_id & 31))
+        if not mask.any():
+            for word, bits in kept:
+                mask[word] = bits
+
+    @staticmethod
+    def consume(sampled: Sequence[tuple[GrammarMatcher, int]]) -> None:
+        """Each running matcher takes the token of its sequence."""
+        running = [(matcher, token_id) for matcher, token_id in sampled if matcher.is_running]
+        if running:
+            running[0][0]._executor.consume_token_par([(each._matcher, token_id) for each, token_id in running])
+            for each, token_id in running:
+                each._note([token_id])
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:
+        """Sets the bit of every token that may come next. A matcher that does not run allows all.
+
+        masks: uint32 [len(matchers), num_words], contiguous; at least the matchers' `num_words`
+        """
+        masks.fill(_ALL)
+        running = [(i, each) for i, each in enumerate(matchers) if each.is_running]
+        if not running:
+            return
+        running[0][1]._executor.unsafe_compute_mask_ptr(
+            [(each._matcher, i) for i, each in running], masks.ctypes.data, masks.strides[0], len(masks)
+        )
+        for i, each in running:
+            each._note([])
+            if each.error is not None:
+                masks[i] = _ALL
+            elif not each._may_end:
+                each._forbid_eos(masks[i])

@@ -1,0 +1,120 @@
+"""A process that tries forms for the gateway: `python -m services.grammar.trial VOCABULARY`.
+
+It lowers and compiles a form and takes a few random walks through it. Whatever a form does there, to time, memory or
+the stack, it does to this process alone: the limits below end it, and the gateway starts another one.
+
+VOCABULARY is JSON, the arguments of `read_vocabulary`. Standard input has one form per line, as JSON. The first line of
+the answer says whether the vocabulary can be used, each further line answers one form.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar.form_error import FormError
+from services.grammar.lower import lower
+from services.grammar.matcher import compile_grammar, describe_error
+from services.grammar.vocabulary import Vocabulary, read_vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CPU_S = 3  # for one form
+MAX_MEMORY_BYTES = 3 * 2**30  # of address space
+STACK_BYTES = 2**20  # what fits here fits the stacks of the dense worker's threads, which are larger
+MAX_MASK_S = 0.05  # CPU time to find the tokens that may come next
+NUM_WALKS = 3
+NUM_STEPS = 16  # tokens of a walk
+
+_NOT_EMPTY = re.compile(rb"[^\0]", re.DOTALL)
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+def _serve() -> None:
+    arguments = json.loads(sys.argv[1])
+    try:
+        vocabulary = read_vocabulary(**{**arguments, "path": Path(arguments["path"])})
+        tokenizer = vocabulary.load()
+    except FormError as error:
+        _answer(error=str(error))
+        return
+    _answer()
+    for line in sys.stdin:
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + MAX_CPU_S, hard))
+        try:
+            _answer(grammar=try_form(tokenizer, vocabulary, read_form(json.loads(line))))
+        except (ValueError, RecursionError, MemoryError) as error:
+            _answer(error=str(error) or type(error).__name__)
+
+
+def read_form(message: dict[str, Any]) -> StructuredOutput:
+    """The form of a message."""
+    return StructuredOutput(Constraint(message["constraint"]), message["text"], tuple(message["choices"]))
+
+
+def try_form(tokenizer: LLTokenizer, vocabulary: Vocabulary, form: StructuredOutput) -> str:
+    """The grammar of a form, tried. Raises `FormError`."""
+    grammar = lower(form, vocabulary.special_tokens)
+    start = compile_grammar(tokenizer, grammar)
+    for walk in range(NUM_WALKS):
+        _walk(start.deep_copy(), random.Random(walk))
+    return grammar
+
+
+def _walk(matcher: LLMatcher, generator: random.Random) -> None:
+    for step in range(NUM_STEPS):
+        begin = time.thread_time()
+        mask = matcher.compute_bitmask()
+        token_id = None if matcher.is_error() else _random_token(mask, generator)
+        if token_id is not None:
+            matcher.consume_token(token_id)
+        took_s = time.thread_time() - begin
+        if matcher.is_error() or token_id is None:
+            reason = describe_error(matcher) or "no token of the vocabulary fits the form"
+            raise FormError(f"{reason} (after {step} tokens of an output)")
+        if took_s > MAX_MASK_S:
+            raise FormError(
+                f"it takes {1e3 * took_s:.0f} ms to find the tokens that may follow {step} tokens of an output, "
+                f"at most {1e3 * MAX_MASK_S:.0f} ms allowed"
+            )
+        if matcher.is_stopped():
+            return
+
+
+def _random_token(mask: bytes, generator: random.Random) -> int | None:
+    """One of the tokens of the mask; None if there are none."""
+    found = _NOT_EMPTY.search(mask, generator.randrange(len(mask))) or _NOT_EMPTY.search(mask)
+    if found is None:
+        return None
+    bits = [bit for bit in range(8) if found[0][0] >> bit & 1]
+    return 8 * found.start() + generator.choice(bits)
+
+
+def _answer(**values: str) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

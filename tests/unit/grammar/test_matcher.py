@@ -1,0 +1,187 @@
+"""A matcher follows its sequence: over pauses, crashes and errors, up to the end of the form."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar.form_error import FormError
+from services.grammar.matcher import GrammarMatcher
+from tests.support.forms import EOS, Forms, allowed, make_vocabulary, schema
+
+SPELLED = StructuredOutput(Constraint.REGEX, "abc?")
+MAX_TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    return Forms(make_vocabulary(tmp_path_factory.mktemp("tokenizer")))
+
+
+def consume(matcher: GrammarMatcher, *token_ids: int) -> None:
+    for token_id in token_ids:
+        GrammarMatcher.consume([(matcher, token_id)])
+
+
+def test_eos_may_come_when_the_text_has_the_form_and_not_before(forms: Forms) -> None:
+    a, b, c = forms.tokens("abc")
+    matcher = forms.matcher(SPELLED)
+    for token_id, expected in ((a, {a}), (b, {b})):
+        assert set(np.flatnonzero(allowed(matcher))) == expected
+        consume(matcher, token_id)
+    assert set(np.flatnonzero(allowed(matcher))) == {c, EOS}
+    consume(matcher, EOS)
+    assert matcher.is_complete
+
+
+def test_a_form_that_nothing_can_follow_is_complete_without_eos(forms: Forms) -> None:
+    matcher = forms.matcher(SPELLED)
+    consume(matcher, *forms.tokens("abc"))
+    assert matcher.is_complete
+    assert allowed(matcher).all(), "what a wasted step samples has no meaning"
+
+
+def test_where_eos_is_ignored_it_comes_only_if_nothing_else_can(forms: Forms) -> None:
+    matcher = forms.matcher(SPELLED, may_end=False)
+    consume(matcher, *forms.tokens("ab"))
+    assert set(np.flatnonzero(allowed(matcher))) == set(forms.tokens("c"))
+    only_empty = forms.matcher(StructuredOutput(Constraint.REGEX, ""), may_end=False)
+    assert set(np.flatnonzero(allowed(only_empty))) == {EOS}
+
+
+def test_a_token_that_does_not_fit_fails_this_matcher_alone(forms: Forms) -> None:
+    bad, good = forms.matcher(SPELLED), forms.matcher(SPELLED)
+    a, b, _ = forms.tokens("abc")
+    GrammarMatcher.consume([(bad, b), (good, a)])
+    assert bad.error and not bad.is_running and not bad.is_complete
+    assert good.is_running and good.error is None
+    masks = np.empty((2, bad.num_words), dtype=np.uint32)
+    GrammarMatcher.fill_masks([bad, good], masks)
+    assert (masks[0] == 0xFFFFFFFF).all() and (masks[1] != 0).sum() == 1
+    consume(bad, a)  # nothing more happens
+    assert bad.error
+
+
+def test_a_form_that_explodes_later_fails_then(forms: Forms) -> None:
+    matcher = forms.matcher(StructuredOutput(Constraint.GRAMMAR, "start: A B\nA: /x{30}/\nB: /((a{100}){100}){100}/"))
+    consume(matcher, *forms.tokens("x" * 30))
+    generator, num_steps = random.Random(1), 0
+    while matcher.is_running and num_steps < 10:
+        choices = np.flatnonzero(allowed(matcher))
+        if matcher.is_running:
+            consume(matcher, int(generator.choice(choices.tolist())))
+        num_steps += 1
+    assert matcher.error is not None and len(matcher.error) <= 300
+
+
+@pytest.mark.parametrize("num_followed", [0, 1, 5, 9])
+def test_it_catches_up_with_any_output(forms: Forms, num_followed: int) -> None:
+    form = schema({"type": "array", "items": {"type": "integer"}})
+    tokens = forms.tokens("[12, 34, 5")
+    expected = forms.matcher(form)
+    consume(expected, *tokens)
+    matcher = forms.matcher(form)
+    consume(matcher, *tokens[:num_followed])
+    matcher.sync(tokens)
+    assert (allowed(matcher) == allowed(expected)).all()
+
+
+def test_it_goes_back_when_the_output_is_another_one(forms: Forms) -> None:
+    form = StructuredOutput(Constraint.REGEX, "(ab|cd)*")
+    for other in ("", "ab", "cdab", "abc"):
+        matcher = forms.matcher(form)
+        consume(matcher, *forms.tokens("abcd"))
+        matcher.sync(forms.tokens(other))
+        expected = forms.matcher(form)
+        consume(expected, *forms.tokens(other))
+        assert (allowed(matcher) == allowed(expected)).all()
+    broken = forms.matcher(form)
+    consume(broken, *forms.tokens("x"))
+    broken.sync([])
+    assert broken.is_running
+
+
+# Schemas of everything that random data can be judged by: `jsonschema` is the judge.
+NAMES = st.sampled_from(["a", "name", "x y", "é", '"q"', "$ref", ""])
+LEAVES = st.one_of(
+    st.sampled_from([{"type": name} for name in ("string", "integer", "number", "boolean", "null")]),
+    st.builds(lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n}, st.integers(-99, 99),
+              st.integers(0, 50)),
+    st.builds(lambda low, n: {"type": "number", "exclusiveMinimum": low, "maximum": low + n}, st.integers(-9, 9),
+              st.integers(1, 5)),
+    st.builds(lambda low, n: {"type": "string", "minLength": low, "maxLength": low + n}, st.integers(0, 5),
+              st.integers(0, 5)),
+    st.builds(lambda pattern: {"type": "string", "pattern": pattern},
+              st.sampled_from([r"^[a-c]+$", r"^\d{2,4}$", "x", "^(a|bb)*$", r"^\S+@\w+$"])),
+    st.builds(lambda name: {"type": "string", "format": name},
+              st.sampled_from(["date", "time", "date-time", "uuid", "ipv4", "email"])),
+    st.builds(lambda values: {"enum": values},
+              st.lists(st.none() | st.booleans() | st.integers(-9, 9) | st.text("aé\"\\ ", max_size=4), min_size=1,
+                       max_size=5)),
+    st.builds(lambda value: {"const": value}, st.just({"k": [1, None]}) | st.text("ab\n", max_size=3)),
+)  # fmt: skip
+
+
+def _object(properties: dict[str, Any], num_required: int, more: bool) -> dict[str, Any]:
+    required = list(properties)[:num_required]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": more}
+
+
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(_object, st.dictionaries(NAMES, inner, max_size=4), st.integers(0, 4), st.booleans()),
+        st.builds(lambda items, low, n: {"type": "array", "items": items, "minItems": low, "maxItems": low + n},
+                  inner, st.integers(0, 2), st.integers(0, 3)),
+        st.builds(lambda first, rest: {"type": "array", "prefixItems": first, "items": rest, "minItems": len(first)},
+                  st.lists(inner, min_size=1, max_size=2), inner),
+        st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3)),
+        st.builds(lambda each: {"$ref": "#/$defs/d", "$defs": {"d": each}}, inner),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(value=SCHEMAS, seed=st.integers(0, 2**32))
+def test_whatever_the_model_does_what_ends_is_valid(forms: Forms, value: dict[str, Any], seed: int) -> None:
+    try:
+        matcher = forms.matcher(schema(value))
+    except FormError:
+        return  # a clear refusal
+    output = forms.walk(matcher, random.Random(seed), MAX_TOKENS)
+    assert matcher.error is None, matcher.error
+    if matcher.is_complete:
+        jsonschema.validate(json.loads(forms.text(output)), value, jsonschema.Draft202012Validator)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), pattern=st.from_regex(r"([a-c](\{1,3\}|\+|\?|\*)?|\[\^?[a-c]\]|\(a\|bc\)){1,6}",
+                                                         fullmatch=True))  # fmt: skip
+def test_whatever_the_model_does_what_ends_matches(forms: Forms, pattern: str, seed: int) -> None:
+    matcher = forms.matcher(StructuredOutput(Constraint.REGEX, pattern))
+    output = forms.walk(matcher, random.Random(seed), MAX_TOKENS)
+    assert matcher.error is None, matcher.error
+    if matcher.is_complete:
+        assert re.fullmatch(pattern, forms.text(output))
+
+
+def test_the_walks_do_end(forms: Forms, tmp_path: Path) -> None:
+    """Otherwise the two properties above would hold because nothing ends."""
+    value = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    ends = []
+    for seed in range(40):
+        matcher = forms.matcher(schema(value))
+        forms.walk(matcher, random.Random(seed), MAX_TOKENS)
+        ends.append(matcher.is_complete)
+    assert sum(ends) > 20
