@@ -17,6 +17,7 @@ from services.dense_worker.build import LoadedModel, load_model
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.drafts import DraftSource
 from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.scheduler import SchedulerLimits
 from services.dense_worker.engine.step_log import writing_step_log
@@ -25,6 +26,7 @@ from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
+from services.grammar.vocabulary import Vocabulary, read_vocabulary
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -60,7 +62,10 @@ class DenseWorker:
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
         resolved = resolve_model(config.model, config.dense.device)
         use_device(resolved.device, config.dense.num_threads)
-        bound_address = await self._start_server(tracer)
+        # While the weights load: reading the vocabulary holds the interpreter lock.
+        grammars = Grammars(lambda: self._read_vocabulary(resolved))
+        self._opened.callback(grammars.close)
+        bound_address = await self._start_server(tracer, grammars)
         self._model = await asyncio.to_thread(load_model, config, resolved, self._report_loading)
         self._start_engine([self._metrics, *step_logs])
         self._announce(bound_address)
@@ -93,7 +98,7 @@ class DenseWorker:
     def _report_loading(self, line: str) -> None:
         log.info("loading", progress=line)
 
-    async def _start_server(self, tracer: Tracer) -> str:
+    async def _start_server(self, tracer: Tracer, grammars: Grammars) -> str:
         config = self._config
         tls = read_peer_tls(config.peers)
         self._server = GrpcServer(
@@ -103,11 +108,17 @@ class DenseWorker:
             tls and tls.files,
             options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
         )
-        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer))
+        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer), grammars)
         dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
         address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         return address
+
+    def _read_vocabulary(self, resolved: ResolvedModel) -> Vocabulary:
+        model, config = self._config.model, resolved.config
+        return read_vocabulary(
+            model.path, config.vocab_size, config.eos_token_ids, is_optional=model.load_format == "dummy"
+        )
 
     def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
         config, model = self._config, self._model

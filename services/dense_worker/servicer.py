@@ -12,11 +12,12 @@ import grpc
 import structlog
 
 from services.common.dense_info import dense_info_metadata
-from services.common.errors import PeerError
+from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -43,9 +44,11 @@ _Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the s
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
 
-    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
+    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer, grammars: Grammars) -> None:
         self._metrics = metrics
         self._tracer = tracer
+        self._grammars = grammars
+        self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that wait for their grammars
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self._engine: Engine | None = None
@@ -214,13 +217,34 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._owned[sequence.seq_id] = sequence, outbox
                 self._metrics.on_submitted(sequence)
                 self._tracer.begin(sequence, request.submit.traceparent)
-                engine.submit(sequence)
+                if sequence.sampling.structured_output is None:
+                    engine.submit(sequence)
+                else:
+                    task = asyncio.create_task(self._submit_with_grammar(sequence, engine))
+                    self._preparing[task] = outbox
+                    task.add_done_callback(self._preparing.pop)
             elif kind == "resumed":
+                preparing = [task for task, owner in self._preparing.items() if owner is outbox]
+                if preparing:  # their blocks are claimed, too
+                    await asyncio.wait(preparing)
                 engine.close_unclaimed(request.resumed.gateway)
             else:
                 self._owned.pop(request.cancel.seq_id, None)
                 self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
+
+    async def _submit_with_grammar(self, sequence: Sequence, engine: Engine) -> None:
+        """Submits a sequence when its grammar is ready. An error ends only this sequence."""
+        try:
+            await self._grammars.prepare(sequence)
+        except Exception as error:  # whatever a form does, it concerns no other sequence
+            if not isinstance(error, TwostrokeError):
+                log.exception("no grammar", request_id=sequence.request_id)
+                error = RequestAborted(f"the form of the output cannot be used: {error}")
+            self.deliver(StepReport(0, outputs=[SequenceOutput(sequence, (), FinishReason.ERROR, error)]))
+            return
+        if self._outbox_of(sequence) is not None:
+            engine.submit(sequence)
 
 
 def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
@@ -237,8 +261,6 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         num_logprobs=submit.num_logprobs if submit.HasField("num_logprobs") else None,
         num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
         priority=submit.priority,
-        tenant=submit.tenant,
-        client=submit.client,
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
         num_crashes=submit.num_crashes,

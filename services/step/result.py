@@ -28,3 +28,6 @@ class StepResult:
     token_ids: Sequence[Sequence[int]]  # aligned with the plan's entries; empty for entries without logits
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # by seq_id, if requested
     prompt_logprobs: Sequence[PromptLogprobs] = ()
+    # Sequences that end because of the form of their output, by seq_id. None: the last token completes the form; else
+    # an error, because of which the last token does not count.
+    ended: Mapping[int, str | None] = field(default_factory=dict)

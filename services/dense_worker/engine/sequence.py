@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.fairness.flows import Flow
+from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
@@ -50,17 +50,14 @@ class Sequence:
     num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
     priority: int = 0  # lower numbers go first
-    tenant: int = 0  # number of the API key; tenants share evenly
-    client: int = 0  # number of the client's address; the clients of a tenant share evenly
     arrival_s: float = 0.0  # arrival at this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest time from arrival to the first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
+    grammar: GrammarMatcher | None = None  # of `sampling.structured_output`; the runner moves it
 
     status: SequenceStatus = SequenceStatus.WAITING
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
-    flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
-    num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -97,33 +94,31 @@ class Sequence:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
-    def get_flow(self) -> Flow:
-        """The flow of a sequence that has been admitted."""
-        assert self.flow is not None, "the sequence has not been admitted"
-        return self.flow
+    def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
+        """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why.
 
-    def append(self, token_ids: SequenceOf[int]) -> FinishReason | None:
-        """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why."""
+        `is_complete`: the last one completes the form of the output.
+        """
         for token_id in token_ids:
             self.output_token_ids.append(token_id)
             if token_id in self.stop_token_ids:
                 return FinishReason.STOP
             if len(self.output_token_ids) == self.max_tokens:
-                return FinishReason.LENGTH
-        return None
+                return FinishReason.STOP if is_complete else FinishReason.LENGTH
+        return FinishReason.STOP if is_complete else None
 
     def leave_cache(self) -> None:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
         self.num_computed_tokens = self.num_draft_tokens = self.num_blocks = self.num_reserved_blocks = 0
 
     def describe(self) -> NewSequence:
-        """The sequence with its present tokens, for the workers."""
+        """The sequence with its present tokens, for the workers; without the form of its output, which may be long."""
         return NewSequence(
             seq_id=self.seq_id,
             request_id=self.request_id,
             token_ids=(*self.prompt_token_ids, *self.output_token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
-            sampling=self.sampling,
+            sampling=self.sampling if self.grammar is None else replace(self.sampling, structured_output=None),
             stop_token_ids=tuple(sorted(self.stop_token_ids)),
             num_logprobs=self.num_logprobs,
             num_prompt_logprobs=self.num_prompt_logprobs,

@@ -7,7 +7,7 @@ next step; the host reads it from pinned memory after an event.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -52,11 +52,13 @@ class CudaModelRunner(ModelRunner):
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
+        self._unsampled: _Launched | None = None
 
     def attach(self, channels: Iterable[Channel]) -> None:
         """Captures the graphs, unless `captures_lazily` is on."""
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         super().attach(channels)
+        self._unsampled = None
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
@@ -73,19 +75,35 @@ class CudaModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
-        """Enqueues the whole step; waits for the device only to capture a graph."""
+        """Enqueues the whole step; waits for the device only to capture a graph.
+
+        If grammars need tokens of the step before, sampling is enqueued when that step is collected.
+        """
         stage = self._num_launched % _NUM_STAGES
         self._num_launched += 1
-        tokens = None
         with torch.cuda.stream(self._stream):
             step = self.prepare(self.bind(plan))
-            if plan.entries:
-                tokens = self._enqueue(step, channel, stage)
-            event = torch.cuda.Event()
-            event.record()
-        return _Launched(event, channel, tokens)
+            sample = self._enqueue(step, channel, stage) if plan.entries else None
+        launched = _Launched(self, channel, sample)
+        if step.has_unknown_tokens:
+            self._unsampled = launched
+        else:
+            self._finish(launched)
+        return launched
 
-    def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> PendingTokens:
+    @torch.inference_mode()
+    def sample_next(self) -> None:
+        """Enqueues the sampling of the step that waits for the tokens of the one before, if there is such a step."""
+        launched, self._unsampled = self._unsampled, None
+        if launched is not None:
+            self._finish(launched)
+
+    def _finish(self, launched: _Launched) -> None:
+        with torch.cuda.stream(self._stream):
+            launched.finish()
+
+    def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> Callable[[], PendingTokens]:
+        """Enqueues all layers; returns what enqueues the sampling."""
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
         # Prompt log-probabilities call `last` again, but a graph's residual is in memory that graphs share.
         is_captured = num_tokens <= self._buckets[-1] and not step.spans
@@ -106,7 +124,8 @@ class CudaModelRunner(ModelRunner):
             logits, residual = self._logits, None
         else:
             logits, residual = self._run_rows(channel, num_rows, num_sampled)
-        return self.finish(step, logits[:num_sampled], residual, channel, self._outputs[stage][:num_sampled])
+        outputs = self._outputs[stage][:num_sampled]
+        return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs)
 
     def _find_graph(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
         return self._graphs[channel].find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
@@ -144,14 +163,29 @@ def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
 
 
 class _Launched:
-    def __init__(self, event: torch.cuda.Event, channel: Channel, tokens: PendingTokens | None) -> None:
-        self._event = event
+    """A step whose layers are enqueued; `sample` enqueues the rest of it. None: it has no entries."""
+
+    def __init__(
+        self, runner: CudaModelRunner, channel: Channel, sample: Callable[[], PendingTokens] | None
+    ) -> None:
+        self._runner = runner
         self._channel = channel
-        self._tokens = tokens
+        self._sample = sample
+        self._tokens: PendingTokens | None = None
+        self._event: torch.cuda.Event | None = None  # the end of the whole step
+
+    def finish(self) -> None:
+        """Enqueues what is left of the step, on the current stream."""
+        if self._sample is not None:
+            self._tokens, self._sample = self._sample(), None
+        self._event = torch.cuda.Event()
+        self._event.record()
 
     def is_done(self) -> bool:
-        return self._event.query()
+        return self._event is not None and self._event.query()
 
     def collect(self) -> StepResult:
         self._channel.check()
-        return self._tokens.read() if self._tokens is not None else StepResult(())
+        result = self._tokens.read() if self._tokens is not None else StepResult(())
+        self._runner.sample_next()
+        return result

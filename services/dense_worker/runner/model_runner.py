@@ -20,6 +20,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
+from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, StepPlan, StepResult
 
 
@@ -45,6 +46,7 @@ class StepInput:
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
     spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
+    has_unknown_tokens: bool  # a sequence with a grammar lacks its last token, which the step before samples
 
 
 class RunningStep(Protocol):
@@ -75,9 +77,11 @@ class ModelRunner:
             self._release_slot(slot)
         self._sequences.clear()
 
-    def open(self, new: NewSequence) -> None:
+    def open(self, new: NewSequence, grammar: GrammarMatcher | None = None) -> None:
         """Adds a sequence, which later plans may name until one closes it."""
-        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids))
+        if grammar is not None:
+            grammar.sync(new.token_ids[new.num_prompt_tokens :])
+        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids), grammar)
 
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Launches a step on the channel of its lane.
@@ -91,6 +95,7 @@ class ModelRunner:
         closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
         for fork in plan.forks:
             parent = self._sequences[fork.parent_seq_id]
+            assert parent.grammar is None, "a fork would need a grammar of its own"
             self._sequences[fork.child_seq_id] = KnownSequence(parent.new, list(parent.token_ids))
         return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
 
@@ -102,6 +107,7 @@ class ModelRunner:
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
         spans: list[PromptSpan] = []
+        has_unknown_tokens = False
         for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
             slot = sequence.slot
             if slot is None:
@@ -120,6 +126,8 @@ class ModelRunner:
                 fed_slots.append(slot)
                 token_ids.append(0)
             end, num_rows = position + num_tokens, len(token_ids)
+            if sequence.grammar is not None and num_logits and len(sequence.token_ids) < end:
+                has_unknown_tokens = True
             for back in range(num_logits, 0, -1):
                 sampled_rows.append(num_rows - back)
                 sampled_slots.append(slot)
@@ -130,6 +138,7 @@ class ModelRunner:
             *(torch.tensor(column, dtype=torch.int64) for column in (token_ids, fed_rows, fed_slots, sampled_rows)),
             *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
             spans,
+            has_unknown_tokens,
         )
 
     @torch.inference_mode()
@@ -180,6 +189,7 @@ class ModelRunner:
             sequence.token_ids[num_prompt_tokens:],
             new.stop_token_ids,
             new.num_logprobs,
+            sequence.grammar,
         )
         return slot
 

@@ -11,6 +11,7 @@ import torch
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
+from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, PlanEntry, StepResult
 
 
@@ -20,6 +21,7 @@ class KnownSequence:
 
     new: NewSequence
     token_ids: list[int]  # all tokens known on the host, prompt first
+    grammar: GrammarMatcher | None = None  # of the form of its output, if that has one
     slot: int | None = None  # of the sampler; None until it runs
 
 
@@ -43,16 +45,29 @@ class PendingTokens:
             ranked = dict(zip(self.num_logprobs, self.ranked.read(list(self.num_logprobs.values())), strict=True))
         token_ids: list[SequenceOf[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
+        formed: list[tuple[int, GrammarMatcher, int]] = []  # seq_id, grammar and token
         first = 0
         for entry, sequence in zip(self.entries, self.sequences, strict=True):
             accepted = verify(entry.draft_token_ids, sampled[first : first + entry.num_logits])
             sequence.token_ids += accepted
             token_ids.append(accepted)
+            if sequence.grammar is not None and accepted:
+                formed.append((entry.seq_id, sequence.grammar, accepted[-1]))
             if first in ranked and accepted:
                 logprobs[entry.seq_id] = [ranked[first + index] for index in range(len(accepted))]
             first += entry.num_logits
         prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.spans, self.prompt_ranked)
-        return StepResult(token_ids, logprobs, prompt_logprobs)
+        return StepResult(token_ids, logprobs, prompt_logprobs, _follow(formed) if formed else {})
+
+
+def _follow(formed: list[tuple[int, GrammarMatcher, int]]) -> dict[int, str | None]:
+    """Moves the grammars by their tokens; see `StepResult.ended`."""
+    GrammarMatcher.consume([(grammar, token_id) for _, grammar, token_id in formed])
+    return {
+        seq_id: grammar.error and f"the form of the output cannot be followed: {grammar.error}"
+        for seq_id, grammar, _ in formed
+        if not grammar.is_running
+    }
 
 
 def verify(draft_token_ids: SequenceOf[int], sampled: list[int]) -> list[int]:

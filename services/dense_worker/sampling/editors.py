@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.dense_worker.sampling.allowed_tokens import AllowedTokens
 from services.dense_worker.sampling.bad_words import BadWords
+from services.dense_worker.sampling.grammar_mask import GrammarMask
 from services.dense_worker.sampling.logit_bias import LogitBias
 from services.dense_worker.sampling.logits_editor import LogitsEditor
 from services.dense_worker.sampling.min_tokens import MinTokens
@@ -16,4 +17,5 @@ EDITORS: tuple[type[LogitsEditor], ...] = (
     BadWords,
     MinTokens,
     AllowedTokens,
+    GrammarMask,
 )

@@ -16,6 +16,7 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling.upload import upload
+from services.grammar.matcher import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class EditedSequence:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # tokens that the sequence already has
     stop_token_ids: Sequence[int]  # including EOS; configurations may name ids beyond the vocabulary
+    grammar: GrammarMatcher | None = None  # of the form of the output, if that has one
 
 
 @dataclass(frozen=True)

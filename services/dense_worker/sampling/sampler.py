@@ -21,6 +21,7 @@ from services.dense_worker.sampling.logits_editor import EditedRows, EditedSeque
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
 from services.dense_worker.sampling.upload import upload
+from services.grammar.matcher import GrammarMatcher
 
 _OPTIONS = np.dtype(
     [
@@ -85,11 +86,13 @@ class Sampler:
         output_token_ids: Sequence[int],
         stop_token_ids: Sequence[int],
         num_logprobs: int | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         """Gives `slot` to a new sequence, or to a resumed one with its earlier tokens.
 
         `params` are valid; prompt and output ids are in [0, vocab_size). `min_tokens` forbids `stop_token_ids`
         (including EOS). `num_logprobs`: report log-probabilities of the sampled token and this many most likely ones.
+        `grammar` follows the output: before each call of `sample` it has consumed all tokens before the sampled one.
         """
         assert not self._options[slot]["is_used"], f"slot {slot} is taken"
         self._options[slot] = (
@@ -104,7 +107,7 @@ class Sampler:
             num_logprobs or 0,
         )
         self.last_token[slot].fill_(output_token_ids[-1] if output_token_ids else prompt_token_ids[-1])
-        sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids)
+        sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, grammar)
         self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
 
     def remove(self, slot: int) -> None:

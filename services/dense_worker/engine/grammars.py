@@ -1,0 +1,90 @@
+"""`Grammars`: makes the matcher of each sequence whose output has a form, in threads; none of it on the engine thread.
+
+The gateway has tried each form before, in a process of its own. What still fails here fails one sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from services.common.errors import InvalidRequest
+from services.common.structured_output import StructuredOutput
+from services.dense_worker.engine.sequence import Sequence
+from services.grammar.form_error import FormError
+from services.grammar.lower import lower
+from services.grammar.matcher import GrammarMatcher, compile_grammar
+from services.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+NUM_THREADS = 2
+MAX_KEPT = 256  # compiled forms
+MAX_KEPT_BYTES = 16 * 2**20  # of their texts
+MAX_MASK_THREADS = 8  # which find masks; more than the engine thread's step can use
+
+
+class Grammars:
+    """Compiled forms by their values. Begins at once to read the vocabulary; `close` ends the threads."""
+
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._loaded = self._threads.submit(_load, read_vocabulary)
+        self._lock = threading.Lock()  # of all below
+        self._starts: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
+
+    async def prepare(self, sequence: Sequence) -> None:
+        """Gives a sequence its grammar, which has followed the output so far.
+
+        Raises `InvalidRequest` if its form cannot be compiled.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, sequence)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, sequence: Sequence) -> None:
+        form = sequence.sampling.structured_output
+        assert form is not None, "only a sequence with a form has a grammar"
+        try:
+            vocabulary, tokenizer, executor = self._loaded.result()
+            start = self._compile(form, tokenizer, vocabulary)
+        except FormError as error:
+            raise InvalidRequest(f"structured_output cannot be used: {error}", "structured_output") from error
+        may_end = not sequence.stop_token_ids.isdisjoint(vocabulary.eos_token_ids)
+        with self._lock:  # it copies the start
+            grammar = GrammarMatcher(start, executor, vocabulary, may_end)
+        grammar.sync(sequence.output_token_ids)
+        grammar.warm_up()
+        sequence.grammar = grammar
+
+    def _compile(self, form: StructuredOutput, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> LLMatcher:
+        with self._lock:
+            if form in self._starts:
+                self._starts.move_to_end(form)
+                return self._starts[form]
+        start = compile_grammar(tokenizer, lower(form, vocabulary.special_tokens))
+        start.compute_bitmask()  # so that its copies find their first masks fast
+        with self._lock:
+            if form not in self._starts:
+                self._starts[form] = start
+                self._num_bytes += form.num_bytes
+            while len(self._starts) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+                self._num_bytes -= self._starts.popitem(last=False)[0].num_bytes
+            return start
+
+
+def _load(read_vocabulary: Callable[[], Vocabulary]) -> tuple[Vocabulary, LLTokenizer, LLExecutor]:
+    from llguidance import LLExecutor
+
+    vocabulary = read_vocabulary()
+    num_threads = max(1, min(MAX_MASK_THREADS, (os.cpu_count() or 1) // 2))
+    return vocabulary, vocabulary.load(), LLExecutor(num_threads)

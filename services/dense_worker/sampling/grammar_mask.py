@@ -1,0 +1,60 @@
+"""`GrammarMask`: allows only tokens that continue the form of an output. An editor of logits.
+
+The masks are made on the host, which must know the tokens of all earlier steps by then. On a GPU the runner enqueues
+the sampler of such a step late: when the step before has ended and its own layers run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.grammar.matcher import GrammarMatcher
+
+# Allowed tokens whose logits are lower, such as those that other editors exclude, get this logit. So one of them is
+# sampled if, and practically only if, the form allows no others.
+FLOOR = -1e6
+
+
+class GrammarMask:
+    """Grammars by slot, on the host."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._grammars: list[GrammarMatcher | None] = [None] * num_slots
+        self._apply_masks = apply_masks
+        if device.type == "cuda":
+            from services.dense_worker.backends import triton_token_mask
+
+            self._apply_masks = triton_token_mask.apply_masks
+
+    def set(self, slot: int, sequence: EditedSequence) -> bool:
+        """Stores the grammar."""
+        self._grammars[slot] = sequence.grammar
+        return sequence.grammar is not None
+
+    def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
+        """Sets all tokens but those that may come next to -inf."""
+        grammars = [self._grammars[slot] for slot in rows.slots.tolist()]
+        num_words = max(-(-self._vocab_size // 32), *(each.num_words for each in grammars))
+        # torch keeps pinned memory until its copy is done.
+        masks = torch.empty(len(grammars), num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        GrammarMatcher.fill_masks(grammars, masks.numpy().view(np.uint32))
+        device_rows, _ = rows.on_device
+        self._apply_masks(logits, device_rows, masks.to(self._device, non_blocking=True), FLOOR)
+
+    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
+        """Does nothing: the grammars get the tokens when the host knows them."""
+
+
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, floor: float) -> None:
+    """Sets logits without a bit to -inf, and others below `floor` to `floor`; in place.
+
+    logits: float32 [r, vocab_size]; rows: int64 [n], indices into logits; masks: int32 [n, at least vocab_size / 32],
+    the bit of token t is bit t % 32 of word t / 32
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    is_allowed = (masks[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = torch.where(is_allowed, logits[rows].clamp(min=floor), -torch.inf)
