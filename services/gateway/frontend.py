@@ -28,6 +28,7 @@ from services.gateway.request import (
     read_request,
     read_text_or_chat,
 )
+from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 from services.rpc.spans import Tracer
@@ -53,6 +54,7 @@ class Frontend:
         tracer: Tracer,
         max_answers: int,
         max_request_logprobs: int,
+        form_trials: FormTrials,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids
@@ -69,6 +71,7 @@ class Frontend:
         self._tracer = tracer
         self.max_answers = max_answers  # to all prompts of one HTTP request
         self._max_request_logprobs = max_request_logprobs
+        self._form_trials = form_trials
         metrics.watch(self._counts)
 
     @property
@@ -115,6 +118,10 @@ class Frontend:
             ticket = self._admission.open(caller)
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
+            form = request.sampling.structured_output
+            if form is not None:
+                compiled = await self._form_trials.compile(form)
+                request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -145,8 +152,7 @@ class Frontend:
             check_counts(message)
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
-            token_ids, _ = await read_text_or_chat(message, self.tokenizer)
-            lists.append(token_ids)
+            lists.append(await read_text_or_chat(message, self.tokenizer))
             await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
         return lists
 

@@ -1,4 +1,4 @@
-"""The flags with which the launcher calls the chat client."""
+"""How the launcher calls the chat client."""
 
 from __future__ import annotations
 

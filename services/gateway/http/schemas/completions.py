@@ -40,7 +40,6 @@ class CompletionRequest(GenerationFields):
         "add_special_tokens": (True,),
         "kv_transfer_params": (),
         "prompt_embeds": (),
-        "response_format": ({"type": "text"},),
         "suffix": ("",),
         "vllm_xargs": ({},),
         # fields of chats

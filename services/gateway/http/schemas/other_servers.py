@@ -12,8 +12,6 @@ from typing import Any
 LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "grammar": ("",),
-    "json_schema": (),  # even an empty schema demands JSON
     "lora": ([],),
     "mirostat": (0,),
     "n_predict": (-1,),  # here: max_tokens
@@ -27,14 +25,11 @@ LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
 
 SGLANG: Mapping[str, tuple[Any, ...]] = {
     "custom_logit_processor": ("",),
-    "ebnf": ("",),
     "lora_path": ("", []),
     "no_stop_trim": (False,),  # here: include_stop_str_in_output
-    "regex": ("",),
     "return_hidden_states": (False,),
     "session_params": ({},),
     "stop_regex": ("", []),
-    "structural_tag": ("",),
 }
 
 TGI: Mapping[str, tuple[Any, ...]] = {
@@ -46,14 +41,9 @@ TGI: Mapping[str, tuple[Any, ...]] = {
 
 VLLM: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "use_beam_search": (False,),
 }

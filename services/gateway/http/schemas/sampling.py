@@ -12,11 +12,19 @@ from pydantic_core import PydanticCustomError
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 from services.gateway.http.schemas.base import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.other_servers import LLAMA_CPP, SGLANG, TGI, VLLM
+from services.gateway.http.schemas.structured_output import (
+    Choices,
+    JsonSchema,
+    ResponseFormat,
+    StructuredOutputs,
+    form_of,
+)
 from services.gateway.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 MAX_METADATA = 16  # OpenAI's limit
 MAX_LABEL_CHARACTERS = 512
 IGNORED = "Accepted and ignored"
+OLDER = "vLLM's older name of the same in structured_outputs"
 
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
@@ -68,6 +76,17 @@ class GenerationFields(RequestModel):
     allowed_token_ids: Annotated[list[UInt32] | None, at_most(MAX_ALLOWED_TOKENS)] = Field(
         None, min_length=1, description="Only these tokens are sampled, and EOS only if it is one of them"
     )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = Field(None, description=OLDER)
+    guided_regex: str | None = Field(None, description=OLDER)
+    guided_choice: Choices | None = Field(None, description=OLDER)
+    guided_grammar: str | None = Field(None, description=OLDER)
+    json_schema: JsonSchema | None = Field(None, description="SGLang's and llama.cpp's structured_outputs.json")
+    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex")
+    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar")
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
+    structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
         None,
         description="The same seed gives the same tokens, except few that rounding may change; a negative seed is "
@@ -101,7 +120,7 @@ class GenerationFields(RequestModel):
     user: str | None = Field(None, description="Name of the end user, for logs only")
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
     prompt_cache_key: _Label | None = Field(None, description=IGNORED)
-    reasoning_effort: _Label | None = Field(None, description=f"{IGNORED}; in chats a variable of the template")
+    reasoning_effort: _Label | None = Field(None, description=IGNORED)
     safety_identifier: _Label | None = Field(None, description=IGNORED)
     service_tier: _Label | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
@@ -122,6 +141,11 @@ class GenerationFields(RequestModel):
                 shown = f"{key:.20}"
                 raise PydanticCustomError("token_id", "the key {key} is not a token id", {"key": repr(shown)})
         return bias
+
+    @pydantic.model_validator(mode="after")
+    def _check_form(self) -> GenerationFields:
+        form_of(self)
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_stream_options(self) -> GenerationFields:

@@ -1,0 +1,143 @@
+"""`FormTrials`: tries the forms of structured output before their requests run, in a process of its own.
+
+Event loop and engine never meet a form that explodes: the process has limits of CPU time, memory and stack, and is
+started again after a form has ended it. It starts with the first form. Results are kept by value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from services.common.errors import CapacityError, InvalidRequest
+from services.common.structured_output import Constraint, StructuredOutput
+
+log = structlog.get_logger()
+
+MAX_WAITING = 64  # forms that wait for their trial
+MAX_KEPT = 1024  # results
+MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
+START_TIMEOUT_S = 60.0  # to read the vocabulary
+TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
+_MAX_LINE_BYTES = 8 * 2**20
+_MODULE = "services.grammar.trial"
+
+
+class FormTrials:
+    """Runs in the event loop. `close` ends the process."""
+
+    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
+        """`vocabulary`: the arguments of `read_vocabulary`, as JSON has them."""
+        self._vocabulary = vocabulary
+        self._results: OrderedDict[StructuredOutput, StructuredOutput | InvalidRequest] = OrderedDict()
+        self._num_bytes = 0
+        self._running: dict[StructuredOutput, asyncio.Task[StructuredOutput]] = {}
+        self._lock = asyncio.Lock()  # of the process, which tries one form at a time
+        self._process: Process | None = None
+
+    async def compile(self, form: StructuredOutput) -> StructuredOutput:
+        """The same form as a grammar that dense workers can use.
+
+        Raises `InvalidRequest` if it cannot be used, and `CapacityError` if too many forms wait.
+        """
+        known = self._results.get(form)
+        if known is not None:
+            self._results.move_to_end(form)
+            if isinstance(known, InvalidRequest):
+                raise InvalidRequest(str(known), known.param)
+            return known
+        task = self._running.get(form)
+        if task is None:
+            if len(self._running) >= MAX_WAITING:
+                raise CapacityError(
+                    f"{len(self._running)} forms of structured output wait to be compiled, at most {MAX_WAITING} may",
+                    retry_after_s=1.0,
+                )
+            task = self._running[form] = asyncio.create_task(self._try(form))
+            task.add_done_callback(lambda _: self._running.pop(form))
+        return await asyncio.shield(task)  # others may wait for it, too
+
+    async def close(self) -> None:
+        """Ends the process and all trials."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await self._end_process()
+
+    async def _try(self, form: StructuredOutput) -> StructuredOutput:
+        try:
+            async with self._lock, asyncio.timeout(START_TIMEOUT_S + TRIAL_TIMEOUT_S):
+                answer = await self._ask(form)
+        except TimeoutError:
+            await self._end_process()
+            raise CapacityError(f"the form has not been compiled within {TRIAL_TIMEOUT_S:g} s") from None
+        if "error" in answer:
+            error = InvalidRequest(f"structured_output cannot be used: {answer['error']}", "structured_output")
+            self._keep(form, error)
+            raise error
+        compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"])
+        self._keep(form, compiled)
+        return compiled
+
+    async def _ask(self, form: StructuredOutput) -> dict[str, str]:
+        """The process's answer; an error in its stead if the form has ended the process."""
+        process = self._process
+        if process is None:
+            process = self._process = await self._start_process()
+            vocabulary = await self._read_answer(process)
+            if "error" in vocabulary:
+                await self._end_process()
+                return vocabulary
+        assert process.stdin is not None, "it is a pipe"
+        message = {"constraint": form.constraint, "text": form.text, "choices": form.choices}
+        with contextlib.suppress(ConnectionError):  # then there is no answer either
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            await process.stdin.drain()
+        return await self._read_answer(process)
+
+    async def _read_answer(self, process: Process) -> dict[str, str]:
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            line = await process.stdout.readline()
+        except ValueError:  # longer than _MAX_LINE_BYTES
+            await self._end_process()
+            return {"error": f"its grammar has more than {_MAX_LINE_BYTES} bytes"}
+        if line:
+            return json.loads(line)
+        self._process = None
+        status = await process.wait()
+        log.warning("a form has ended the process that tries forms", status=status)
+        if status == -signal.SIGXCPU:
+            return {"error": "it takes too long to compile"}
+        return {"error": "it is too large or nested too deeply to compile"}
+
+    async def _start_process(self) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", _MODULE, json.dumps(self._vocabulary),
+            stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES,
+        )  # fmt: skip
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _keep(self, form: StructuredOutput, result: StructuredOutput | InvalidRequest) -> None:
+        self._results[form] = result
+        self._num_bytes += _num_bytes(form, result)
+        while len(self._results) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
+            self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
+
+
+def _num_bytes(form: StructuredOutput, result: StructuredOutput | InvalidRequest) -> int:
+    return form.num_bytes + (len(str(result)) if isinstance(result, InvalidRequest) else result.num_bytes)
