@@ -28,7 +28,7 @@ MAX_TOKENS = 1500
 
 
 class Streams:
-    """Streams that restart when they end. Records when each got tokens."""
+    """Streams that restart when they end. Records when each stream gets tokens."""
 
     def __init__(self, cluster: Cluster, num_streams: int) -> None:
         self.token_times_s: list[list[float]] = [[] for _ in range(num_streams)]

@@ -42,7 +42,7 @@ WARM_UP = 3
 def invert_cdf(
     logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
 ) -> torch.Tensor:
-    """Replaces `gumbel.draw`. Its random numbers are not keyed; keys would cost nothing here."""
+    """Replaces `gumbel.draw`. Its random numbers have no keys, which would not change the time."""
     uniforms = np.random.default_rng(int(seeds[0])).random(len(seeds))
     uniforms, temperature = upload(np.stack((uniforms, temperatures)), logits.device)[..., None]
     highest = logits.amax(-1, keepdim=True)

@@ -2,17 +2,20 @@
 
     python bench/tensorrt_check.py --dtype float16 --json results.json
 
-Checks agreement in every profile, norms in float32, several CUDA graphs on one execution context, a step
-without waiting, and whole generations of the embedded model; then prints microseconds for each segment and
-number of tokens. Weights are random in the shape of Llama-2-7B, or of `--model DIR`. The exit status is 1 if
-a check fails; a check that could not run counts as failed and says why. It has no built-in figures:
-what has not been run has not been shown.
+Checks the errors of TensorRT and torch against a wider computation in every profile (`tensorrt_precision.py` says what
+the limits are), the same for values whose squares exceed float16, the own error of each operation, CUDA graphs of all
+captured sizes in random order, a step without waiting, and whole generations of the embedded model; then prints
+microseconds for each segment and number of tokens. Weights are random in the shape of Llama-2-7B, or of `--model DIR`.
+The exit status is 1 if a check fails; a check that could not run counts as failed and says why. The program has no
+built-in figures: it prints only what it has measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
 import sys
 import tempfile
 import time
@@ -26,6 +29,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from transformers import AutoConfig
 
+from bench.tensorrt_precision import (
+    WIDER,
+    Comparison,
+    Probe,
+    error_of,
+    in_dtype,
+    print_comparisons,
+    summing_backend,
+    worst_by_name,
+)
+from services.common.batch_buckets import token_buckets
 from services.common.config import EMBEDDED_MODEL, DenseSection
 from services.common.errors import TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
@@ -33,11 +47,12 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.select import torch_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.segments import bind_weights
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
-from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
 from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, synchronize
@@ -46,8 +61,11 @@ from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profiles
 
 LLAMA_2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # fraction of the greatest value
 MAX_ROWS = 64
+MAX_GRAPH_SEQS = 64  # scheduler.max_num_seqs, from which the captured sizes follow
+NUM_GRAPH_ROUNDS = 2
+# Names of kernels that sum products in float16, as far as a name tells.
+SUMS_IN_FLOAT16 = re.compile(r"f16f16_f16f16_f16|_h\d+gemm|h16816gemm|_hgemm")
 PROMPTS = ([1, 306, 27, 9, 400], [1, 77], [1, *range(3, 43)])
 SLEEP_CYCLES = 2_000_000_000  # about a second
 
@@ -56,12 +74,27 @@ SLEEP_CYCLES = 2_000_000_000  # about a second
 class Subject:
     """A model whose segments run with TensorRT and with torch."""
 
+    api: TensorRT
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     weights: ModelWeights
+    profiles: tuple[Profile, ...]
+    builder: EnginePlanBuilder
+    plans: dict[str, CachedEnginePlan]
     tensorrt: TensorRTSegments
     torch: TorchBackend
+
+    @property
+    def may_sum_in_float16(self) -> bool:
+        """Whether this TensorRT may sum products in float16: before 10 no setting prevents it."""
+        return self.dtype == torch.float16 and not self.api.is_strongly_typed
+
+    def references(self) -> dict[str, DenseBackend]:
+        """Backends by torch: `exact` in the wider dtype, `torch`, and `summed` if TensorRT may sum in float16."""
+        exact = TorchBackend(in_dtype(self.weights, WIDER[self.dtype]))
+        summed = {"summed": summing_backend(self.weights)} if self.may_sum_in_float16 else {}
+        return {"exact": exact, "torch": self.torch} | summed
 
     def inputs(self, num_tokens: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
         """Random inputs of all segments."""
@@ -71,7 +104,6 @@ class Subject:
             "attn_out": torch.randn(num_tokens, config.attn_size, **options),
             "residual": torch.randn(num_tokens, config.hidden_size, **options) * scale,
             "rows": torch.randint(num_tokens, (min(num_tokens, MAX_ROWS),), device=self.device),
-            "qkv": torch.zeros(num_tokens, config.qkv_size, **options),
         }
 
 
@@ -90,68 +122,129 @@ def make_subject(
     limits = Limits(profiles[-1].high, MAX_ROWS)
     binaries = {name: cached.plan for name, cached in found.items()}
     segments = TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream)
-    return Subject(config, dtype, device, weights, segments, TorchBackend(weights)), lines
+    by_torch = TorchBackend(weights)
+    return Subject(api, config, dtype, device, weights, profiles, builder, found, segments, by_torch), lines
 
 
-def run_segments(backend: DenseBackend, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Runs each segment on its inputs; returns the outputs by name."""
-    qkv = torch.zeros_like(inputs["qkv"])
-    outputs = {"first.residual": backend.first(inputs["token_ids"], qkv), "first.qkv": qkv.clone()}
-    outputs["middle.residual"] = backend.middle(0, inputs["attn_out"], inputs["residual"], qkv)
-    return outputs | {
-        "middle.qkv": qkv,
-        "last.logits": backend.last(inputs["attn_out"], inputs["residual"], inputs["rows"]),
-    }
+def run_segments(
+    backend: DenseBackend, config: ModelConfig, inputs: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Runs each segment in a dtype on its inputs; returns the outputs by name."""
+    token_ids, rows = inputs["token_ids"], inputs["rows"]
+    attn_out, residual = (inputs[name].to(dtype) for name in ("attn_out", "residual"))
+    shape, options = (len(token_ids), config.qkv_size), {"dtype": dtype, "device": rows.device}
+    first_qkv, middle_qkv = torch.zeros(shape, **options), torch.zeros(shape, **options)
+    outputs = {"first.residual": backend.first(token_ids, first_qkv), "first.qkv": first_qkv}
+    outputs["middle.residual"] = backend.middle(0, attn_out, residual, middle_qkv)
+    return outputs | {"middle.qkv": middle_qkv, "last.logits": backend.last(attn_out, residual, rows)}
 
 
-def check_agreement(subject: Subject, sizes: list[int], scale: float = 1.0) -> dict[str, float]:
-    """Greatest difference from torch, relative to the greatest value. Raises AssertionError."""
-    worst: dict[str, float] = {}
+def compare_outputs(
+    subject: Subject,
+    references: dict[str, DenseBackend],
+    inputs: dict[str, torch.Tensor],
+    found: dict[str, torch.Tensor],
+    title: str = "",
+) -> list[Comparison]:
+    """The errors of TensorRT's outputs `found` for these inputs, and of torch's."""
+    by_reference = {}
+    for name, backend in references.items():
+        dtype = WIDER[subject.dtype] if name == "exact" else subject.dtype
+        by_reference[name] = run_segments(backend, subject.config, inputs, dtype)
+    comparisons = []
+    for name, exact in by_reference["exact"].items():
+        errors = {reference: error_of(outputs[name], exact) for reference, outputs in by_reference.items()}
+        tensorrt, size = error_of(found[name], exact), len(inputs["token_ids"])
+        by_torch, summed = errors["torch"], errors.get("summed")
+        comparisons.append(Comparison(title + name, size, tensorrt, by_torch, summed, subject.dtype))
+    return comparisons
+
+
+def verdict(comparisons: list[Comparison]) -> dict[str, Any]:
+    """The worst comparisons, printed and as JSON. Raises AssertionError that names those beyond their limits."""
+    print_comparisons(comparisons)
+    bad = [f"{each.name} for {each.num_tokens} tokens" for each in comparisons if not each.is_good]
+    assert not bad, f"errors beyond the limit: {', '.join(bad)}"
+    return {each.name: each.as_json() for each in worst_by_name(comparisons)}
+
+
+def check_agreement(subject: Subject, sizes: list[int], scale: float = 1.0) -> dict[str, Any]:
+    """TensorRT's errors are at most MAX_RATIO times torch's. Raises AssertionError."""
+    references, comparisons = subject.references(), []
     for size in sizes:
         inputs = subject.inputs(size, scale)
-        found, expected = (run_segments(backend, inputs) for backend in (subject.tensorrt, subject.torch))
-        for name, value in expected.items():
-            error = ((found[name].float() - value.float()).abs().max() / value.float().abs().max()).item()
-            worst[name] = max(worst.get(name, 0.0), error)
-            assert error <= TOLERANCES[subject.dtype], f"{name} for {size} tokens differs by {error:.1e}"
-    return worst
+        found = run_segments(subject.tensorrt, subject.config, inputs, subject.dtype)
+        comparisons += compare_outputs(subject, references, inputs, found)
+    return verdict(comparisons)
 
 
-def check_graphs(subject: Subject, sizes: list[int]) -> dict[str, float]:
-    """Replays graphs of several sizes, which share execution contexts, in turn on new inputs."""
+def check_operations(subject: Subject, segments: list[str], sizes: list[int]) -> dict[str, Any]:
+    """The own error of each operation, which shows where precision is lost: a result, and no reason to fail.
+
+    Builds plans with more outputs.
+    """
+    weights, comparisons = bind_weights(subject.weights), []
+    networks = export_networks(subject.config, subject.dtype)
+    for segment in segments:
+        probe = Probe(networks[segment], subject.dtype)
+        plan = subject.builder.find_or_build({segment: probe.network}, subject.dtype, None, print)[segment].plan
+        for size in sizes:
+            inputs = subject.inputs(size)
+            activations = {
+                name: tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
+                for name, tensor in inputs.items()
+                if name in {value.name for value in probe.graph.input}
+            }
+            feeds = activations | weights[segment][0]
+            found = probe.run(subject.api, plan, subject.profiles, size, feeds, current_stream())
+            comparisons += probe.compare(segment, size, feeds, found, subject.may_sum_in_float16)
+    print_comparisons(comparisons)
+    worst = worst_by_name(comparisons)
+    losers = [each.name for each in worst if not each.is_good]
+    return {each.name: each.as_json() for each in worst} | {"loses_precision": losers}
+
+
+def check_graphs(subject: Subject, sizes: list[int], seed: int = 0) -> dict[str, Any]:
+    """Replays graphs of all sizes in random order, on new inputs, between uncaptured runs of other sizes.
+
+    The outputs must equal those of uncaptured runs, or be within the limits: a kernel may sum in any order.
+    """
     graphs: dict[int, tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
-    for size in sizes:
+    stream, config = torch.cuda.current_stream(), subject.config
+    for size in reversed(sizes):
         inputs = subject.inputs(size)
-        run_segments(subject.tensorrt, inputs)  # a new size needs this once
-        torch.cuda.current_stream().synchronize()
+        run_segments(subject.tensorrt, config, inputs, subject.dtype)  # a new size needs this once
+        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            outputs = run_segments(subject.tensorrt, inputs)
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = run_segments(subject.tensorrt, config, inputs, subject.dtype)
         graphs[size] = graph, inputs, outputs
-    worst = 0.0
-    for size in (*sizes, *reversed(sizes)):
-        graph, inputs, outputs = graphs[size]
-        for name, value in subject.inputs(size).items():
-            inputs[name].copy_(value)
-        graph.replay()
-        for name, value in run_segments(subject.torch, inputs).items():
-            error = ((outputs[name].float() - value.float()).abs().max() / value.float().abs().max()).item()
-            worst = max(worst, error)
-            assert error <= TOLERANCES[subject.dtype], (
-                f"{name} of the graph for {size} tokens differs by {error:.1e}"
-            )
-    return {"worst": worst}
+    references, comparisons, num_unequal = subject.references(), [], 0
+    generator = random.Random(seed)
+    for _ in range(NUM_GRAPH_ROUNDS):
+        for size in generator.sample(sizes, len(sizes)):
+            graph, inputs, outputs = graphs[size]
+            for name, value in subject.inputs(size).items():
+                inputs[name].copy_(value)
+            uncaptured = run_segments(subject.tensorrt, config, inputs, subject.dtype)
+            other = generator.choice(sizes)
+            run_segments(subject.tensorrt, config, subject.inputs(other), subject.dtype)
+            graph.replay()
+            if not all(torch.equal(outputs[name], value) for name, value in uncaptured.items()):
+                num_unequal += 1
+                comparisons += compare_outputs(subject, references, inputs, outputs)
+    return verdict(comparisons) | {"num_graphs": len(sizes), "num_replays_unequal_to_uncaptured": num_unequal}
 
 
 def check_no_wait(subject: Subject, sizes: list[int]) -> dict[str, float]:
     """Checks that the host can enqueue a whole step while the GPU sleeps."""
     inputs = {size: subject.inputs(size) for size in sizes}
     for size in sizes:
-        run_segments(subject.tensorrt, inputs[size])
+        run_segments(subject.tensorrt, subject.config, inputs[size], subject.dtype)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     start = time.perf_counter()
-    run_segments(subject.tensorrt, inputs[sizes[-1]])
+    run_segments(subject.tensorrt, subject.config, inputs[sizes[-1]], subject.dtype)
     enqueued_ms = (time.perf_counter() - start) * 1000
     is_asleep = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
@@ -192,7 +285,8 @@ def run_check(name: str, check: Callable[[], dict[str, Any]], results: dict[str,
     except (AssertionError, TwostrokeError, RuntimeError) as error:
         outcome = {"passed": False, "error": f"{type(error).__name__}: {error}"}
     results[name] = outcome | {"seconds": round(time.perf_counter() - start, 2)}
-    print(f"{'PASS' if outcome['passed'] else 'FAIL'}  {name}  {results[name]}", flush=True)
+    detail = outcome.get("error") or ", ".join(f"{k} {v}" for k, v in outcome.items() if not isinstance(v, dict | bool))
+    print(f"{'PASS' if outcome['passed'] else 'FAIL'}  {name}  {results[name]['seconds']} s  {detail}", flush=True)
 
 
 def read_config(model: Path | None) -> ModelConfig:
@@ -205,7 +299,12 @@ def read_config(model: Path | None) -> ModelConfig:
 
 
 def run_checks(
-    api: TensorRT, config: ModelConfig, dtype: torch.dtype, profiles: tuple[Profile, ...], plans: Path
+    api: TensorRT,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    profiles: tuple[Profile, ...],
+    plans: Path,
+    probed: list[str],
 ) -> dict[str, Any]:
     """Builds, checks and times. Raises ConfigError if there is nothing to check."""
     device = torch.device("cuda")
@@ -220,11 +319,14 @@ def run_checks(
     results: dict[str, Any] = {"build": lines + tiny_lines, "checks": {}}
     checks = results["checks"]
     edges = sorted({size for profile in profiles for size in (profile.low, profile.best, profile.high)})
-    graph_sizes = [size for size in (1, 2, 8, 32, 64, 128, 256) if size <= profiles[-1].high]
+    graph_sizes = token_buckets(MAX_GRAPH_SEQS, profiles[-1].high)
+    best = [profile.best for profile in profiles]
+    print_summing_kernels(subject.plans)
     model = load_hugging_face(EMBEDDED_MODEL, tiny_config, dtype).to(device)
     run_check("agreement with torch", lambda: check_agreement(subject, edges), checks)
     run_check("norms in float32", lambda: check_agreement(subject, [1, 20], scale=3000.0), checks)
-    run_check("graphs in turn on shared contexts", lambda: check_graphs(subject, graph_sizes), checks)
+    run_check("own error of each operation", lambda: check_operations(subject, probed, best), checks)
+    run_check("graphs of all sizes in random order", lambda: check_graphs(subject, graph_sizes), checks)
     run_check("enqueue while the GPU sleeps", lambda: check_no_wait(subject, [1, 64]), checks)
     run_check("generation of the embedded model", lambda: check_generation(tiny, model, 32), checks)
     limits = Limits(profiles[-1].high, MAX_ROWS)
@@ -235,6 +337,15 @@ def run_checks(
     }
     results["times_us"] = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
     return results
+
+
+def print_summing_kernels(plans: dict[str, CachedEnginePlan]) -> None:
+    """Prints, for each segment, the kernels that multiply matrices and those of them that sum in float16, by name."""
+    for segment, cached in plans.items():
+        layers = [layer for layer in cached.record.layers or [] if isinstance(layer, dict)]
+        tactics = sorted({tactic for layer in layers if "gemm" in (tactic := str(layer.get("TacticName", "")))})
+        summing = [tactic for tactic in tactics if SUMS_IN_FLOAT16.search(tactic)]
+        print(f"{segment}: {len(tactics)} matrix kernels, {len(summing)} sum in float16 {summing}", flush=True)
 
 
 def print_times(times: dict[str, dict[int, dict[str, float]]]) -> None:
@@ -253,6 +364,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     parser.add_argument("--profiles", default=DenseSection().profiles)
     parser.add_argument("--output-dir", type=Path, metavar="PLANS", help="default: a temporary directory")
+    parser.add_argument(
+        "--probe",
+        default="middle",
+        metavar="SEGMENTS",
+        help="whose operations are compared one by one, each in a plan of its own; default: %(default)s",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to save the results")
     arguments = parser.parse_args()
     gpu = current_gpu(torch.device("cuda"))
@@ -269,7 +386,7 @@ def main() -> int:
         results |= {"dtype": arguments.dtype, "profiles": arguments.profiles}
         print(results, flush=True)
         with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
-            results |= run_checks(api, config, dtype, profiles, plans)
+            results |= run_checks(api, config, dtype, profiles, plans, arguments.probe.split(","))
     except TwostrokeError as error:
         sys.exit(f"bench/tensorrt_check.py: {error}")
     print_times(results["times_us"])

@@ -20,8 +20,8 @@ from services.channel import Channel
 from services.common.errors import PeerError
 
 WAIT_TIMEOUT_S = 60.0  # for a line, a step or an end of the other process
-EXIT_TIMEOUT_S = 10.0  # until the other process is killed, once something has failed
-MAX_STEPS_AHEAD = 32  # of the device; a launch blocks for good where the driver's queue is full of waits
+EXIT_TIMEOUT_S = 10.0  # after a failure, for the other process to end before it is killed
+MAX_STEPS_AHEAD = 32  # ahead of the device; a launch blocks forever once the driver's queue is full of waits
 READ_BYTES = 1 << 16
 
 

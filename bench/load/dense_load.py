@@ -53,7 +53,7 @@ class DenseLoad:
         self._stub = dense_pb2_grpc.DenseWorkerStub(channel)
         self._sampling = sampling_pb2.SamplingParams(temperature=temperature, seed=0)
         self._salt = cache_salt
-        self._next_seq_id = secrets.randbits(31) << 32 | FIRST_SEQ_ID  # unlike those of any gateway
+        self._next_seq_id = secrets.randbits(31) << 32 | FIRST_SEQ_ID  # no gateway has such ids
 
     async def info(self) -> dense_pb2.DenseInfo:
         """The served model and its limits. Raises `LoadError`."""

@@ -48,7 +48,7 @@ class HttpTransport:
             "cache_salt": message.cache_salt,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "return_token_ids": True,  # an event may carry several tokens, or text of none
+            "return_token_ids": True,  # an event may carry several tokens, or text without a new token
         }
         return json.dumps(body).encode()
 

@@ -141,6 +141,10 @@ class GatewaySection(Section):
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread before its request ends
     first_token_timeout_s: Seconds = 1.0  # longest wait for a token or an error before a streamed answer's status line
     tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
+    # how the model writes calls of tools. auto: as its chat template says; none: requests with tools are refused
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = "auto"
+    # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
     num_dense_streams: Count = 1  # streams to dense workers; at most this many replicas are used
 
 
@@ -156,7 +160,7 @@ class DenseSection(Section):
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
-    profiles: str = "1-16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
+    profiles: str = "1-1,2-16@16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
 

@@ -15,3 +15,8 @@ def shorten(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
 def quote(text: str) -> str:
     """The first `MAX_QUOTED_CHARACTERS` in quotation marks, with unprintable characters escaped."""
     return repr(shorten(text, MAX_QUOTED_CHARACTERS))
+
+
+def show(value: object) -> str:
+    """A value as Python writes it, cut to `MAX_QUOTED_CHARACTERS`."""
+    return shorten(repr(value), MAX_QUOTED_CHARACTERS)

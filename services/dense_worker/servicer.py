@@ -261,6 +261,8 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         num_logprobs=submit.num_logprobs if submit.HasField("num_logprobs") else None,
         num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
         priority=submit.priority,
+        tenant=submit.tenant,
+        client=submit.client,
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
         num_crashes=submit.num_crashes,

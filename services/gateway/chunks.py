@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.text.answer_parts import AnswerParts
+from services.gateway.text.deltas import Delta
 
 MAX_INLINE_VALUES = 1000  # up to this many tokens and log-probabilities the event loop encodes itself
 
@@ -33,6 +35,8 @@ class Finish:
     num_output_tokens: int
     seed: int
     timings: Timings
+    num_reasoning_tokens: int | None = None  # None: reasoning is not separated
+    num_calls: int = 0  # complete calls of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Chunk:
     num_output_tokens: int  # all tokens of the answer so far
     finish: Finish | None  # on the last chunk
     prompt: Prompt | None  # on the first chunk of answer 0, if requested
+    deltas: Sequence[Delta] = ()  # content, reasoning and calls, if they are told apart; `text` is the content
 
 
 @dataclass(slots=True)
@@ -65,6 +70,21 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
+    parts: AnswerParts | None = None  # content, reasoning and calls, if they are told apart; `text` is the content
+
+    def append(self, chunk: Chunk) -> None:
+        """Adds the next chunk of this answer."""
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs or ()
+        self.finish = chunk.finish
+        if chunk.deltas:
+            self.parts = self.parts or AnswerParts()
+            is_cut = chunk.finish is not None and chunk.finish.reason is not FinishReason.STOP
+            self.parts.add(chunk.deltas, is_cut)
+        if chunk.finish is not None and self.parts is not None:
+            self.parts.finish()
+            self.text = self.parts.text()
 
 
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:

@@ -152,7 +152,8 @@ class Frontend:
             check_counts(message)
             if self._dense.has_model:
                 check_size(message, self.tokenizer, self.limits)
-            lists.append(await read_text_or_chat(message, self.tokenizer))
+            token_ids, _ = await read_text_or_chat(message, self.tokenizer)
+            lists.append(token_ids)
             await asyncio.sleep(0)  # let other tasks run: each short text takes half a millisecond
         return lists
 

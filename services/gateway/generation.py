@@ -19,6 +19,8 @@ from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request import GenerationRequest
+from services.gateway.text.deltas import ContentDelta, Delta
+from services.gateway.text.parsed_text import ParsedText
 from services.gateway.text.text_builder import TextBuilder
 from services.gateway.text.tokenizer import Tokenizer
 from services.rpc.spans import NoSpan, Span
@@ -56,7 +58,7 @@ class Generation:
         self._updates = UpdateQueue()
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
-            _Answer(entry, self._prompt_text, TextBuilder(request, tokenizer), journal, dense, metrics)
+            _Answer(entry, self._prompt_text, tokenizer, journal, dense, metrics)
             for entry in journal.open(request, self._updates)
         ]
         self._num_running = len(self._answers)
@@ -92,11 +94,7 @@ class Generation:
         prompt = None
         while not self.is_finished:
             chunk = await self.next_chunk()
-            completion = completions[chunk.index]
-            completion.text += chunk.text
-            completion.token_ids += chunk.token_ids
-            completion.logprobs += chunk.logprobs or ()
-            completion.finish = chunk.finish
+            completions[chunk.index].append(chunk)
             prompt = prompt or chunk.prompt
         if self.request.best_of > self.request.n:
             completions.sort(key=lambda each: self._answers[each.index].mean_logprob, reverse=True)
@@ -130,7 +128,7 @@ class _Answer:
         self,
         entry: JournalEntry,
         prompt_text: str,
-        text: TextBuilder,
+        tokenizer: Tokenizer,
         journal: Journal,
         dense: Submitter,
         metrics: GatewayMetrics,
@@ -141,7 +139,10 @@ class _Answer:
         self._dense = dense
         self._metrics = metrics
         self._last_chunk_at: float | None = None  # time of the last chunk with tokens
-        self._text = text
+        self._text = TextBuilder(entry.request, tokenizer)
+        self._parsed: ParsedText | None = None  # in place of `_text`, if content, reasoning and calls are told apart
+        if entry.request.parsing is not None:
+            self._parsed = ParsedText(entry.request, entry.request.parsing, tokenizer)
         self._lead = prompt_text  # precedes the first text
         self.num_output_tokens = 0  # returned in chunks so far
         self._is_closed = False
@@ -156,15 +157,25 @@ class _Answer:
         if reason is FinishReason.STOP and token_ids[-1] in request.stop_token_ids:
             stop_token_id = token_ids[-1]  # otherwise the form of the output is complete
         text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token
-        text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
-        if stop_string is not None:
+        deltas: list[Delta] = []
+        if self._parsed is None:
+            text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
+            is_cut = stop_string is not None
+        else:
+            piece = self._parsed.append(text_token_ids, is_last=reason is not None)
+            deltas, text, num_tokens, stop_string = piece.deltas, piece.text, piece.num_tokens, piece.stop_string
+            is_cut = piece.is_cut
+        if is_cut:
             reason, stop_token_id = FinishReason.STOP, None
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
         self.num_output_tokens += len(token_ids)
         if token_ids:
             self._measure(len(token_ids))
         if self._lead:
-            text, self._lead = self._lead + text, ""
+            text = self._lead + text
+            if self._parsed is not None:
+                deltas.insert(0, ContentDelta(self._lead))
+            self._lead = ""
         if reason is not None:
             self.finish = Finish(
                 reason=reason,
@@ -175,6 +186,8 @@ class _Answer:
                 num_output_tokens=self.num_output_tokens,
                 seed=entry.sampling.seed,
                 timings=self._timings(),
+                num_reasoning_tokens=None if self._parsed is None else self._parsed.num_reasoning_tokens,
+                num_calls=0 if self._parsed is None else self._parsed.num_calls,
             )
             self.close()
         prompt = None
@@ -190,6 +203,7 @@ class _Answer:
             self.num_output_tokens,
             self.finish,
             prompt,
+            deltas,
         )
 
     def close(self) -> None:

@@ -12,8 +12,11 @@ from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
+from services.gateway.text.chat_template import Chat
+from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat
 from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tools.tool import check_tools_size
 from services.pb import gateway_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -26,6 +29,7 @@ MAX_MESSAGES = 4096  # of a chat
 MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256
+MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,11 @@ class GenerationRequest:
     priority: int | None  # None: none was named
     user: str
     caller: str = ""  # name of the API key that was used
+    tenant: int = 0  # hash of that name; 0 without keys
+    client: int = 0  # hash of the client's address
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
+    parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
 
     @property
     def num_computed_logprobs(self) -> int | None:
@@ -101,11 +108,12 @@ async def read_request(
     _check_strings("stop", message.stop)
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
     given: Sequence[int]
+    chat: Chat | None = None
     if message.WhichOneof("input") == "prompt_token_ids":
         given = message.prompt_token_ids.ids
     else:
         check_size(message, tokenizer, limits)
-        given = await read_text_or_chat(message, tokenizer)
+        given, chat = await read_text_or_chat(message, tokenizer)
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens"):
         num_kept = min(num_kept, _num_kept_tokens(message, limits.max_model_len))
@@ -139,13 +147,14 @@ async def read_request(
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         traceparent=message.traceparent,
+        parsing=None if chat is None else _read_parsing(chat, tokenizer, prompt_token_ids),
     )
 
 
 async def read_text_or_chat(
     message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer
-) -> list[int]:
-    """Token ids of a message's text or chat. Raises `InvalidRequest` if it is missing, empty or unusable."""
+) -> tuple[list[int], Chat | None]:
+    """Token ids of a message's text or chat, and the chat. Raises `InvalidRequest` if it is missing or unusable."""
     kind = message.WhichOneof("input")
     adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
     if isinstance(message, gateway_pb2.TokenizeRequest) and message.HasField("add_special_tokens"):
@@ -157,8 +166,18 @@ async def read_text_or_chat(
         text = getattr(message, kind)
         if not text:
             raise InvalidRequest(f"{kind} is empty", kind)
-        return await tokenizer.encode(text, adds_special_tokens)
-    return await tokenizer.encode_chat(read_chat(message.chat), adds_special_tokens)
+        return await tokenizer.encode(text, adds_special_tokens), None
+    size = len(message.chat.tools) + len(message.chat.messages)
+    chat = await tokenizer.off_loop(size, read_chat, message.chat, tokenizer.chat_formats)
+    return await tokenizer.encode_chat(chat, adds_special_tokens), chat
+
+
+def _read_parsing(chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Parsing | None:
+    prompt_end = tokenizer.decode(prompt_token_ids[-MAX_PROMPT_END_TOKENS:], skip_special_tokens=False)
+    last = chat.messages[-1]
+    return tokenizer.chat_formats.parsing(
+        chat.tools, prompt_end, last.content if chat.continue_final_message else None
+    )
 
 
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
@@ -177,6 +196,7 @@ def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequ
     for field, what, elements, most in counted:
         if len(elements) > most:
             raise InvalidRequest(f"{field} has {len(elements)} {what}, at most {most} allowed", field)
+    check_tools_size(message.chat.tools)
 
 
 def check_size(
@@ -184,7 +204,10 @@ def check_size(
 ) -> None:
     """Refuses a text that is too long for any tokens, before tokenizing it costs memory."""
     text = message.prompt if isinstance(message, gateway_pb2.GenerateRequest) else message.text
-    num_characters = len(text) + sum(len(each.content) for each in message.chat.messages)
+    chat = message.chat
+    num_characters = len(text)
+    for each in chat.messages:
+        num_characters += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
     most = limits.max_model_len * tokenizer.max_token_characters
     if num_characters > most:
         raise _too_long(

@@ -29,7 +29,9 @@ from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
-from services.pb import gateway_pb2_grpc, stall_pb2
+from services.gateway.triton.inference import Triton
+from services.gateway.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
+from services.pb import gateway_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
 from services.rpc.spans import Tracer
@@ -39,6 +41,7 @@ from services.rpc.watchdog import Watchdog
 
 log = structlog.get_logger()
 
+SERVICE_NAMES = [SERVICE_NAME, TRITON_SERVICE_NAME]
 MAX_INT = 2**31 - 1
 STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 
@@ -59,7 +62,12 @@ class Gateway:
         self._opened.enter_context(serving_metrics(config.gateway.metrics_address, self._registry))
         tracer = self._opened.enter_context(tracing(config.tracing, "gateway"))
         model_config, is_dummy = load_model_config(config.model.path), config.model.load_format == "dummy"
-        tokenizer = load_tokenizer(config.model.path, is_optional=is_dummy)
+        tokenizer = load_tokenizer(
+            config.model.path,
+            is_optional=is_dummy,
+            tool_parser=config.gateway.tool_parser,
+            reasoning_parser=config.gateway.reasoning_parser,
+        )
         self._opened.callback(tokenizer.close)
         self._form_trials = FormTrials(
             {
@@ -103,12 +111,14 @@ class Gateway:
     async def _listen(self, frontend: Frontend) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        self._server = self._make_server(frontend, tls)
+        siblings = Siblings(self._options.sibling_addresses, section.max_message_bytes)
+        triton = Triton(frontend, section.max_prompts, siblings)
+        self._server = self._make_server(frontend, triton, siblings, tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
         self._opened.push_async_callback(worker_load.close)
-        app = build_app(frontend, section, self._registry, worker_load)
+        app = build_app(frontend, section, self._registry, worker_load, triton)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
@@ -141,14 +151,16 @@ class Gateway:
             self._form_trials,
         )
 
-    def _make_server(self, frontend: Frontend, tls: TlsFiles | None) -> GrpcServer:
+    def _make_server(
+        self, frontend: Frontend, triton: Triton, siblings: Siblings, tls: TlsFiles | None
+    ) -> GrpcServer:
         section = self._section
         for exposed in filter(is_exposed, (section.address, section.http_address)):
             if not self._access.needs_key:
                 log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
         server = GrpcServer(
             section.address,
-            [SERVICE_NAME],
+            SERVICE_NAMES,
             section.max_message_bytes,
             tls,
             section.local_address,
@@ -160,11 +172,12 @@ class Gateway:
                 ("grpc.max_concurrent_streams", section.max_grpc_streams),
             ],
             shares_port=self._options.shares_ports,
-            interceptors=[Reception(self._access, [SERVICE_NAME], section.body_timeout_s, section.max_receiving)],
+            interceptors=[Reception(self._access, SERVICE_NAMES, section.body_timeout_s, section.max_receiving)],
         )
-        siblings = Siblings(self._options.sibling_addresses, section.max_message_bytes)
         servicer = GatewayServicer(frontend, section.slow_reader_timeout_s, siblings)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
+        triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
+        triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)
         return server
 
     async def _note_connection(self, is_connected: bool) -> None:

@@ -18,6 +18,8 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.siblings import Siblings
+from services.gateway.text.answer_parts import AnswerParts
+from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
@@ -142,17 +144,34 @@ def _encode_chunk(request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
         index=chunk.index,
         logprobs=_encode_all(chunk.logprobs) if chunk.logprobs else None,
         prompt=_encode_prompt(chunk.prompt) if chunk.prompt else None,
+        reasoning="".join([each.text for each in chunk.deltas if isinstance(each, ReasoningDelta)]),
+        tool_calls=_encode_calls(chunk.deltas),
     )
+
+
+def _encode_calls(deltas: Iterable[Delta]) -> list[gateway_pb2.ToolCallDelta]:
+    pieces = []
+    for delta in deltas:
+        if isinstance(delta, CallBegin):
+            pieces.append(gateway_pb2.ToolCallDelta(index=delta.index, id=delta.call_id, name=delta.name))
+        elif isinstance(delta, CallArguments):
+            pieces.append(gateway_pb2.ToolCallDelta(index=delta.index, arguments=delta.text))
+    return pieces
 
 
 def _encode_completion(completion: Completion) -> gateway_pb2.Completion:
     assert completion.finish is not None
+    parts = completion.parts or AnswerParts()
     return gateway_pb2.Completion(
         index=completion.index,
         text=completion.text,
         token_ids=completion.token_ids,
         logprobs=_encode_all(completion.logprobs),
         finish=_encode_finish(completion.finish),
+        reasoning=parts.reasoning(),
+        tool_calls=[
+            gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in parts.calls
+        ],
     )
 
 
@@ -169,14 +188,16 @@ def _encode_prompt(prompt: Prompt | None) -> gateway_pb2.PromptEcho | None:
 def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
     timings = finish.timings
     queue_s, first_token_s = timings.queue_s or 0.0, timings.first_token_s or 0.0
+    has_calls = finish.num_calls > 0 and finish.reason is FinishReason.STOP
     return gateway_pb2.Finish(
-        reason=FINISH_REASONS[finish.reason],
+        reason=gateway_pb2.FINISH_REASON_TOOL_CALLS if has_calls else FINISH_REASONS[finish.reason],
         stop_string=finish.stop_string,
         stop_token_id=finish.stop_token_id,
         usage=gateway_pb2.Usage(
             num_prompt_tokens=finish.num_prompt_tokens,
             num_cached_tokens=finish.num_cached_tokens,
             num_output_tokens=finish.num_output_tokens,
+            num_reasoning_tokens=finish.num_reasoning_tokens or 0,
         ),
         seed=finish.seed,
         timings=gateway_pb2.Timings(

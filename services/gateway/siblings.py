@@ -7,7 +7,8 @@ and with the caller's credentials: each sibling checks itself whether the reques
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -21,10 +22,11 @@ PASSED_ON = "twostroke-passed-on"  # metadata key of an Abort that a sibling pas
 TIMEOUT_S = 2.0
 
 Metadata = Iterable[tuple[str, str | bytes]]
+T = TypeVar("T")
 
 
 class Siblings:
-    """Used in the event loop. Keeps no connections, because an Abort is rare and siblings may restart."""
+    """Used in the event loop. Keeps no connections, because such calls are rare and siblings may restart."""
 
     def __init__(self, addresses: Sequence[str], max_message_bytes: int) -> None:
         self._addresses = addresses
@@ -32,23 +34,31 @@ class Siblings:
 
     async def abort(self, request: gateway_pb2.AbortRequest, metadata: Metadata) -> bool:
         """Returns whether the request ran at a sibling. An Abort from a sibling is not passed on again."""
+        replies = await self.pass_on(
+            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).Abort(request, **options), metadata
+        )
+        return any(reply.was_running for reply in replies)
+
+    async def pass_on(self, call: Callable[..., Awaitable[T]], metadata: Metadata) -> list[T]:
+        """The answers of all siblings that answer in time; none if a sibling has made this call.
+
+        `call(channel, metadata=..., timeout=...)` makes the call; `metadata` is that of the client.
+        """
         by_name = dict(metadata)
         if PASSED_ON in by_name:
-            return False
+            return []
         passed_on = [(PASSED_ON, "1")]
         if "authorization" in by_name:
             passed_on.append(("authorization", by_name["authorization"]))
-        answers = await asyncio.gather(*(self._abort_at(address, request, passed_on) for address in self._addresses))
-        return any(answers)
+        answers = await asyncio.gather(*(self._call_at(address, call, passed_on) for address in self._addresses))
+        return [answer for answer in answers if answer is not None]
 
-    async def _abort_at(
-        self, address: str, request: gateway_pb2.AbortRequest, metadata: Sequence[tuple[str, str | bytes]]
-    ) -> bool:
+    async def _call_at(
+        self, address: str, call: Callable[..., Awaitable[T]], metadata: Sequence[tuple[str, str | bytes]]
+    ) -> T | None:
         async with open_channel(address, self._max_message_bytes) as channel:
-            stub = gateway_pb2_grpc.GatewayStub(channel)
             try:
-                reply = await stub.Abort(request, metadata=metadata, timeout=TIMEOUT_S)
+                return await call(channel, metadata=metadata, timeout=TIMEOUT_S)
             except grpc.aio.AioRpcError as error:  # a sibling that is restarting has no requests
-                log.warning("a sibling was not asked to abort", address=address, reason=error.details())
-                return False
-            return reply.was_running
+                log.warning("a sibling did not answer", address=address, reason=error.details())
+                return None

@@ -26,7 +26,7 @@ class Resumed(_message.Message):
     def __init__(self, gateway: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent")
+    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class Submit(_message.Message):
     QUEUE_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_CRASHES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -55,7 +57,9 @@ class Submit(_message.Message):
     queue_timeout_ms: int
     num_crashes: int
     traceparent: str
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    tenant: int
+    client: int
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_id",)

@@ -1,7 +1,7 @@
 """`python -m tests.clients.environments`: installs the clients under test, each group in an environment of its own.
 
-They lie in `.clients/` of the repository and are made again whenever their pins change. A group that cannot be
-installed, say without a network, is named on standard error, and its tests skip.
+The environments are in `.clients/` of the repository and are created again when their pins change. If a group cannot
+be installed, for example without a network, standard error names it and its tests are skipped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.support.cluster import REPOSITORY
 ROOT = REPOSITORY / ".clients"
 PINS = Path(__file__).parent
 INSTALL_TIMEOUT_S = 600.0
-INSTALLED = "installed"  # a file, the last that an installation writes
-PYTHON_GROUPS = ["agents", "litellm", "guidellm"]  # litellm needs an older openai, guidellm has torch
+INSTALLED = "installed"  # name of the file that marks a complete installation
+PYTHON_GROUPS = ["agents", "litellm", "guidellm", "triton"]  # litellm needs an older openai; guidellm installs torch
 NODE = "node"
 
 
 class Environment:
-    """One group's: its pins, and where they are installed."""
+    """The environment of one group: its pins, and the directory in which they are installed."""
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -40,11 +40,11 @@ class Environment:
         return (self.directory / INSTALLED).exists()
 
     def program(self, name: str) -> str:
-        """Of a Python group."""
+        """The path of a program in the environment of a Python group."""
         return str(self.directory / "bin" / name)
 
     def install(self) -> None:
-        """Raises `CalledProcessError` or `TimeoutExpired`, and leaves nothing then."""
+        """Installs the group if necessary. Raises `CalledProcessError` or `TimeoutExpired`, and leaves nothing then."""
         if self.is_installed:
             return
         for leftover in ROOT.glob(f"{self.group}-*"):
@@ -70,7 +70,7 @@ class Environment:
 
 
 def environments() -> list[Environment]:
-    """Those that this machine has the tools for."""
+    """The environments whose tools this machine has."""
     groups = PYTHON_GROUPS + ([NODE] if shutil.which("npm") else [])
     return [Environment(group) for group in groups]
 

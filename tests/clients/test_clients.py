@@ -1,7 +1,7 @@
-"""What people point at an OpenAI server, as it is installed, against a real cluster.
+"""Well-known clients of the OpenAI API, as users install them, against a real cluster.
 
-Each program of `programs/` is one client in an environment of its own (`make clients` installs them) and prints what
-it got. That has to be what gRPC gives for the same prompt: text, pieces, counts; errors are as the client names them.
+Each program in `programs/` uses one client, in an environment that `make clients` installs, and prints what it
+received. Text, pieces and counts must equal those that gRPC gives for the same prompt; errors have the client's names.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running
 MODEL = EMBEDDED_MODEL.name
 PROMPT = "San Francisco is a"
 QUESTION = "What is the capital of France?"
-MAX_TOKENS = 32  # the chat ends by itself, the completion here
-TOO_LONG = "San Francisco is a " * 1000  # of 2048 tokens at most
+MAX_TOKENS = 32  # the chat ends earlier by itself, the completion does not
+TOO_LONG = "San Francisco is a " * 1000  # the context has 2048 tokens
 PROGRAMS = Path(__file__).with_name("programs")
 PROGRAM_TIMEOUT_S = 100.0
 CODE = "context_length_exceeded"
-# Clients shall ask nobody but the cluster, for prices of models say; two streams need one process.
+# Clients must not ask other servers, for example for the prices of models. Two streams need only one process.
 SETTINGS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """Where a client runs, and what it shows: keys of what it prints, how it calls a prompt that is too long."""
+    """A client program: its group, the keys that it prints, and its name for the error of a too long prompt."""
 
     file: str
     group: str
@@ -69,10 +69,10 @@ CLIENTS = [
 
 @dataclass(frozen=True)
 class Truth:
-    """What gRPC answers."""
+    """The answer over gRPC."""
 
     text: str
-    usage: list[int]  # tokens of prompt and answer
+    usage: list[int]  # numbers of tokens of prompt and answer
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +108,17 @@ def truth(cluster: Cluster, request: gateway_pb2.GenerateRequest) -> Truth:
 
 
 def needs(group: str) -> pytest.MarkDecorator:
-    """Skips what is not installed."""
+    """Skips the test if the group is not installed."""
     reason = f"the clients {group} are not installed: `make clients`"
     return pytest.mark.skipif(not Environment(group).is_installed, reason=reason)
 
 
 def run_program(program: Program, cluster: Cluster) -> dict[str, Any]:
-    """What it prints."""
+    """The values that the program prints."""
     home = Environment(program.group)
     file = PROGRAMS / program.file
     if program.group == NODE:
-        shutil.copy(file, home.directory)  # node looks for packages beside the program
+        shutil.copy(file, home.directory)  # node looks for packages in the program's directory
         command = ["node", str(home.directory / program.file)]
     else:
         command = [home.program("python"), str(file)]
@@ -127,7 +127,7 @@ def run_program(program: Program, cluster: Cluster) -> dict[str, Any]:
 
 
 def run(command: Sequence[str], directory: Path | None = None) -> str:
-    """Standard output of a client that ends well."""
+    """The standard output of a client, which must end without an error."""
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, cwd=directory, env=os.environ | SETTINGS
     )
@@ -136,7 +136,7 @@ def run(command: Sequence[str], directory: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize("program", [pytest.param(each, id=each.file, marks=needs(each.group)) for each in CLIENTS])
-def test_a_client_gets_what_grpc_gets(program: Program, cluster: Cluster, completion: Truth, chat: Truth) -> None:
+def test_a_client_gets_the_answers_of_grpc(program: Program, cluster: Cluster, completion: Truth, chat: Truth) -> None:
     got = run_program(program, cluster)
     assert got.pop("overflow", None) == program.overflow
     assert got.keys() == program.shows
@@ -146,16 +146,16 @@ def test_a_client_gets_what_grpc_gets(program: Program, cluster: Cluster, comple
         if f"{key}_pieces" in got:
             pieces = [piece for piece in got[f"{key}_pieces"] if piece]
             assert "".join(pieces) == expected.text
-            assert len(pieces) > expected.usage[1] / 2, "token by token, as they come"
+            assert len(pieces) > expected.usage[1] / 2, "too few pieces: tokens were not streamed one by one"
     assert set(got.get("several", [chat.text])) == {chat.text}
-    assert got.get("from_logprobs", chat.text).removesuffix("</s>") == chat.text, "the end is a token too"
+    assert got.get("from_logprobs", chat.text).removesuffix("</s>") == chat.text, "the tokens differ from the text"
     assert got.get("models", [MODEL]) == [MODEL]
     assert got.get("speakers", ["user", "first", "second"]) == ["user", "first", "second"]
 
 
 @needs("guidellm")
-def test_guidellm_has_every_request_answered(cluster: Cluster, tmp_path: Path) -> None:
-    """Its own load, streamed and with running counts of usage, which it asks for by itself."""
+def test_guidellm_gets_every_answer(cluster: Cluster, tmp_path: Path) -> None:
+    """guidellm sends a load of its own: streams with counts of usage in every chunk."""
     num_requests, num_tokens = 8, 16
     report = tmp_path / "report.json"
     command = [

@@ -1,6 +1,6 @@
-"""Runs what containers run as plain processes: their commands, environment, config files and health checks.
+"""Runs the commands of containers as plain processes, with their environment, config files and health checks.
 
-Only what a container gives them is rewritten: paths that are mounted, and addresses to free ports of this host.
+Mounted paths are replaced by paths of this host, and listening addresses by free ports.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ HEALTH_TIMEOUT_S = 30.0
 
 
 class BareServices:
-    """Processes of one set of containers. `paths` says where a container's directories and files are here, and what
-    names of other machines stand for."""
+    """The processes of one set of containers.
+
+    `paths` maps the directories and files of the containers, and names of other machines, to those of this host.
+    """
 
     def __init__(self, directory: Path, paths: Mapping[str, Path]) -> None:
         self._directory = directory
@@ -38,7 +40,7 @@ class BareServices:
         return re.sub(r"\b(?:0\.0\.0\.0|127\.0\.0\.1):(\d+)\b", lambda match: self._address(match[1]), text)
 
     def add_config(self, path: str, file: Path) -> None:
-        """Makes a local copy of a config file that containers see at `path`."""
+        """Makes a local copy of the config file that containers read at `path`."""
         copy = self._directory / f"config-{len(self._paths)}.toml"
         copy.write_text(self.local(file.read_text()))
         self._paths[path] = copy
@@ -55,7 +57,7 @@ class BareServices:
         return self._directory / f"{name}.log"
 
     def wait_healthy(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Until the health check `command` succeeds."""
+        """Waits until the health check `command` succeeds."""
         own = {key: self.local(value) for key, value in environment.items()}
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -75,13 +77,13 @@ class BareServices:
             time.sleep(0.2)
 
     def stop(self, name: str, signal_name: str, grace_s: float) -> int:
-        """Sends the stop signal; fails when the process outlives its grace. Returns its exit status."""
+        """Sends the stop signal. Returns the exit status; fails if the process runs for longer than `grace_s`."""
         process = self.processes[name]
         process.send_signal(getattr(signal, signal_name))
         return process.wait(grace_s)
 
     def kill(self) -> None:
-        """Ends what a failed test left."""
+        """Kills the processes that a failed test left."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.kill()

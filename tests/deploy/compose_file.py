@@ -1,4 +1,4 @@
-"""Reads a compose file as compose itself does: included files merged, variables put in."""
+"""Reads a compose file as compose itself does: merges included files and replaces variables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.cluster import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
 COMPOSE_FILES = ["compose.yaml", "compose.cuda.yaml"]
-LOCKS = ["compose.keys.yaml", "compose.tls.yaml"]  # given beside one of them, with a second -f
+LOCKS = ["compose.keys.yaml", "compose.tls.yaml"]  # used together with one of the files above, by a second -f
 
 
 def load_compose(file: str, variables: Mapping[str, str] | None = None, beside: str | None = None) -> dict[str, Any]:
-    """The whole model of `deploy/FILE`, as `docker compose config` would show it; `beside` is that of a second -f."""
+    """The merged `deploy/FILE`, as `docker compose config` would show it. `beside` is the file of a second -f."""
     model = yaml.safe_load(interpolate((DEPLOY / file).read_text(), variables or {}))
     for included in model.get("include", []):
         for section, entries in load_compose(included, variables).items():
@@ -26,16 +26,16 @@ def load_compose(file: str, variables: Mapping[str, str] | None = None, beside: 
     if beside is not None:
         other = load_compose(beside, variables)
         for name, service in other.pop("services").items():
-            assert service.keys() <= {"command", "secrets"}, "the first is replaced, the second was not there"
+            assert service.keys() <= {"command", "secrets"}, "only these two can be merged here"
             model["services"][name].update(service)
         model.update(other)
     return model
 
 
 def interpolate(text: str, variables: Mapping[str, str]) -> str:
-    """Puts in `${NAME:-default}` and `${NAME:+instead}`, which may lie in each other.
+    """Replaces `${NAME:-default}` and `${NAME:+instead}`, also where one contains another.
 
-    A variable without either fails the test, for nobody needs to set any.
+    Leaves variables without a default as they are; a test finds them.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -49,7 +49,7 @@ def interpolate(text: str, variables: Mapping[str, str]) -> str:
 
 
 def mount(service: Mapping[str, Any], target: str) -> str | None:
-    """What is mounted at `target`: a volume's name or a path of the host."""
+    """The volume's name or path of the host that is mounted at `target`."""
     for volume in service.get("volumes", []):
         if isinstance(volume, dict):
             if volume["target"] == target:
@@ -60,11 +60,11 @@ def mount(service: Mapping[str, Any], target: str) -> str | None:
 
 
 def seconds(duration: str) -> float:
-    """Of a duration such as 90s or 2m."""
+    """The seconds of a duration such as 90s or 2m."""
     return float(duration[:-1]) * {"s": 1, "m": 60}[duration[-1]]
 
 
 def config_file(model: Mapping[str, Any], service: Mapping[str, Any]) -> tuple[Path, str]:
-    """The host's file and the container's path of a service's config."""
+    """The config file of a service: its file on the host, and its path in the container."""
     [config] = service["configs"]
     return DEPLOY / model["configs"][config["source"]]["file"], config["target"]

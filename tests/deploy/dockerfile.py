@@ -1,4 +1,4 @@
-"""What the tests need to know of a Dockerfile: its stages and their instructions."""
+"""Reads the stages of a Dockerfile and their instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOCKERFILE = REPOSITORY / "deploy" / "docker" / "Dockerfile"
 
 @dataclass
 class Stage:
-    """One `FROM ... AS name`, with the instructions of the stages it is built on before its own."""
+    """One `FROM ... AS name`. Its instructions begin with those of the stages that it is built on."""
 
     name: str
     base: str
@@ -27,7 +27,7 @@ class Stage:
         return self.all(instruction)[-1]
 
     def exec_form(self, instruction: str) -> list[str]:
-        """The JSON list of ENTRYPOINT, CMD or HEALTHCHECK; a shell form has none, and fails the test."""
+        """The JSON list of ENTRYPOINT, CMD or HEALTHCHECK. Fails for the shell form, which has no list."""
         return json.loads(self.last(instruction).partition("[")[1] + self.last(instruction).partition("[")[2])
 
     def environment(self) -> dict[str, str]:

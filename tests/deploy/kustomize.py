@@ -1,4 +1,4 @@
-"""Reads the Kubernetes manifests: as they lie there, and merged by Kustomize, where it is installed."""
+"""Reads the Kubernetes manifests: single files, and overlays merged by Kustomize, if that is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def manifests_of(path: Path) -> list[Manifest]:
 
 
 def rendered(overlay: str) -> dict[str, Manifest]:
-    """What `kubectl apply -k` would send, by kind and name. Skips the test where nothing can render it."""
+    """The manifests that `kubectl apply -k` would send, by kind and name. Skips the test without a program for it."""
     if shutil.which("kustomize"):
         command = ["kustomize", "build"]
     elif shutil.which("kubectl"):
@@ -47,6 +47,6 @@ def _render(*command: str) -> str:
 
 
 def containers_of(deployment: Manifest) -> dict[str, Manifest]:
-    """By name, in the order in which they start."""
+    """The containers by name, in the order in which they start."""
     pod = deployment["spec"]["template"]["spec"]
     return {each["name"]: each for each in (*pod.get("initContainers", []), *pod["containers"])}

@@ -1,4 +1,4 @@
-"""The compose files: valid, tidy, and right in what no schema can tell."""
+"""The compose files are valid and tidy, and correct in what no schema can check."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def cuda() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", ALL_FILES)
-def test_a_file_is_what_the_specification_allows(file: str) -> None:
+def test_a_file_follows_the_specification(file: str) -> None:
     document = yaml.safe_load((DEPLOY / file).read_text())
     validator = Draft202012Validator(get_builtin_schema("vendor.compose-spec"))
     assert [error.message for error in validator.iter_errors(document)] == []
-    # The schema knows shapes; this parser knows units, durations, ports and mount syntax too.
+    # The schema checks only the structure; this parser also checks units, durations, ports and mounts.
     filled_in = yaml.safe_load(interpolate((DEPLOY / file).read_text(), {}))
     assert set(compose_spec.PyCompose.from_json(json.dumps(filled_in)).service_names()) == document["services"].keys()
 
@@ -69,7 +69,7 @@ def test_yamllint_has_no_complaint(pattern: str) -> None:
         assert [str(problem) for problem in linter.run(path.read_text(), config)] == [], path
 
 
-def test_nothing_has_to_be_set_and_everything_mentioned_exists(model: dict[str, Any]) -> None:
+def test_no_variable_is_required_and_everything_mentioned_exists(model: dict[str, Any]) -> None:
     assert "$" not in json.dumps(model), "a variable without a default"
     for service in model["services"].values():
         assert set(service.get("depends_on", [])) <= model["services"].keys()
@@ -100,12 +100,12 @@ def test_every_service_is_confined_restarted_and_watched(model: dict[str, Any]) 
         assert service["restart"] == "unless-stopped", name
         assert "stop_grace_period" in service and "healthcheck" in service, name
         for port in service.get("ports", []):
-            assert port.startswith("127.0.0.1:"), "only this machine's, unless somebody says otherwise"
+            assert port.startswith("127.0.0.1:"), "the default must publish ports only on this machine"
         assert compose_bytes(service["mem_limit"]) <= 16 * 2**30 and 0 < int(service["pids_limit"]) <= 1024, name
 
 
 @pytest.mark.parametrize("file", COMPOSE_FILES)
-def test_what_others_are_shown_is_the_gateway_alone(file: str) -> None:
+def test_only_the_gateway_is_published_to_other_machines(file: str) -> None:
     model = load_compose(file, {"TWOSTROKE_BIND": "0.0.0.0"})
     published = {
         (name, port.rpartition(":")[2])
@@ -113,7 +113,7 @@ def test_what_others_are_shown_is_the_gateway_alone(file: str) -> None:
         for port in service.get("ports", [])
         if not port.startswith("127.0.0.1:")
     }
-    assert published == {("gateway", "50051"), ("gateway", "8080")}, "not Prometheus, nor Grafana without a password"
+    assert published == {("gateway", "50051"), ("gateway", "8080")}, "only the gateway may be published"
     grafana = model["services"]["grafana"]["environment"]
     assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     moved = load_compose(file, {"TWOSTROKE_OBSERVE_BIND": "10.0.0.1"})["services"]
@@ -122,10 +122,10 @@ def test_what_others_are_shown_is_the_gateway_alone(file: str) -> None:
 
 @pytest.mark.parametrize("beside", [None, *LOCKS])
 @pytest.mark.parametrize("file", COMPOSE_FILES)
-def test_a_gateway_of_this_machine_alone_serves_local_names_alone(
+def test_a_gateway_that_is_published_locally_serves_only_local_names(
     file: str, beside: str | None, tmp_path: Path
 ) -> None:
-    """In its container it cannot know that its port is published at a loopback address."""
+    """The gateway cannot see from inside its container that its port is published only at a loopback address."""
 
     def served(host: str, **variables: str) -> bool:
         model = load_compose(file, variables, beside)
@@ -133,7 +133,7 @@ def test_a_gateway_of_this_machine_alone_serves_local_names_alone(
         return HostCheck(section).refuse([(b"host", host.encode())]) is None
 
     for host in ("127.0.0.1:8080", "localhost:8080", "[::1]:8080", "gateway:8080"):
-        assert served(host), "also the name that other containers know"
+        assert served(host), "the gateway must serve its local names"
     assert not served("evil.example:8080")
     for address in ("0.0.0.0", "192.168.1.5"):
         assert served("llm.example", TWOSTROKE_BIND=address) and served(address, TWOSTROKE_BIND=address)
@@ -143,11 +143,11 @@ def test_a_gateway_of_this_machine_alone_serves_local_names_alone(
         assert not served("evil.example", **named, **address)
 
 
-def test_only_who_talks_to_clients_is_on_a_network_that_leads_outside(model: dict[str, Any]) -> None:
+def test_only_services_with_clients_are_on_an_external_network(model: dict[str, Any]) -> None:
     assert model["networks"] == {"inside": {"internal": True}}
     outside = {name for name, each in model["services"].items() if "default" in each.get("networks", ["default"])}
     assert outside == {"gateway", "prometheus", "grafana"}
-    assert "inside" in model["services"]["prometheus"]["networks"], "it asks the workers"
+    assert "inside" in model["services"]["prometheus"]["networks"], "Prometheus must reach the workers"
 
 
 def test_no_volume_grows_without_a_bound() -> None:
@@ -163,7 +163,7 @@ def test_no_volume_grows_without_a_bound() -> None:
 
 @pytest.mark.parametrize("lock", LOCKS)
 @pytest.mark.parametrize("file", COMPOSE_FILES)
-def test_a_gateway_with_secrets_reads_each_of_them_and_is_else_the_same(file: str, lock: str, tmp_path: Path) -> None:
+def test_secrets_change_nothing_else_in_the_config_of_the_gateway(file: str, lock: str, tmp_path: Path) -> None:
     plain, locked = load_compose(file), load_compose(file, beside=lock)
     gateway = locked["services"]["gateway"]
     mounted = {each["target"]: each["source"] for each in gateway["secrets"]}
@@ -177,16 +177,16 @@ def test_a_gateway_with_secrets_reads_each_of_them_and_is_else_the_same(file: st
     assert after.gateway.model_copy(update=unlocked) == before.gateway and after.model == before.model
     variables = {name: f"/keys/{name}" for name in variables_of(lock) - variables_of(file)}
     files = {secret["file"] for secret in load_compose(file, variables, lock)["secrets"].values()}
-    assert files == set(variables.values()), "each can lie elsewhere"
+    assert files == set(variables.values()), "a variable can move each secret file"
 
 
 def test_secrets_are_not_committed() -> None:
     assert "deploy/secrets/" in (DEPLOY.parent / ".gitignore").read_text().splitlines()
 
 
-def test_the_workers_share_memory_that_outlives_either(model: dict[str, Any]) -> None:
+def test_the_shared_memory_outlives_each_worker(model: dict[str, Any]) -> None:
     workers = [model["services"][name] for name in ("attn_worker", "dense_worker")]
-    if all("ipc" in worker for worker in workers):  # /dev/shm is part of the namespace
+    if all("ipc" in worker for worker in workers):  # /dev/shm belongs to the IPC namespace
         [holder] = {worker["ipc"] for worker in workers}
         name = holder.removeprefix("service:")
         assert name not in OWN and model["services"][name]["ipc"] == "shareable"
@@ -196,7 +196,7 @@ def test_the_workers_share_memory_that_outlives_either(model: dict[str, Any]) ->
         options = model["volumes"][volume]["driver_opts"]
         assert options["type"] == "tmpfs" and "size=1g" in options["o"]
         assert f"uid={workers[0]['user'].split(':')[0]}" in options["o"].split(",")
-    assert len({worker["user"] for worker in workers}) == 1, "regions are readable by their owner alone"
+    assert len({worker["user"] for worker in workers}) == 1, "only their owner can read the regions"
 
 
 def test_services_start_workers_first_and_so_stop_the_gateway_first(model: dict[str, Any]) -> None:
@@ -220,8 +220,8 @@ def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict
         probe = service["healthcheck"]["test"]
         assert probe[:4] == ["CMD", "python", "-m", "services.rpc.probe"]
         probed = probe[probe.index("--address") + 1]
-        assert probed == local[name], "a socket, that needs no certificate and that no client reaches"
-        assert mount(service, "/run/twostroke") == "run", "the sockets"
+        assert probed == local[name], "the probe must use the local socket, which needs no certificate"
+        assert mount(service, "/run/twostroke") == "run", "the directory of the sockets"
         for port in service.get("ports", []):
             assert port.rpartition(":")[2] in (config.gateway.address + config.gateway.http_address)
     assert str(read_config(model, model["services"]["dense_worker"], tmp_path).dense.plan_dir).startswith(
@@ -229,7 +229,7 @@ def test_configs_are_valid_and_agree_with_what_is_mounted_and_probed(model: dict
     )
 
 
-def test_gpu_services_meet_on_one_gpu_in_one_pod_under_one_mps(cuda: dict[str, Any]) -> None:
+def test_gpu_services_share_one_gpu_one_pod_and_one_mps_daemon(cuda: dict[str, Any]) -> None:
     services = cuda["services"]
     for name in GPU_SERVICES:
         service = services[name]
@@ -247,14 +247,14 @@ def test_gpu_services_meet_on_one_gpu_in_one_pod_under_one_mps(cuda: dict[str, A
     assert "deploy" not in services["gateway"], "the gateway needs no GPU"
 
 
-def test_prometheus_and_grafana_come_only_when_asked_for(model: dict[str, Any]) -> None:
+def test_prometheus_and_grafana_start_only_with_their_profile(model: dict[str, Any]) -> None:
     profiles = {name: service.get("profiles") for name, service in model["services"].items()}
     assert {name for name, profile in profiles.items() if profile} == {"prometheus", "grafana"}
     assert {profiles["prometheus"][0], profiles["grafana"][0]} == {"observe"}
 
 
 def compose_bytes(amount: str) -> int:
-    """Of an amount such as 64m or 2g."""
+    """The bytes of an amount such as 64m or 2g."""
     return int(amount[:-1]) * {"m": 2**20, "g": 2**30}[amount[-1]]
 
 
@@ -263,7 +263,7 @@ def variables_of(file: str) -> set[str]:
 
 
 def read_config(model: dict[str, Any], service: dict[str, Any], directory: Path) -> Config:
-    """As the service itself would read it, but for the model's path, which has to exist."""
+    """The config that the service would read, except for the model's path, which has to exist here."""
     file, _ = config_file(model, service)
     copy = directory / file.name
     copy.write_text(file.read_text())

@@ -22,11 +22,11 @@ def test_hadolint_has_no_complaint() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_final_image_runs_as_nobody_special_and_can_be_watched_and_stopped(target: str) -> None:
+def test_a_final_image_runs_without_root_and_can_be_probed_and_stopped(target: str) -> None:
     stage = read_stages()[target]
     uid, gid = stage.last("USER").split(":")
-    assert int(uid) > 0 and int(gid) > 0, "by number, so that runAsNonRoot can be checked"
-    assert stage.instructions[-1][0] == "USER", "nothing may follow as root"
+    assert int(uid) > 0 and int(gid) > 0, "runAsNonRoot can check only numbers"
+    assert stage.instructions[-1][0] == "USER", "the last instruction must be USER"
     assert stage.last("STOPSIGNAL") == "SIGTERM"
     assert stage.exec_form("ENTRYPOINT") == ["python", "-m"]
     assert stage.exec_form("CMD")[0] == "services.launch"
@@ -42,7 +42,7 @@ def test_a_final_image_takes_files_from_other_stages_only(target: str) -> None:
         ("/opt/twostroke", "/opt/twostroke"),
     ]
     assert all(origin.removeprefix("--from=") in stages for origin, _, _ in copies)
-    assert "pip" not in " ".join(stages[target].all("RUN")), "packages are installed where their leftovers stay behind"
+    assert "pip" not in " ".join(stages[target].all("RUN")), "packages must be installed in another stage"
 
 
 def test_base_images_are_pinned() -> None:
@@ -53,9 +53,9 @@ def test_base_images_are_pinned() -> None:
         assert re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+[-\w]*", image), image
 
 
-def test_what_is_copied_exists_and_reaches_the_builder() -> None:
+def test_copied_files_exist_and_reach_the_builder() -> None:
     rules = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    assert rules[1] == "*", "what is not named stays out"
+    assert rules[1] == "*", "files that are not named must stay out"
     allowed = {rule[1:] for rule in rules if rule.startswith("!")}
     context = {
         source

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid by Kubernetes' own schemas, and right in what no schema can tell."""
+"""The Kubernetes manifests are valid by Kubernetes' own schemas, and correct in what no schema can check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.deploy.kustomize import (
 )
 
 NEWEST = "1.37"
-OLDEST = {name: "1.30" for name in ("base", *OVERLAYS)} | {"cuda": "1.34"}  # as the files' headers say
+OLDEST = {name: "1.30" for name in ("base", *OVERLAYS)} | {"cuda": "1.34"}  # according to the headers of the files
 SERVICES = ["attn-worker", "dense-worker", "gateway"]  # containers
 POD = {"app.kubernetes.io/name": "twostroke"}
 
@@ -88,7 +88,7 @@ def test_a_kustomization_names_what_exists_and_all_that_exists(directory: Path) 
 
 
 @pytest.mark.parametrize("name", ["cuda", "replicas"])
-def test_a_patch_changes_containers_that_there_are(name: str, base: Manifest) -> None:
+def test_a_patch_changes_only_containers_that_exist(name: str, base: Manifest) -> None:
     [patch] = manifests_of(KUBERNETES / "overlays" / name / "pod.yaml")
     known = {*containers_of(base), "mps"}  # mps.yaml adds it
     assert containers_of(patch).keys() <= known, "Kustomize would add a container without an image"
@@ -107,9 +107,9 @@ def test_services_and_policies_select_the_pods_and_nothing_else(overlay: dict[st
     assert len(found) >= 2 and all(labels == POD for labels in found)
 
 
-def test_the_workers_are_reached_from_their_own_pod_alone(overlay: dict[str, Manifest], tmp_path: Path) -> None:
+def test_the_workers_are_reached_only_from_their_own_pod(overlay: dict[str, Manifest], tmp_path: Path) -> None:
     if "NetworkPolicy/twostroke-replicas" in overlay:
-        pytest.skip("its dense workers are reached from other pods: see below")
+        pytest.skip("other pods reach its dense workers: see the next test")
     containers = containers_of(overlay["Deployment/twostroke"])
     for name, container in containers.items():
         if name == "mps":
@@ -119,26 +119,26 @@ def test_the_workers_are_reached_from_their_own_pod_alone(overlay: dict[str, Man
         assert all(address.startswith("unix:/run/twostroke/") for address in addresses)
         assert mounts(container)["/run/twostroke"] == "run" and len(addresses) == 3, name
     [policy] = [each["spec"] for each in overlay.values() if each["kind"] == "NetworkPolicy"]
-    assert policy["policyTypes"] == ["Ingress", "Egress"] and policy["egress"] == [], "nothing to ask anybody for"
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and policy["egress"] == [], "the pod connects to nothing"
     [everybody] = policy["ingress"]
     ports = {port["name"]: port["containerPort"] for each in containers.values() for port in each.get("ports", ())}
     assert {each["port"] for each in everybody["ports"]} == set(ports.values())
     assert set(ports) == {"grpc", "http", "metrics", "dense-metrics", "attn-metrics"}
 
 
-def test_replicas_show_each_other_certificates_and_reach_nothing_else(tmp_path: Path) -> None:
+def test_replicas_use_mutual_tls_and_reach_nothing_else(tmp_path: Path) -> None:
     overlay = rendered("replicas")
     deployment = overlay["Deployment/twostroke"]
     for name, container in containers_of(deployment).items():
         config = read_config(overlay, container, tmp_path)
-        assert config.attention.address.startswith("unix:"), "of another pod's no gateway has any use"
+        assert config.attention.address.startswith("unix:"), "attention workers serve only their own pod"
         assert config.peers.tls_server_name == "twostroke-dense", name
         files = [config.peers.tls_certificate, config.peers.tls_key, config.peers.tls_ca]
         assert mounts(container)["/run/secrets/peers"] == "peers"
         assert all(str(file).startswith("/run/secrets/peers/") for file in files), name
     assert read_config(overlay, containers_of(deployment)["dense-worker"], tmp_path).dense.address == "0.0.0.0:50052"
     [peers] = [each for each in deployment["spec"]["template"]["spec"]["volumes"] if each["name"] == "peers"]
-    assert not peers["secret"].get("optional"), "without certificates a pod does not start"
+    assert not peers["secret"].get("optional"), "a pod must not start without its certificates"
     policy = overlay["NetworkPolicy/twostroke-replicas"]["spec"]
     [own] = policy["ingress"]
     replicas, dns = policy["egress"]
@@ -158,15 +158,15 @@ def test_a_secure_pod_has_its_secrets_or_does_not_start(tmp_path: Path) -> None:
     for file in (config.api_keys_file, config.tls_certificate, config.tls_key):
         assert file is not None
         secret = volumes[mounts(after)[str(file.parent)]]["secret"]
-        assert not secret.get("optional") and secret["defaultMode"] == 0o440, "readable by the pod's group alone"
+        assert not secret.get("optional") and secret["defaultMode"] == 0o440, "only the pod's group may read it"
     assert after["readinessProbe"]["httpGet"] == before["readinessProbe"]["httpGet"] | {"scheme": "HTTPS"}
-    assert after["livenessProbe"] == before["livenessProbe"], "at a socket, without TLS"
+    assert after["livenessProbe"] == before["livenessProbe"], "it uses a socket, without TLS"
     assert before["args"] == after["args"][: len(before["args"])]
     workers = [
         {name: each for name, each in containers_of(overlay["Deployment/twostroke"]).items() if name != "gateway"}
         for overlay in (plain, secure)
     ]
-    assert workers[0] == workers[1], "who sees no client sees no secret"
+    assert workers[0] == workers[1], "workers must not see the secrets of the gateway"
 
 
 def test_no_volume_grows_without_a_bound(overlay: dict[str, Manifest]) -> None:
@@ -182,19 +182,19 @@ def test_no_volume_grows_without_a_bound(overlay: dict[str, Manifest]) -> None:
 def test_containers_start_workers_first_and_are_confined(overlay: dict[str, Manifest]) -> None:
     containers = containers_of(overlay["Deployment/twostroke"])
     assert [name for name in containers if name != "mps"] == SERVICES
-    assert next(iter(containers)) in ("mps", "attn-worker"), "MPS comes before its clients"
+    assert next(iter(containers)) in ("mps", "attn-worker"), "MPS must start before its clients"
     pod = overlay["Deployment/twostroke"]["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
     for name, container in containers.items():
         security = container["securityContext"]
         assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"], name
         assert security["capabilities"] == {"drop": ["ALL"]}, name
-        assert container["image"].rpartition(":")[2] in read_stages(), "a tag that the Dockerfile builds"
-        assert name == "gateway" or container["restartPolicy"] == "Always", "a sidecar, restarted on its own"
+        assert container["image"].rpartition(":")[2] in read_stages(), "the Dockerfile builds no such tag"
+        assert name == "gateway" or container["restartPolicy"] == "Always", "workers must be sidecars"
         assert "startupProbe" in container and "livenessProbe" in container, name
 
 
-def test_the_workers_share_memory_and_the_gateway_has_none(overlay: dict[str, Manifest]) -> None:
+def test_only_the_workers_mount_the_shared_memory(overlay: dict[str, Manifest]) -> None:
     deployment = overlay["Deployment/twostroke"]
     volumes = {each["name"]: each for each in deployment["spec"]["template"]["spec"]["volumes"]}
     mounted = {name: mounts(container) for name, container in containers_of(deployment).items()}
@@ -214,14 +214,14 @@ def test_configs_agree_with_ports_and_probes(overlay: dict[str, Manifest], tmp_p
             "gateway": [config.gateway.address, config.gateway.http_address, config.gateway.metrics_address],
         }[name]
         tcp = [str(address) for address in own if not str(address).startswith("unix:")]
-        assert all(address.startswith("0.0.0.0:") for address in tcp), "others come to the pod's address"
+        assert all(address.startswith("0.0.0.0:") for address in tcp), "other pods connect to the pod's address"
         assert {port["containerPort"] for port in container["ports"]} == {int(each.split(":")[1]) for each in tcp}, name
         asked = config.gateway.local_address if name == "gateway" else own[0]
         for probe in ("startupProbe", "livenessProbe"):
             command = container[probe]["exec"]["command"]
             given = dict(pairwise(command))
             assert given["--address"] == str(asked).replace("0.0.0.0", "127.0.0.1"), name
-            assert given["--service"] == LIVENESS, "to be without a peer is no death"
+            assert given["--service"] == LIVENESS, "a service without a peer must not be restarted"
             assert int(given["--timeout-ms"]) < 1000 * container[probe]["timeoutSeconds"]
             tls = [given.get(f"--tls-{flag}") for flag in ("client-cert", "client-key", "ca-cert", "server-name")]
             peers = config.peers
@@ -229,7 +229,7 @@ def test_configs_agree_with_ports_and_probes(overlay: dict[str, Manifest], tmp_p
             if name != "gateway":
                 assert tls == [None if value is None else str(value) for value in expected], name
     [gateway] = [each for each in containers_of(overlay["Deployment/twostroke"]).values() if "readinessProbe" in each]
-    assert gateway["name"] == "gateway", "it alone decides: it knows whether a dense worker serves it"
+    assert gateway["name"] == "gateway", "only the gateway knows whether the pod is ready"
     assert gateway["readinessProbe"]["httpGet"]["path"] == "/ready"
     services = [each for each in overlay.values() if each["kind"] == "Service"]
     expected_ports = {50051, 8080, 50052} if "Service/twostroke-dense" in overlay else {50051, 8080}
@@ -241,7 +241,7 @@ def test_the_gateway_drains_within_the_grace(overlay: dict[str, Manifest], tmp_p
     gateway = containers_of(deployment)["gateway"]
     config = read_config(overlay, gateway, tmp_path)
     wait_s = gateway["lifecycle"]["preStop"]["sleep"]["seconds"] + config.gateway.drain_timeout_s
-    workers_s = 2 * 15.0  # as compose.yaml gives them
+    workers_s = 2 * 15.0  # as in compose.yaml
     assert wait_s + workers_s < deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
@@ -253,14 +253,14 @@ def test_replicas_balance_over_every_pod(tmp_path: Path) -> None:
     [headless] = [each for each in overlay.values() if each.get("spec", {}).get("clusterIP") == "None"]
     [port] = headless["spec"]["ports"]
     assert config.dense.address == f"dns:///{headless['metadata']['name']}:{port['port']}"
-    assert headless["spec"]["publishNotReadyAddresses"], "a gateway that is not ready has to find a dense worker"
+    assert headless["spec"]["publishNotReadyAddresses"], "a gateway that is not ready must find a dense worker"
     assert config.gateway.num_dense_streams >= deployment["spec"]["replicas"] > 1
 
 
 def test_gpu_containers_share_a_claim_and_one_mps(tmp_path: Path) -> None:
     overlay = rendered("cuda")
     pod = overlay["Deployment/twostroke"]["spec"]["template"]["spec"]
-    assert pod["shareProcessNamespace"], "CUDA IPC needs to see the other process"
+    assert pod["shareProcessNamespace"], "CUDA IPC needs a common process namespace"
     [claim] = pod["resourceClaims"]
     assert f"ResourceClaimTemplate/{claim['resourceClaimTemplateName']}" in overlay
     containers = containers_of(overlay["Deployment/twostroke"])
@@ -276,7 +276,7 @@ def test_gpu_containers_share_a_claim_and_one_mps(tmp_path: Path) -> None:
     assert config.dense.device == config.attention.device == "cuda"
 
 
-def test_overlays_configure_what_the_base_does_and_their_device_alone(tmp_path: Path) -> None:
+def test_cpu_and_cuda_overlays_differ_only_in_device_and_limits(tmp_path: Path) -> None:
     def sections(name: str) -> dict[str, Any]:
         overlay = rendered(name)
         config = read_config(overlay, containers_of(overlay["Deployment/twostroke"])["gateway"], tmp_path)
@@ -299,12 +299,12 @@ def kustomization(directory: Path) -> dict[str, Any]:
 
 
 def mounts(container: Manifest) -> dict[str, str]:
-    """Volumes by path."""
+    """The names of volumes, by path."""
     return {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
 
 
 def read_config(overlay: dict[str, Manifest], container: Manifest, directory: Path) -> Config:
-    """As the container itself would read it, but for the model's path, which has to exist."""
+    """The config that the container would read, except for the model's path, which has to exist here."""
     [config_map] = [each for each in overlay.values() if each["kind"] == "ConfigMap"]
     args = container["args"]
     file = directory / "config.toml"

@@ -1,4 +1,4 @@
-"""The probe's exit status is all that a container's health check sees."""
+"""The exit status of the probe, which is all that a container's health check sees."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HealthServer:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[HealthServer]:
-    """Says of itself that it serves, of `NAME` that it does not."""
+    """A server that serves, while its service `NAME` does not."""
     server, servicer = grpc.server(ThreadPoolExecutor(2)), health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     servicer.set("", Status.SERVING)
@@ -55,7 +55,7 @@ def run(*arguments: str) -> int:
     return probe.main([*arguments, "--timeout-ms", DEADLINE_MS])
 
 
-def test_the_status_tells_who_serves(server: HealthServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_tells_whether_the_service_serves(server: HealthServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--address", server.address) == 0
     assert capsys.readouterr() == ("", "")
     assert run("--address", server.address, "--service", NAME) == 4
@@ -64,14 +64,14 @@ def test_the_status_tells_who_serves(server: HealthServer, capsys: pytest.Captur
     assert run("--address", server.address, "--service", NAME) == 0
 
 
-def test_a_service_that_nobody_knows_is_an_error_of_the_call(
+def test_an_unknown_service_is_an_error_of_the_call(
     server: HealthServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--address", server.address, "--service", "unknown.Service") == 3
     assert "NOT_FOUND" in capsys.readouterr().err
 
 
-def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--address", f"unix:{tmp_path}/nobody.sock") == 2
     with socket.socket() as finder:
         finder.bind(("127.0.0.1", 0))
@@ -80,7 +80,7 @@ def test_nobody_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert address in capsys.readouterr().err
 
 
-def test_a_peer_that_accepts_and_says_nothing_is_given_up_in_time() -> None:
+def test_a_silent_server_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert probe.main(["--address", address, "--timeout-ms", "300"]) in (2, 3)
@@ -97,13 +97,13 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_in_time() -> None:
         ("--address", "a:1", "--tls-client-cert", "/nowhere/client.pem"),
     ],
 )
-def test_a_wrong_command_line_is_not_taken_for_a_sick_service(arguments: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_has_a_status_of_its_own(arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as ended:
         probe.main(arguments)
     assert ended.value.code == 1
 
 
-def test_it_speaks_tls_both_ways(tmp_path: Path) -> None:
+def test_mutual_tls(tmp_path: Path) -> None:
     key, cert = self_signed("twostroke.test")
     (tmp_path / "key.pem").write_bytes(key)
     (tmp_path / "cert.pem").write_bytes(cert)
@@ -118,9 +118,9 @@ def test_it_speaks_tls_both_ways(tmp_path: Path) -> None:
         own = ("--tls-client-cert", f"{tmp_path}/cert.pem", "--tls-client-key", f"{tmp_path}/key.pem")
         name = ("--tls-server-name", "twostroke.test")
         assert run(*trust, *own, *name) == 0
-        assert run(*trust, *own) == 2, "the certificate is of another name"
-        assert run(*trust, *name) == 2, "no certificate of our own"
-        assert run("--address", address) == 2, "plain text"
+        assert run(*trust, *own) == 2, "the certificate has another name"
+        assert run(*trust, *name) == 2, "the client has no certificate"
+        assert run("--address", address) == 2, "the client does not use TLS"
     finally:
         server.stop(None).wait()
 
@@ -130,13 +130,13 @@ def test_a_gateway_without_a_worker_is_alive_though_not_ready(tmp_path: Path) ->
         async with running_gateway(tmp_path, dense=None) as gateway:
             await gateway.wait_health(Status.NOT_SERVING)
             address = ("--address", gateway.address)
-            assert await asyncio.to_thread(run, *address) == 4, "nothing to serve with: no traffic"
-            assert await asyncio.to_thread(run, *address, "--service", LIVENESS) == 0, "but no reason to be restarted"
+            assert await asyncio.to_thread(run, *address) == 4, "it must get no traffic"
+            assert await asyncio.to_thread(run, *address, "--service", LIVENESS) == 0, "it must not be restarted"
 
     run_async(test())
 
 
-def test_the_command_is_light(server: HealthServer) -> None:
+def test_the_probe_imports_no_heavy_packages(server: HealthServer) -> None:
     heavy = ("torch", "transformers", "numpy", "pydantic")
     code = (
         "import sys; from services.rpc import probe; assert probe.main(sys.argv[1:]) == 0; "
@@ -148,7 +148,7 @@ def test_the_command_is_light(server: HealthServer) -> None:
 
 
 def self_signed(name: str) -> tuple[bytes, bytes]:
-    """Key and certificate, PEM, of somebody who vouches for himself."""
+    """A key and a self-signed certificate for `name`, as PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

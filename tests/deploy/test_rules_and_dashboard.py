@@ -1,4 +1,4 @@
-"""Prometheus's configuration, rules and alerts, and Grafana's dashboard: valid, and about metrics that exist."""
+"""Prometheus's configuration, rules and alerts, and Grafana's dashboard, are valid and use metrics that exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_promtool_accepts_the_configuration(name: str) -> None:
     assert "rules found" in result.stdout
 
 
-def test_rules_and_alerts_do_what_their_tests_say() -> None:
+def test_rules_and_alerts_pass_their_tests() -> None:
     result = promtool("test", "rules", "rules_test.yml")
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -62,7 +62,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     queries = dashboard_queries()
     assert len(queries) > 40
     assert {query: unknown_names(query) for query in queries if unknown_names(query)} == {}
-    assert unknown_names("rate(twostroke_gateway_answer_total[1m])"), "a misspelt name would be found"
+    assert unknown_names("rate(twostroke_gateway_answer_total[1m])"), "a misspelt name was not found"
 
 
 def test_panels_do_not_overlap_and_name_the_provisioned_data_source() -> None:

@@ -1,4 +1,4 @@
-"""What the images and compose files would run is run here without containers, so that it cannot rot."""
+"""Runs the commands of the images, compose files and pods without containers, so that errors in them are found."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GRPC_ADDRESS = "0.0.0.0:50051"
 HTTP_ADDRESS = "0.0.0.0:8080"
 API_KEY = "a-key-of-sixteen-characters-and-more"
 ANSWER = " city in Northern California that is known"
-DOCKER_GRACE_S = 10.0  # of `docker stop`, unless it is told otherwise
+DOCKER_GRACE_S = 10.0  # the default of `docker stop`
 
 Service = Mapping[str, Any]
 
 
 @contextlib.contextmanager
 def bare_services(directory: Path, paths: Mapping[str, Path]) -> Iterator[BareServices]:
-    """`paths` beside the two that are writable in every container."""
+    """Adds to `paths` the two directories that are writable in every container."""
     writable = {"/run/twostroke": directory / "run", "/var/cache/twostroke": directory / "cache"}
     for path in writable.values():
         path.mkdir()
@@ -53,16 +53,16 @@ def test_the_services_of_a_compose_file_serve_and_stop_within_their_grace(file: 
         assert (info.model, text) == ("model", ANSWER)
 
 
-def test_a_compose_file_with_keys_and_tls_lets_in_who_has_a_key(tmp_path: Path) -> None:
+def test_a_compose_file_with_keys_and_tls_requires_a_key(tmp_path: Path) -> None:
     authority = put_secrets(tmp_path / "secrets")
     model = load_compose("compose.yaml", beside="compose.tls.yaml")
     with running_compose(model, tmp_path, {"/run/secrets": tmp_path / "secrets"}) as bare:
-        assert_only_a_key_opens(bare, authority)
+        assert_requires_a_key(bare, authority)
 
 
 @contextlib.contextmanager
 def running_compose(model: Service, directory: Path, paths: Mapping[str, Path] | None = None) -> Iterator[BareServices]:
-    """The services of a compose file, healthy; at the end they have to stop within their grace."""
+    """Runs the services of a compose file, all healthy. At the end they must stop within their grace period."""
     services = {name: service for name, service in model["services"].items() if "build" in service}
     model_path = mount(services["gateway"], "/model")
     assert model_path is not None
@@ -109,16 +109,16 @@ def test_the_containers_of_the_kubernetes_pod_serve(tmp_path: Path) -> None:
         assert (info.model, text) == ("tiny-llama", ANSWER)
 
 
-def test_a_secure_kubernetes_pod_lets_in_who_has_a_key(tmp_path: Path) -> None:
+def test_a_secure_kubernetes_pod_requires_a_key(tmp_path: Path) -> None:
     authority = put_secrets(tmp_path / "secrets")
     secrets = {f"/run/secrets/{name}": tmp_path / "secrets" for name in ("api-keys", "tls")}
     with running_pod(rendered("secure")["Deployment/twostroke"], tmp_path, secrets) as bare:
-        assert_only_a_key_opens(bare, authority)
+        assert_requires_a_key(bare, authority)
 
 
-def test_pods_that_show_each_other_certificates_serve(tmp_path: Path) -> None:
+def test_pods_with_mutual_tls_serve(tmp_path: Path) -> None:
     put_secrets(tmp_path / "secrets", "twostroke-dense")
-    # The name of all dense workers stands for the one that is here.
+    # The name of all dense workers leads to the only one here.
     paths = {"/run/secrets/peers": tmp_path / "secrets", "dns:///twostroke-dense:50052": Path("ipv4:0.0.0.0:50052")}
     with running_pod(rendered("replicas")["Deployment/twostroke"], tmp_path, paths) as bare:
         wait_ready(bare, httpx2.Client())
@@ -131,7 +131,7 @@ def test_pods_that_show_each_other_certificates_serve(tmp_path: Path) -> None:
 def running_pod(
     deployment: Manifest, directory: Path, paths: Mapping[str, Path] | None = None
 ) -> Iterator[BareServices]:
-    """The containers of one pod, started and alive as its probes see it; at the end they have to stop in time."""
+    """Runs the containers of one pod; all probes succeed. At the end they must stop within the grace period."""
     image = read_stages()["cpu"]
     with bare_services(directory, {"/opt/twostroke": REPOSITORY, **(paths or {})}) as bare:
         bare.add_config("/etc/twostroke/config.toml", BASE / "config.toml")
@@ -148,7 +148,7 @@ def running_pod(
 
 
 def wait_ready(bare: BareServices, client: httpx2.Client, scheme: str = "http") -> None:
-    """As a kubelet asks whether the gateway is ready."""
+    """Waits until the readiness probe of the gateway succeeds."""
     [gateway] = manifests_of(BASE / "deployment.yaml")[0]["spec"]["template"]["spec"]["containers"]
     url = f"{scheme}://{bare.local(HTTP_ADDRESS)}{gateway['readinessProbe']['httpGet']['path']}"
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -158,7 +158,7 @@ def wait_ready(bare: BareServices, client: httpx2.Client, scheme: str = "http") 
 
 
 def put_secrets(directory: Path, *hosts: str) -> Authority:
-    """Files named as those of secrets, from an authority of their own."""
+    """Writes files with the names of the secrets. A new authority signs the certificate."""
     directory.mkdir()
     authority = Authority(directory, "tests")
     pair = authority.sign("server", *hosts)
@@ -169,8 +169,8 @@ def put_secrets(directory: Path, *hosts: str) -> Authority:
     return authority
 
 
-def assert_only_a_key_opens(bare: BareServices, authority: Authority) -> None:
-    """Over gRPC and HTTP, both in TLS."""
+def assert_requires_a_key(bare: BareServices, authority: Authority) -> None:
+    """Checks over gRPC and HTTP, both with TLS, that a request needs an API key."""
     address, chunks = bare.local(GRPC_ADDRESS), request("San Francisco is a", 7)
     trusted = grpc.ssl_channel_credentials(authority.file.read_bytes())
     with httpx2.Client(verify=ssl.create_default_context(cafile=authority.file), timeout=REQUEST_TIMEOUT_S) as client:
@@ -196,7 +196,7 @@ def assert_only_a_key_opens(bare: BareServices, authority: Authority) -> None:
 
 
 def ask(bare: BareServices) -> tuple[gateway_pb2.ModelInfoResponse, str]:
-    """What is served, and what it says."""
+    """The served model, and its answer."""
     with grpc.insecure_channel(bare.local(GRPC_ADDRESS)) as channel:
         gateway = gateway_pb2_grpc.GatewayStub(channel)
         info = gateway.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=REQUEST_TIMEOUT_S)
@@ -213,7 +213,7 @@ def command_of(service: Service) -> list[str]:
 
 
 def environment_of(service: Service, image: Stage | None = None) -> dict[str, str]:
-    """The image's, less what names places in it, and the service's own."""
+    """The environment of the image and the service, without the image's own paths."""
     inherited = (image or image_of(service)).environment()
     return {key: value for key, value in inherited.items() if key not in ("PATH", "HOME")} | service.get(
         "environment", {}
@@ -226,7 +226,7 @@ def wait_healthy(bare: BareServices, name: str, service: Service) -> None:
 
 
 def start_order(services: Mapping[str, Service]) -> list[str]:
-    """What a service depends on comes before it."""
+    """The names of the services, each after those that it depends on."""
     order: list[str] = []
 
     def add(name: str) -> None:

@@ -54,7 +54,7 @@ class Peer:
         self._device = device
         self._channel: Channel | None = None
 
-    def obey(self, command: str, *arguments: str) -> str:
+    def run_command(self, command: str, *arguments: str) -> str:
         """Carries out a command. Returns the reply."""
         if command == "map":
             return self._map(*arguments)
@@ -120,7 +120,7 @@ def main() -> None:
                 print(DONE, flush=True)  # printed first, because the next line does not return
                 peer.wait_for_ever()
             else:
-                print(peer.obey(command, *arguments), flush=True)
+                print(peer.run_command(command, *arguments), flush=True)
 
 
 if __name__ == "__main__":

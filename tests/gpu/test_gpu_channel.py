@@ -184,7 +184,7 @@ def peer(devices: Devices) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def mortal_peer(devices: Devices) -> Iterator[Peer]:
+def peer_to_kill(devices: Devices) -> Iterator[Peer]:
     """A peer for a test that may end it."""
     peer = Peer(devices.peer)
     yield peer
@@ -302,27 +302,27 @@ def test_an_abort_of_the_peer_releases_this_side_and_is_seen(owner: Owner, mappe
     assert mapped.reply() == DONE
 
 
-def test_an_abort_of_this_side_releases_the_peer(owner: Owner, mortal_peer: Peer) -> None:
+def test_an_abort_of_this_side_releases_the_peer(owner: Owner, peer_to_kill: Peer) -> None:
     """The peer's stream waits. If the wait did not end, the peer could not close the channel."""
-    assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
-    assert mortal_peer.ask("wait_for_ever") == DONE
+    assert peer_to_kill.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+    assert peer_to_kill.ask("wait_for_ever") == DONE
     owner.channel.abort()
     with pytest.raises(ChannelAborted):
         owner.finish()
     if owner.device.type == "cuda":  # on a CPU, `wait` has raised and the process is gone
-        assert mortal_peer.ask("close") == DONE
-    assert (mortal_peer.stop() == 0) == (owner.device.type == "cuda")
+        assert peer_to_kill.ask("close") == DONE
+    assert (peer_to_kill.stop() == 0) == (owner.device.type == "cuda")
 
 
 @pytest.mark.parametrize("is_waiting", [False, True], ids=["idle", "waiting"])
-def test_a_killed_peer_does_not_block_this_side(owner: Owner, mortal_peer: Peer, is_waiting: bool) -> None:
-    assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+def test_a_killed_peer_does_not_block_this_side(owner: Owner, peer_to_kill: Peer, is_waiting: bool) -> None:
+    assert peer_to_kill.map(owner.channel, owner.attachment_id).startswith(MAPPED)
     if is_waiting:
-        assert mortal_peer.ask("wait_for_ever") == DONE
+        assert peer_to_kill.ask("wait_for_ever") == DONE
     aborts_at = []
 
     def kill_and_abort() -> None:
-        mortal_peer.kill()
+        peer_to_kill.kill()
         aborts_at.append(time.monotonic())
         owner.channel.abort()
 
@@ -335,10 +335,10 @@ def test_a_killed_peer_does_not_block_this_side(owner: Owner, mortal_peer: Peer,
         owner.wait()  # a later wait is released, too
 
 
-def test_an_abort_of_this_side_completes_that_of_a_dead_peer(owner: Owner, mortal_peer: Peer) -> None:
-    assert mortal_peer.map(owner.channel, owner.attachment_id).startswith(MAPPED)
-    assert mortal_peer.ask("abort") == DONE
-    mortal_peer.kill()
+def test_an_abort_of_this_side_completes_that_of_a_dead_peer(owner: Owner, peer_to_kill: Peer) -> None:
+    assert peer_to_kill.map(owner.channel, owner.attachment_id).startswith(MAPPED)
+    assert peer_to_kill.ask("abort") == DONE
+    peer_to_kill.kill()
     timer = when_waiting(owner.channel.abort)
     with pytest.raises(ChannelAborted):
         owner.wait()

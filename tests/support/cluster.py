@@ -1,4 +1,4 @@
-"""A real cluster for tests: `python -m services.launch` in a process of its own, and a plain client."""
+"""A real cluster for tests: `python -m services.launch` in its own process, and a plain client."""
 
 from __future__ import annotations
 

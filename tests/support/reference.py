@@ -1,4 +1,4 @@
-"""What Hugging Face computes from the same weights, and random models that the services can serve."""
+"""Results of Hugging Face with the same weights, and random models that the services can serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reference_model(path: Path, device: str = "cpu", dtype: torch.dtype = torch.
 
 
 def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str = "cpu") -> list[int]:
-    """What Hugging Face generates in float32, greedily, for this prompt alone."""
+    """The tokens that Hugging Face generates greedily in float32 for this single prompt."""
     model = reference_model(path, device)
     with torch.inference_mode():
         output = model.generate(

@@ -9,13 +9,15 @@ decides the order of sequences.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
+from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes
+from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, choose_victims, put_largest_last
 from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
@@ -138,24 +140,24 @@ class Scheduler:
     def next_to_open(self) -> list[Sequence]:
         """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
 
+        A client that holds less than its share may take places and blocks from others: then sequences are preempted.
         Sequences that already hold blocks, from before the attachment, come before others: only they can use these
         blocks, and the others may need the space. Suspects come before all, one at a time.
         """
         session, chosen = self.session, list[Sequence]()
-        if session.is_short_of_blocks or self._suspects.active() is not None:
+        if self._suspects.active() is not None:
             return chosen
-        while self._waiting and len(session.openings) + len(session.running) < self.limits.max_num_seqs:
-            sequence = self._suspects.next_to_open() or self._waiting.first(session.held_blocks)
-            if sequence.num_pending_tokens or sequence.seq_id in session.closing:
-                break  # just preempted: its last token, or the answer to its closing, has not arrived yet
-            num_blocks = self._blocks_to_reserve(sequence, session.held_blocks.get(sequence.seq_id, 0))
-            if num_blocks > session.ledger.num_available_blocks:
+        while self._waiting and (self._has_place or self._waiting.has_several_clients):
+            sequence = self._suspects.next_to_open() or next(self._ready_heads(), None)
+            if sequence is not None and not self._has_room(sequence):
+                sequence = self._make_room()
+            if sequence is None:
                 if not session.running and not session.openings and not session.closing:
                     self._drop_held_blocks()  # nothing else can free blocks
                 break  # no overtaking: small sequences would starve a large one
-            self._waiting.remove(sequence)
-            session.ledger.reserve(num_blocks)
-            sequence.num_reserved_blocks = num_blocks
+            self._waiting.choose(sequence)
+            sequence.num_reserved_blocks = self._blocks_to_reserve(sequence)
+            session.ledger.reserve(sequence.num_reserved_blocks)
             sequence.status = SequenceStatus.OPENING
             session.openings[sequence.seq_id] = Opening(sequence, sequence.describe(), time.monotonic())
             chosen.append(sequence)
@@ -186,6 +188,7 @@ class Scheduler:
         sequence.num_computed_tokens = answer.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens
+        self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
             self.session.close(sequence)
             return None
@@ -199,21 +202,29 @@ class Scheduler:
         session = self.session
         session.is_short_of_blocks = False
         step = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
-        prefills = []
+        decodes, prefills = list[Sequence](), list[tuple[Sequence, int]]()
         suspect = self._suspects.active()
-        for sequence in list(session.running):
+        for sequence in session.running:
             if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
                 continue
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1:
                 prefills.append((sequence, num_remaining))
             elif num_remaining == 1:
-                self._plan(step, sequence, 1, is_last=True)
+                decodes.append(sequence)
+        shares = None  # how many tokens each prompt gets; None: as many as are left
+        if is_shared := self._waiting.has_several_clients:
+            decodes = limit_decodes(decodes, prefills, step.num_tokens)
+            if session.ledger.num_available_blocks < len(decodes):
+                decodes = put_largest_last(decodes)
+        for sequence in decodes:
+            self._plan(step, sequence, 1, is_last=True)
+        if is_shared and prefills:
+            shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
         for sequence, num_remaining in prefills:
-            if step.num_tokens == 0:
-                break
-            num_tokens = min(num_remaining, step.num_tokens)
-            self._plan(step, sequence, num_tokens, is_last=num_tokens == num_remaining)
+            num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
+            if num_tokens:
+                self._plan(step, sequence, num_tokens, is_last=num_tokens == num_remaining)
         if not step.entries and not session.to_close:
             return None
         plan = StepPlan(
@@ -293,10 +304,54 @@ class Scheduler:
         if holders:
             self.session.close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
 
-    def _blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int) -> int:
+    def _blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int | None = None) -> int:
+        """Blocks besides those that it holds; by default those from before the attachment."""
+        if num_held_blocks is None:
+            num_held_blocks = self.session.held_blocks.get(sequence.seq_id, 0)
         guaranteed = self.limits.policy == "guaranteed_no_evict"
         num_tokens = sequence.max_num_cached_tokens if guaranteed else sequence.num_tokens
         return max(0, self.session.ledger.blocks_for(num_tokens) - num_held_blocks)
+
+    @property
+    def _has_place(self) -> bool:
+        return len(self.session.openings) + len(self.session.running) < self.limits.max_num_seqs
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        session = self.session
+        return (
+            self._has_place
+            and not session.is_short_of_blocks
+            and self._blocks_to_reserve(sequence) <= session.ledger.num_available_blocks
+        )
+
+    def _ready_heads(self) -> Iterator[Sequence]:
+        """The first sequence of each waiting client, in the order of their turns.
+
+        Without those just preempted, whose last token, or the answer to whose closing, has not arrived yet.
+        """
+        closing = self.session.closing
+        for sequence in self._waiting.heads(self.session.held_blocks):
+            if not sequence.num_pending_tokens and sequence.seq_id not in closing:
+                yield sequence
+
+    def _make_room(self) -> Sequence | None:
+        """Preempts sequences for the first client in turn that has a right to their places or blocks.
+
+        Returns its sequence if it has room now; blocks that were in use come back only after the next plan.
+        """
+        if not self._waiting.has_several_clients:
+            return None
+        heads = ((sequence, self._blocks_to_reserve(sequence)) for sequence in self._ready_heads())
+        newcomer, victims = choose_victims(self.session, heads, needs_place=not self._has_place)
+        for victim in victims:
+            self._preempt(victim)
+        return newcomer if newcomer is not None and self._has_room(newcomer) else None
+
+    def _preempt(self, victim: Sequence) -> None:
+        remove(self.session.running, victim)
+        self.session.close(victim)
+        self._waiting.push(victim)
+        self.num_preemptions += 1
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
@@ -313,17 +368,13 @@ class Scheduler:
             return
         session.is_short_of_blocks = True
         if not session.num_closing_plans and not session.to_close:  # first wait for blocks of sequences being closed
-            self._preempt_latest(step.seq_ids)
+            self._preempt_one(step.seq_ids)
 
-    def _preempt_latest(self, scheduled: Collection[int]) -> None:
-        for victim in reversed(self.session.running[1:]):
-            if victim.seq_id not in scheduled:
-                remove(self.session.running, victim)
-                self.session.close(victim)
-                self._waiting.push(victim)
-                self.num_preemptions += 1
-                return
-        if not scheduled:  # otherwise the scheduled sequences advance
+    def _preempt_one(self, scheduled: Collection[int]) -> None:
+        victim = choose_victim_of_shortage(self.session.running, scheduled)
+        if victim is not None:
+            self._preempt(victim)
+        elif not scheduled:  # otherwise the scheduled sequences advance
             self._drop_held_blocks()
 
     def _finish(self, sequence: Sequence) -> None:
@@ -339,6 +390,7 @@ class Scheduler:
                 self.session.close_held([sequence.seq_id])
         else:
             self.session.closing.add(sequence.seq_id)  # it is being opened, and will be closed then
+        self._waiting.forget(sequence)
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)
@@ -347,4 +399,5 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
+        self._waiting.forget(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.fairness.flows import Flow
 from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence
 
@@ -50,6 +51,8 @@ class Sequence:
     num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
     priority: int = 0  # lower numbers go first
+    tenant: int = 0  # number of the API key; tenants share evenly
+    client: int = 0  # number of the client's address; the clients of a tenant share evenly
     arrival_s: float = 0.0  # arrival at this worker, on the monotonic clock
     queue_timeout_s: float | None = None  # longest time from arrival to the first step
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
@@ -58,6 +61,8 @@ class Sequence:
 
     status: SequenceStatus = SequenceStatus.WAITING
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
+    flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
+    num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -93,6 +98,11 @@ class Sequence:
         if len(self.output_token_ids) + self.num_pending_tokens >= self.max_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
+
+    def get_flow(self) -> Flow:
+        """The flow of a sequence that has been admitted."""
+        assert self.flow is not None, "the sequence has not been admitted"
+        return self.flow
 
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
         """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why.

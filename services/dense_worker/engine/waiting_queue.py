@@ -2,21 +2,29 @@
 
     order = arrival_s + priority · priority_ageing_s
 
-The lowest order goes first; equal ones go in the order of arrival. For every `priority_ageing_s` of waiting, a sequence
-gains one priority over newcomers. All sequences age at the same rate, so the order of two sequences never changes and a
-sorted list suffices. Only sequences that arrive within `(priority - lowest priority) · priority_ageing_s` after a
-sequence can overtake it. With priorities from -100 to 100 and 1 s that is at most 200 s, so no sequence starves.
+The lowest order decides which priority goes first. For every `priority_ageing_s` of waiting, a sequence gains one
+priority over newcomers. All sequences age at the same rate, so the order of two sequences never changes and a sorted
+list suffices. Only sequences that arrive within `(priority - lowest priority) · priority_ageing_s` after a sequence can
+overtake it. With priorities from -100 to 100 and 1 s that is at most 200 s, so no sequence starves.
+
+The sequences of one priority are divided by tenants, and those of a tenant by clients: first comes the tenant that has
+cost the fewest tokens of prompts and outputs, then its client with the fewest, then that client's sequences in order.
+Of two clients that both keep waiting, none gets ahead of the other by more than the tokens of one sequence. The bound
+on overtaking above holds between priorities, and between the sequences of one client.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
+from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 
+EXPECTED_OUTPUT_TOKENS = 256  # of a sequence that may get more; the real number is charged when it ends
 CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
 
 
@@ -28,6 +36,9 @@ class WaitingQueue:
         self._max_num_tokens = max_num_tokens  # tokens of their prompts
         self._priority_ageing_s = priority_ageing_s
         self._sequences: list[Sequence] = []
+        self._of_client = defaultdict[Flow, list[Sequence]](list)  # the same sequences
+        self._tenants: dict[int, FlowGroup] = {}  # of live sequences, by priority
+        self._num_live = Counter[tuple[int, int]]()  # live sequences, by tenant and client
         self._num_new = 0  # number of waiting sequences that never ran
         self._num_new_tokens = 0  # tokens of the prompts of these
         self._next_check_s = 0.0  # next check for expired sequences, on the monotonic clock
@@ -36,8 +47,13 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    @property
+    def has_several_clients(self) -> bool:
+        """Whether the live sequences are of several clients."""
+        return len(self._num_live) > 1
+
     def admit(self, sequence: Sequence) -> None:
-        """Sets the order of a new sequence. Raises `CapacityError` if the queue is full.
+        """Sets order and flow of a new sequence. Raises `CapacityError` if the queue is full.
 
         The limit of tokens does not apply to an otherwise empty queue.
         """
@@ -51,25 +67,75 @@ class WaitingQueue:
                     f"the limit is {self._max_num_tokens}"
                 )
         sequence.order = sequence.arrival_s + sequence.priority * self._priority_ageing_s, next(self._numbers)
+        tenants = self._tenants.setdefault(self._class_of(sequence), FlowGroup())
+        sequence.flow = tenants.enter_client(sequence.tenant, sequence.client)
+        self._num_live[sequence.tenant, sequence.client] += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """Removes an admitted sequence that has ended, which does not wait, from its flow."""
+        self._settle(sequence)
+        sequence.get_flow().leave()
+        client = sequence.tenant, sequence.client
+        self._num_live[client] -= 1
+        if not self._num_live[client]:
+            del self._num_live[client]
 
     def push(self, sequence: Sequence) -> None:
         """Adds an admitted sequence, for the first time or again."""
         sequence.status = SequenceStatus.WAITING
+        self._settle(sequence)
         insert(self._sequences, sequence)
         self._count(sequence, 1)
+        flow = sequence.get_flow()
+        insert(self._of_client[flow], sequence)
+        flow.set_num_waiting(len(self._of_client[flow]))
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence."""
         remove(self._sequences, sequence)
         self._count(sequence, -1)
+        flow = sequence.get_flow()
+        of_client = self._of_client[flow]
+        remove(of_client, sequence)
+        if not of_client:
+            del self._of_client[flow]
+        flow.set_num_waiting(len(of_client))
+
+    def choose(self, sequence: Sequence) -> None:
+        """Removes a sequence that is about to be opened, and charges its flow for its tokens.
+
+        That is all it has to compute, and the output that is to be expected. `push` and `forget` correct the second.
+        """
+        num_outputs = min(sequence.max_tokens - len(sequence.output_token_ids), EXPECTED_OUTPUT_TOKENS)
+        sequence.num_paid_outputs = len(sequence.output_token_ids) + num_outputs
+        sequence.get_flow().choose(sequence.num_remaining_tokens + num_outputs)
+        self.remove(sequence)
+
+    def note_opened(self, sequence: Sequence) -> None:
+        """Charges nothing for tokens that the KV cache has already."""
+        sequence.get_flow().charge(-sequence.num_computed_tokens)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Charges for the output that there was, in place of the expected one."""
+        if sequence.num_paid_outputs:
+            sequence.get_flow().charge(len(sequence.output_token_ids) - sequence.num_paid_outputs)
+            sequence.num_paid_outputs = 0
+
+    def heads(self, preferred_seq_ids: Collection[int]) -> Iterator[Sequence]:
+        """The first sequence of each client, in the order of their turns. The priority whose turn it is counts.
+
+        If preferred sequences wait, only the first of them.
+        """
+        preferred = (each for each in self._sequences if each.seq_id in preferred_seq_ids)
+        if preferred_seq_ids and (first := next(preferred, None)) is not None:
+            yield first
+        elif self._sequences:
+            for client in self._tenants[self._class_of(self._sequences[0])].waiting_clients():
+                yield self._of_client[client][0]
 
     def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
-        """The first of the preferred sequences, or of all if no preferred one waits."""
-        if preferred_seq_ids:
-            for sequence in self._sequences:
-                if sequence.seq_id in preferred_seq_ids:
-                    return sequence
-        return self._sequences[0]
+        """The first of these. The queue must not be empty."""
+        return next(self.heads(preferred_seq_ids))
 
     def expired(self, now_s: float) -> list[tuple[Sequence, QueueTimeout]]:
         """Sequences that have waited too long, with their errors. Checks only every `CHECK_INTERVAL_S`."""
@@ -86,8 +152,15 @@ class WaitingQueue:
 
     def clear(self) -> None:
         """Removes all sequences."""
+        for flow in self._of_client:
+            flow.set_num_waiting(0)
+        self._of_client.clear()
         self._sequences.clear()
         self._num_new = self._num_new_tokens = 0
+
+    def _class_of(self, sequence: Sequence) -> int:
+        """Sequences of the same class share evenly. Without ageing priorities do not matter."""
+        return sequence.priority if self._priority_ageing_s else 0
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not sequence.has_started:

@@ -24,8 +24,8 @@ from services.dense_worker.model.weights import random_weights, weights_hash
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
+from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, on_device, synchronize
-from services.dense_worker.tensorrt.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.measure import (
     known_measurements,
     measure_segments,

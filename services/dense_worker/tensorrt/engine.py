@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from services.common.errors import ConfigError
+from services.dense_worker.tensorrt.constant_weights import host_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,16 @@ class Engine:
         self,
         trt: Any,
         dtypes: Mapping[Any, torch.dtype],
-        take_errors: Callable[[], str],
+        log: Any,
         runtime: Any,
         engine: Any,
     ) -> None:
-        """`trt` is the TensorRT module, `dtypes` maps its data types. Only `TensorRT.load` calls this."""
-        self.take_errors = take_errors  # returns TensorRT's error messages since the last call
+        """`trt` is the TensorRT module, `log` its logger, `dtypes` maps its types. Only `TensorRT.load` calls this."""
+        # Returns TensorRT's error messages since the last call.
+        self.take_errors: Callable[[], str] = log.take_errors
         self._trt = trt
         self._dtypes = dtypes
+        self._log = log
         self._runtime = runtime  # must outlive the engine
         self._engine = engine
         self.num_profiles: int = engine.num_optimization_profiles
@@ -43,11 +46,28 @@ class Engine:
         """Types of all inputs and outputs, by name."""
         engine = self._engine
         return {
-            name: TensorType(
-                self._dtypes.get(engine.get_tensor_dtype(name)), tuple(engine.get_tensor_shape(name))
-            )
+            name: TensorType(self._dtypes.get(engine.get_tensor_dtype(name)), tuple(engine.get_tensor_shape(name)))
             for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
         }
+
+    def refit(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Gives constants of the plan new values, by name. They pass through host memory; waits for the device.
+
+        Raises ConfigError if the plan has no such constant, or one of another size or type.
+        """
+        try:
+            refitter = self._trt.Refitter(self._engine, self._log)
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(f"a plan's constants cannot be set: {self.take_errors() or error}") from error
+        known = set(refitter.get_all_weights())
+        kept = []  # until TensorRT has copied it
+        for name, tensor in weights.items():
+            kept.append(tensor.cpu())
+            if name not in known or not refitter.set_named_weights(name, host_weights(self._trt, kept[-1])):
+                reason = self.take_errors() or f"it has {', '.join(sorted(known)) or 'none'}"
+                raise ConfigError(f"the plan has no constant {name} {tuple(tensor.shape)} that can be set: {reason}")
+        if not refitter.refit_cuda_engine():
+            raise ConfigError(f"TensorRT cannot set the constants of a plan: {self.take_errors()}")
 
     def context_bytes(self, num_profiles: int) -> int:
         """Device memory, in bytes, that a running context of any of the first `num_profiles` profiles needs."""
@@ -65,9 +85,7 @@ class Engine:
         engine, trt = self._engine, self._trt
         if hasattr(engine, "create_runtime_config"):
             config = engine.create_runtime_config()
-            config.set_execution_context_allocation_strategy(
-                trt.ExecutionContextAllocationStrategy.USER_MANAGED
-            )
+            config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
             if hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
                 # RTX: compile for a shape when it is set, not during a later run, which may be captured.
                 strategies = trt.DynamicShapesKernelSpecializationStrategy

@@ -19,7 +19,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
     EnginePlanRecord,
 )
 from services.dense_worker.tensorrt.gpu import Gpu
-from services.dense_worker.tensorrt.onnx_segments import describe_tensors
+from services.dense_worker.tensorrt.onnx_segments import describe_tensors, layout_weights
 from services.dense_worker.tensorrt.profiles import Profile, format_profiles
 
 Report = Callable[[str], None]
@@ -32,7 +32,16 @@ class EnginePlanBuilder:
     cannot build here.
     """
 
-    def __init__(self, api: TensorRT, gpu: Gpu | None, profiles: Sequence[Profile], cache: EnginePlanCache) -> None:
+    def __init__(
+        self,
+        api: TensorRT,
+        gpu: Gpu | None,
+        profiles: Sequence[Profile],
+        cache: EnginePlanCache,
+        *,
+        has_constants: bool = False,
+    ) -> None:
+        """`has_constants`: weights are constants of the plans, which are `refit` after loading, and not inputs."""
         if gpu is not None:
             api.check_gpu(gpu)
         elif not api.is_rtx:
@@ -41,6 +50,7 @@ class EnginePlanBuilder:
         self._gpu = gpu
         self._profiles = profiles
         self._cache = cache
+        self._has_constants = has_constants
 
     def find_or_build(
         self, networks: Mapping[str, bytes], dtype: torch.dtype, build_command: str | None, report: Report
@@ -80,9 +90,10 @@ class EnginePlanBuilder:
         start = time.monotonic()
         sizes = [_input_sizes(key.segment, profile, self._profiles) for profile in self._profiles]
         timing_cache = self._cache.timing_cache(key, driver, report)
-        plan, timings = self._api.build(key.segment, network, sizes, dtype, timing_cache)
-        build_s = time.monotonic() - start
         graph = onnx.load_from_string(network).graph
+        constants = layout_weights(graph) if self._has_constants else []
+        plan, timings = self._api.build(key.segment, network, sizes, dtype, timing_cache, constants)
+        build_s = time.monotonic() - start
         layers = None if self._gpu is None else self._api.load(key.segment, plan).layers()
         record = EnginePlanRecord(
             key=key,
@@ -112,6 +123,7 @@ class EnginePlanBuilder:
             num_sms=0 if self._api.is_rtx else self._gpu.num_sms,
             profiles=format_profiles(self._profiles),
             network=hashlib.sha256(network).hexdigest(),
+            weights="constants" if self._has_constants else "inputs",
         )
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
-from services.dense_worker.tensorrt.atomic_file import TEMPORARY_SUFFIX, make_directory, write_atomically
-from services.dense_worker.tensorrt.timing_cache import TimingOrigin, read_timings, write_timings
+from services.dense_worker.tensorrt.files.atomic_file import TEMPORARY_SUFFIX, make_directory, write_atomically
+from services.dense_worker.tensorrt.files.timing_cache import TimingOrigin, read_timings, write_timings
 
-RECIPE = 1  # increase it when the builder's settings in api.py change
+RECIPE = 2  # increase it when the builder's settings in api.py change
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class EnginePlanKey:
     num_sms: int  # SMs that the process could use; under an MPS limit fewer than the GPU has
     profiles: str
     network: str  # sha256 of the ONNX model
+    weights: str = "inputs"  # or "constants" of the plan
     recipe: int = RECIPE
 
     @property
@@ -45,10 +46,7 @@ class EnginePlanKey:
     def differences(self, built: EnginePlanKey) -> list[str]:
         """The differences between this key and the key of the plan `built`, in words."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(built, f.name)]
-        return [
-            f"{name} {_short(getattr(self, name))} instead of {_short(getattr(built, name))}"
-            for name in names
-        ]
+        return [f"{name} {_short(getattr(self, name))} instead of {_short(getattr(built, name))}" for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +120,7 @@ class EnginePlanCache:
         try:
             file = (self.directory / "build.lock").open("ab")
         except OSError as error:
-            raise ConfigError(
-                f"plan directory {self.directory} cannot be written: {error.strerror}"
-            ) from error
+            raise ConfigError(f"plan directory {self.directory} cannot be written: {error.strerror}") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,6 +12,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import Weights, bind_weights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
+from services.dense_worker.tensorrt.engine_contexts import EngineContexts
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
 from services.step import StepPlan
 
@@ -20,8 +21,9 @@ Binding = tuple[str, torch.Tensor]
 
 
 class TensorRTSegments:
-    """A DenseBackend: one engine per segment, one execution context per engine and profile.
+    """A DenseBackend: one engine per segment, with an execution context for each profile and each captured size.
 
+    If the weights are constants of the plans, `middle` has an engine for each layer, all from one plan.
     The contexts run one after another on the caller's stream, so they share one block of device memory.
     Nothing waits for the device. To capture a CUDA graph, run the same sizes once before: TensorRT prepares
     a new size with work that a graph cannot hold.
@@ -46,24 +48,24 @@ class TensorRTSegments:
         self._config = config
         self._current_stream = current_stream
         self._weights = bind_weights(weights)
-        self._engines = {name: api.load(name, plan) for name, plan in plans.items()}
-        for name, engine in self._engines.items():
-            _check_engine(name, engine, self._weights[name][0], len(profiles))
         check_cover(profiles, limits)
+        self._engines = {
+            name: _load_engines(api, name, plan, self._weights[name], len(profiles)) for name, plan in plans.items()
+        }
         max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
         counts = {name: profile_index(profiles, size) + 1 for name, size in max_sizes.items()}
-        num_bytes = max(engine.context_bytes(counts[name]) for name, engine in self._engines.items())
+        num_bytes = max(engines[0].context_bytes(counts[name]) for name, engines in self._engines.items())
         device = weights.device
         self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
         self._contexts = {
-            name: [engine.create_context(i, self._memory, current_stream()) for i in range(counts[name])]
-            for name, engine in self._engines.items()
+            name: [EngineContexts(engine, counts[name], self._memory, current_stream) for engine in engines]
+            for name, engines in self._engines.items()
         }
-        self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}  # that each context was last set to
+        self._num_profiles = counts
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Refuses a step beyond the profiles that have contexts."""
-        profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._contexts["first"])
+        profile, num_profiles = profile_index(self._profiles, num_tokens), self._num_profiles["first"]
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
@@ -71,63 +73,64 @@ class TensorRTSegments:
         residual = self._new_residual(qkv_out)
         inputs = [("token_ids", token_ids.to(torch.int32))]
         outputs = [("qkv", qkv_out), ("residual_out", residual)]
-        self._run("first", len(token_ids), inputs, outputs, self._weights["first"][0])
+        self._run("first", 0, len(token_ids), inputs, outputs)
         return residual
 
-    def middle(
-        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
-    ) -> torch.Tensor:
+    def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Enqueues the engine of the middle segments with this layer's weights -> a new residual."""
         next_residual = self._new_residual(qkv_out)
         inputs = [("attn_out", attn_out), ("residual", residual)]
         outputs = [("qkv", qkv_out), ("residual_out", next_residual)]
-        self._run("middle", len(attn_out), inputs, outputs, self._weights["middle"][layer])
+        self._run("middle", layer, len(attn_out), inputs, outputs)
         return next_residual
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Enqueues the engine of the last segment -> a new tensor of logits."""
         logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
         inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
-        self._run("last", len(rows), inputs, [("logits", logits)], self._weights["last"][0])
+        self._run("last", 0, len(rows), inputs, [("logits", logits)])
         return logits
 
     def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
 
-    def _run(
-        self, segment: str, size: int, inputs: list[Binding], outputs: list[Binding], weights: Weights
-    ) -> None:
+    def _run(self, segment: str, layer: int, size: int, inputs: list[Binding], outputs: list[Binding]) -> None:
         """Enqueues a segment on the current stream; memory that goes out of use is reused in stream order."""
         stream = self._current_stream()
         assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
         profile = profile_index(self._profiles, size)
-        context = self._contexts[segment][profile]
+        engine = layer if len(self._engines[segment]) > 1 else 0
         sizes = tuple(len(tensor) for _, tensor in inputs)
-        is_done = True
-        if self._sizes.pop((segment, profile), None) != sizes:
-            for name, tensor in inputs:
-                is_done &= context.set_input_shape(name, tuple(tensor.shape))
-        for name, tensor in (*inputs, *outputs, *weights.items()):
-            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, (
-                f"{name} is not aligned"
-            )
+        shaped = self._contexts[segment][engine].find(profile, sizes)
+        context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
+        for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
+            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):
-            errors = self._engines[segment].take_errors()
+            shaped.sizes = None
+            errors = self._engines[segment][engine].take_errors()
             raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
-        self._sizes[segment, profile] = sizes
+
+
+def _load_engines(api: TensorRT, segment: str, plan: bytes, weights: list[Weights], num_profiles: int) -> list[Engine]:
+    """One engine for all of `weights`, or one for each if some are constants of the plan: these leave `weights`."""
+    engine = api.load(segment, plan)
+    inputs = engine.tensors()
+    constants = [name for name in weights[0] if name not in inputs]
+    engines = [engine, *(api.load(segment, plan) for _ in weights[1:] if constants)]
+    for each, tensors in zip(engines, weights, strict=False):
+        if constants:
+            each.refit({name: tensors.pop(name) for name in constants})
+    _check_engine(segment, engine, weights[0], num_profiles)
+    return engines
 
 
 def _check_engine(segment: str, engine: Engine, weights: Weights, num_profiles: int) -> None:
     """A plan that came from somewhere else must not read beyond the tensors it is given."""
     if engine.num_profiles != num_profiles:
-        raise ConfigError(
-            f"the plan of {segment} has {engine.num_profiles} profiles, expected {num_profiles}"
-        )
+        raise ConfigError(f"the plan of {segment} has {engine.num_profiles} profiles, expected {num_profiles}")
     found = engine.tensors()
     for name, tensor in weights.items():
         expected = TensorType(tensor.dtype, tuple(tensor.shape))
         if found.get(name) != expected:
-            raise ConfigError(
-                f"the plan of {segment} is of another model: {name} is {expected}, not {found.get(name)}"
-            )
+            raise ConfigError(f"the plan of {segment} is of another model: {name} is {expected}, not {found.get(name)}")

@@ -23,8 +23,8 @@ from services.common.errors import ConfigError, ModelError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights, random_weights
-from services.dense_worker.tensorrt.atomic_file import make_directory, write_atomically
-from services.dense_worker.tensorrt.manifest import FILE, Manifest, read_manifest, read_networks, write_manifest
+from services.dense_worker.tensorrt.files.atomic_file import make_directory, write_atomically
+from services.dense_worker.tensorrt.files.manifest import FILE, Manifest, read_manifest, read_networks, write_manifest
 from services.dense_worker.tensorrt.optional_packages import require
 
 PARTS = ("batchful", "embed_tokens", "tokenizer")

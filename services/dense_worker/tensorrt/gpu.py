@@ -65,3 +65,8 @@ def synchronize() -> None:
 def current_stream() -> int:
     """The handle of the CUDA stream that torch uses now."""
     return torch.cuda.current_stream().cuda_stream
+
+
+def is_capturing() -> bool:
+    """Whether torch's current stream is being captured as a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -51,17 +51,13 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
     program = torch.export.export(
         TracedSegment(example.segment),
         (*(tensor for _, tensor in example.activations.values()), *weights.values()),
-        dynamic_shapes=(
-            (*({0: sizes[dim]} for dim, _ in example.activations.values()), *(None for _ in weights)),
-        ),
+        dynamic_shapes=((*({0: sizes[dim]} for dim, _ in example.activations.values()), *(None for _ in weights)),),
     )
     names = (*example.activations, *weights)
     lowering = Lowering(program.graph, dtype, names, example.outputs)
     inputs = [_value(name, tensor, dim) for name, (dim, tensor) in example.activations.items()]
     inputs += map(_value, weights.keys(), weights.values())
-    outputs = [
-        _value(*output, example.output_rows) for output in zip(example.outputs, lowering.results, strict=True)
-    ]
+    outputs = [_value(*output, example.output_rows) for output in zip(example.outputs, lowering.results, strict=True)]
     graph = helper.make_graph(lowering.nodes, f"{config.family}_{name}", inputs, outputs, lowering.constants)
     model = helper.make_model(
         graph,
@@ -79,6 +75,16 @@ def export_networks(config: ModelConfig, dtype: torch.dtype) -> dict[str, bytes]
         name: export_segment(name, config, dtype).SerializeToString(deterministic=True)
         for name in segment_names(config)
     }
+
+
+def layout_weights(graph: onnx.GraphProto) -> list[str]:
+    """The inputs that are weights and gain from a layout of their own: all but the embedding, which is read by row."""
+    tables = {node.input[0] for node in graph.node if node.op_type == "Gather"}
+    return [
+        value.name
+        for value in graph.input
+        if value.name not in tables and not value.type.tensor_type.shape.dim[0].dim_param
+    ]
 
 
 def describe_tensors(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, Any]]:
@@ -120,10 +126,7 @@ def _last(config: ModelConfig, dtype: torch.dtype) -> _Example:
 
 def _stream(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[str, torch.Tensor]]:
     sizes = {"attn_out": config.attn_size, "residual": config.hidden_size}
-    return {
-        name: (NUM_TOKENS, torch.empty(_TOKENS, size, dtype=dtype, device="meta"))
-        for name, size in sizes.items()
-    }
+    return {name: (NUM_TOKENS, torch.empty(_TOKENS, size, dtype=dtype, device="meta")) for name, size in sizes.items()}
 
 
 _META = torch.device("meta")

@@ -28,6 +28,8 @@ MAX_INLINE_BYTES = 2**16  # size of a message that is parsed at once, which take
 # each may have at least the minimum. One call takes about 16 KiB.
 MAX_KEYLESS_CALLS = 256
 MIN_KEYLESS_CALLS = 4
+# Streams that wait for a further request; each may hold the beginning of a message.
+MAX_OPEN_STREAMS = 1024
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # the caller of the call that this task handles
 
@@ -52,6 +54,7 @@ class Reception(grpc.aio.ServerInterceptor):
         self._timeout_s = timeout_s
         self._max_receiving = max_receiving
         self._receiving: dict[asyncio.Timeout, None] = {}  # oldest first
+        self._open_streams: dict[asyncio.Timeout, None] = {}  # that wait for a further message, oldest first
         self._keyless_calls = Counter[str]()  # open calls, by connection
         self._parser = asyncio.Lock()  # held while a long message is parsed
 
@@ -72,6 +75,10 @@ class Reception(grpc.aio.ServerInterceptor):
             _caller.set(self._access.identify_call(context))
             return await self._receive_one(context, handler)
 
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._guarded_stream(handler), response_serializer=handler.response_serializer
+            )
         if not handler.response_streaming:
             return grpc.stream_unary_rpc_method_handler(
                 _after(receive, handler.unary_unary), response_serializer=handler.response_serializer
@@ -99,6 +106,40 @@ class Reception(grpc.aio.ServerInterceptor):
                     await context.write(response)
 
         return handle
+
+    def _guarded_stream(self, handler: grpc.RpcMethodHandler) -> Callable[..., Awaitable[None]]:
+        """A handler of a stream of requests: the first message has the time limit of a single message.
+
+        Its behaviour is a coroutine that writes the responses itself and ends streams that rest for too long.
+        """
+
+        async def requests(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            message = await self._receive(context)
+            while message is not grpc.aio.EOF:
+                yield await self._parse(message, handler.request_deserializer)
+                message = await self._receive_later(context)
+
+        async def handle(_: object, context: grpc.aio.ServicerContext) -> None:
+            _caller.set(self._access.identify_call(context))
+            await handler.stream_stream(requests(context), context)
+
+        return handle
+
+    async def _receive_later(self, context: grpc.aio.ServicerContext) -> Any:
+        """A further message of a stream, or `EOF`. Beyond `MAX_OPEN_STREAMS` the stream that waits longest ends."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._open_streams[limit] = None
+                if len(self._open_streams) > MAX_OPEN_STREAMS:
+                    oldest = next(iter(self._open_streams))
+                    del self._open_streams[oldest]
+                    oldest.reschedule(asyncio.get_running_loop().time())
+                return await context.read()
+        except TimeoutError:
+            raise CapacityError(f"{MAX_OPEN_STREAMS} streams wait for requests, the limit") from None
+        finally:
+            self._open_streams.pop(limit, None)
 
     @contextlib.contextmanager
     def _keyless_call(self, peer: str) -> Iterator[None]:

@@ -15,11 +15,13 @@ from services.gateway.http.routes.metrics import metrics_routes
 from services.gateway.http.routes.page import page_routes
 from services.gateway.http.routes.server import server_routes
 from services.gateway.http.routes.tokens import token_routes
+from services.gateway.http.routes.triton import triton_routes
 from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.triton.inference import Triton
 
 
 def build_app(
-    frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad
+    frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad, triton: Triton
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -28,6 +30,7 @@ def build_app(
     app.include_router(completion_routes(frontend, section))
     app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
+    app.include_router(triton_routes(triton, section))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes(frontend, worker_load))
     _correct_document(app)

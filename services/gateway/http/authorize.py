@@ -10,7 +10,20 @@ from services.gateway.http.errors import error_response
 
 # Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests.
 OPEN_PATHS = frozenset(
-    {"/", "/stats", "/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/favicon.ico"}
+    {
+        "/",
+        "/favicon.ico",
+        "/health",
+        "/live",
+        "/metrics",
+        "/openapi.json",
+        "/ready",
+        "/stats",
+        "/v2",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/version",
+    }
 )
 
 
@@ -27,6 +40,6 @@ class Authorize:
             try:
                 scope["state"]["caller"] = self._access.identify(values[0].decode("latin-1") if values else None)
             except Unauthenticated as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)

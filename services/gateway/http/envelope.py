@@ -40,7 +40,7 @@ class Envelope:
 
         refusal = refusal or self._host_check.refuse(scope["headers"]) or self._refuse_length(scope)
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send_with_id)
+            await error_response(refusal, scope["path"])(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, self._limited(receive), send_with_id)

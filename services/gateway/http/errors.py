@@ -41,22 +41,31 @@ class ErrorBody(TypedDict):
     error: ErrorObject
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": description}
-    for status, description in {
-        400: "The request is wrong",
-        401: "No valid API key",
-        403: "Not allowed",
-        404: "Unknown model",
-        408: "The request did not arrive in time",
-        413: "The body is too large",
-        415: "The body is not JSON",
-        429: "Too many requests: see Retry-After",
-        500: "A bug or a failed request",
-        503: "Not ready",
-        504: "The request took too long",
-    }.items()
+class TextErrorBody(TypedDict):
+    """The error body of KServe's inference protocol, version 2."""
+
+    error: str
+
+
+def _error_responses(model: type) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": model, "description": text} for status, text in STATUS_DESCRIPTIONS.items()}
+
+
+STATUS_DESCRIPTIONS = {
+    400: "The request is wrong",
+    401: "No valid API key",
+    403: "Not allowed",
+    404: "Unknown model",
+    408: "The request did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "Too many requests: see Retry-After",
+    500: "A bug or a failed request",
+    503: "Not ready",
+    504: "The request took too long",
 }
+ERROR_RESPONSES = _error_responses(ErrorBody)
+INFERENCE_ERROR_RESPONSES = _error_responses(TextErrorBody)
 
 
 def error_object(message: str, *, status: int, code: str | None, param: str | None = None) -> ErrorBody:
@@ -86,8 +95,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     return 500, error_object(f"internal error: {type(error).__name__}", status=500, code="internal")
 
 
-def error_response(error: Exception) -> Response:
-    """The whole answer to a failed request, with Retry-After if a retry may help."""
+def error_response(error: Exception, path: str = "") -> Response:
+    """The whole answer to a failed request, with Retry-After if a retry may help. `path`: that of the request."""
     status, body = describe(error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.headers:
@@ -99,7 +108,13 @@ def error_response(error: Exception) -> Response:
             headers["retry-after"] = "1"
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-    return Response(to_json(body), status, headers, media_type="application/json")
+    answer: ErrorBody | TextErrorBody = {"error": body["error"]["message"]} if is_inference_path(path) else body
+    return Response(to_json(answer), status, headers, media_type="application/json")
+
+
+def is_inference_path(path: str) -> bool:
+    """Whether errors of this path have the form of KServe's inference protocol, version 2."""
+    return path == "/v2" or path.startswith("/v2/")
 
 
 def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
@@ -108,7 +123,7 @@ def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             metrics.on_rejected(InvalidRequest(""))
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     for kind in (TwostrokeError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

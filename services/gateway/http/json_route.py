@@ -45,38 +45,40 @@ class _StrictRequest(Request):
         self._max_values = max_values
 
     async def json(self) -> Any:
-        body = await self.body()
-        if not self._is_within(body.count(b",") + 1, body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")):
-            await self._check_counts(body)
-        value = self._parse(body)
-        await asyncio.sleep(0)  # let other tasks run: checking a large body takes milliseconds, too
-        return value
+        return await parse_json(await self.body(), self._max_values)
 
-    def _is_within(self, num_values: int, num_strings: int) -> bool:
-        return num_values <= self._max_values and num_strings <= MAX_STRINGS
 
-    async def _check_counts(self, body: bytes) -> None:
-        """Raises a 413 if the exact counts are too high. It takes milliseconds, so a rough count comes first."""
-        await asyncio.sleep(0)
-        num_values, num_strings = count_values(body)
-        await asyncio.sleep(0)
-        if num_strings > MAX_STRINGS:
-            raise HTTPException(
-                413, f"the body has {num_strings} strings, lists and objects, at most {MAX_STRINGS} allowed"
-            )
-        if num_values > self._max_values:
-            raise HTTPException(
-                413, f"the body has {num_values} values, gateway.max_body_values is {self._max_values}"
-            )
+async def parse_json(body: bytes, max_values: int) -> Any:
+    """The value of a body of at most `max_values` values. Raises `JSONDecodeError`, or a 413."""
+    num_strings = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    if body.count(b",") + 1 > max_values or num_strings > MAX_STRINGS:
+        await _check_counts(body, max_values)
+    value = _parse(body)
+    await asyncio.sleep(0)  # let other tasks run: checking a large body takes milliseconds, too
+    return value
 
-    def _parse(self, body: bytes) -> Any:
-        gc.disable()  # parsed JSON has no cycles: the collector would search a million lists in vain
-        try:
-            return from_json(body, allow_inf_nan=False, cache_strings="none")  # caching would double the time
-        except ValueError as error:
-            raise json.JSONDecodeError(str(error), "", 0) from error
-        finally:
-            gc.enable()
+
+async def _check_counts(body: bytes, max_values: int) -> None:
+    """Raises a 413 if the exact counts are too high. It takes milliseconds, so a rough count comes first."""
+    await asyncio.sleep(0)
+    num_values, num_strings = count_values(body)
+    await asyncio.sleep(0)
+    if num_strings > MAX_STRINGS:
+        raise HTTPException(
+            413, f"the body has {num_strings} strings, lists and objects, at most {MAX_STRINGS} allowed"
+        )
+    if num_values > max_values:
+        raise HTTPException(413, f"the body has {num_values} values, gateway.max_body_values is {max_values}")
+
+
+def _parse(body: bytes) -> Any:
+    gc.disable()  # parsed JSON has no cycles: the collector would search a million lists in vain
+    try:
+        return from_json(body, allow_inf_nan=False, cache_strings="none")  # caching would double the time
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+    finally:
+        gc.enable()
 
 
 def count_values(body: bytes) -> tuple[int, int]:

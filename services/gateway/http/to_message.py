@@ -7,11 +7,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from services.gateway.http.schemas.chat import ChatRequest
+from services.gateway.http.schemas.chat import ChatMessageObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.http.schemas.structured_output import form_of
 from services.gateway.http.schemas.tokens import TokenizeBody
+from services.gateway.http.schemas.tools import choice_text
 from services.gateway.request import ModelLimits
 from services.pb import gateway_pb2, sampling_pb2
 
@@ -74,6 +75,10 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message = _common_message(body)
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
+    message.chat.tool_choice = choice_text(body.tool_choice)
+    message.chat.reasoning_effort = body.reasoning_effort or ""
+    if body.parallel_tool_calls is not None:
+        message.chat.parallel_tool_calls = body.parallel_tool_calls
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
         message.max_tokens = max_tokens
@@ -92,15 +97,26 @@ def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
 
 def chat_of(body: ChatRequest | TokenizeBody) -> gateway_pb2.Chat:
     """The chat part of a message."""
-    roles = {"developer": "system"}
     return gateway_pb2.Chat(
-        messages=[
-            gateway_pb2.ChatMessage(role=roles.get(each.role, each.role), content=each.text, name=each.name or "")
-            for each in body.messages or ()
-        ],
+        messages=[_message_of(each) for each in body.messages or ()],
+        tools=to_json(body.tools).decode() if body.tools else "",
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=to_json(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+    )
+
+
+def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
+    return gateway_pb2.ChatMessage(
+        role="system" if each.role == "developer" else each.role,
+        content=each.text,
+        name=each.name or "",
+        tool_calls=[
+            gateway_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
+            for call in each.tool_calls or ()
+        ],
+        tool_call_id=each.tool_call_id or "",
+        reasoning=each.reasoning or each.reasoning_content or "",
     )
 
 

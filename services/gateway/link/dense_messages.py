@@ -52,6 +52,8 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             queue_timeout_ms=entry.queue_timeout_ms,
             traceparent=request.traceparent,
             num_crashes=entry.num_crashes,
+            tenant=request.tenant,
+            client=request.client,
         )
     )
 

@@ -6,6 +6,7 @@ It runs on a thread of `Tokenizer`: a template is a program by the model's autho
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,25 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from services.common.errors import InvalidRequest
+from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
 
 MAX_RENDER_S = 5.0
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_ERROR_CHARACTERS = 300  # of a template's error message
 TEMPLATE_FILE = "<template>"  # Jinja2's file name for a template without a file
+
+
+# A template that tells a message without text by this test, as DeepSeek's do, gets none and not an empty text.
+_TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is (not )?none")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCall:
+    """A call of a tool in a message of the assistant."""
+
+    call_id: str
+    name: str
+    arguments: Any  # a dictionary; the client's text if that is no JSON object
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +46,30 @@ class Message:
     role: str
     content: str
     name: str = ""  # name of the speaker; empty: none
+    calls: tuple[MessageCall, ...] = ()
+    call_id: str = ""  # of the call that a tool's message answers
+    reasoning: str = ""
 
-    def fields(self) -> dict[str, str]:
-        """The message as a dictionary for the chat template."""
-        fields = {"role": self.role, "content": self.content}
-        return fields | {"name": self.name} if self.name else fields
+    def fields(self, is_none_without_text: bool = False) -> dict[str, Any]:
+        """The message as a dictionary for the chat template, as in the documentation of transformers.
+
+        `is_none_without_text`: a message that has only calls has the content None.
+        """
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name:
+            fields["name"] = self.name
+        if self.reasoning:  # templates use either name
+            fields["reasoning_content"] = fields["reasoning"] = self.reasoning
+        if self.call_id:
+            fields["tool_call_id"] = self.call_id
+        if self.calls:
+            if is_none_without_text and not self.content:
+                fields["content"] = None
+            fields["tool_calls"] = [
+                {"id": each.call_id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+                for each in self.calls
+            ]
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +80,7 @@ class Chat:
     add_generation_prompt: bool = True  # end with the tokens that make the model answer
     continue_final_message: bool = False  # leave the last message open; excludes the one above
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    tools: Tools = NO_TOOLS
 
 
 class ChatTemplate:
@@ -74,10 +109,24 @@ class ChatTemplate:
                 f"chat_template_kwargs has {taken[0]!r}, which the server sets itself", "chat_template_kwargs"
             )
 
+    def variables(self, chat: Chat) -> list[Any]:
+        """What the client gives the template: messages, further variables, and definitions of tools."""
+        template = self._hf_tokenizer.chat_template
+        is_none_without_text = isinstance(template, str) and _TESTS_FOR_NONE.search(template) is not None
+        return [
+            [message.fields(is_none_without_text) for message in chat.messages],
+            chat.template_kwargs,
+            [tool.definition for tool in chat.tools.tools] if chat.tools.choice is not ToolChoice.NONE else [],
+        ]
+
     def render(
-        self, chat: Chat, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any]
+        self,
+        chat: Chat,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
     ) -> str:
-        """The rendered text, special tokens included. `messages` and `template_kwargs` replace those of `chat`.
+        """The rendered text, special tokens included. The other arguments are `variables(chat)`, maybe changed.
 
         Raises `InvalidRequest` with the reason if the template refuses the chat, fails, or exceeds a limit.
         """
@@ -86,6 +135,7 @@ class ChatTemplate:
             with bounds:
                 text = self._hf_tokenizer.apply_chat_template(
                     messages,
+                    tools=tools or None,
                     add_generation_prompt=chat.add_generation_prompt,
                     continue_final_message=chat.continue_final_message,
                     tokenize=False,

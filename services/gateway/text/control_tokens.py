@@ -43,11 +43,14 @@ class ControlTokens:
         self._backend, self._ids = self._second_tokenizer(backend, added)
 
     def marked(self, value: Any, nonce: str) -> Any:
-        """The JSON `value` with placeholders for control tokens in all strings but keys; equal if there are none."""
+        """The JSON `value` with placeholders for control tokens in all strings; equal if there are none.
+
+        Keys are strings, too: a template writes out the names of a tool's parameters.
+        """
         if isinstance(value, str):
             return self._replaced(value, nonce)
         if isinstance(value, Mapping):
-            return {key: self.marked(each, nonce) for key, each in value.items()}
+            return {self._replaced(key, nonce): self.marked(each, nonce) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return [self.marked(each, nonce) for each in value]
         return value

@@ -54,13 +54,15 @@ class Detokenizer:
         tokenizer: PreTrainedTokenizerBase,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        kept_special_tokens: frozenset[str] = frozenset(),
     ) -> None:
-        table = _token_table(tokenizer, skip_special_tokens)
+        """`kept_special_tokens`: the text has these even if special tokens are skipped."""
+        table = _token_table(tokenizer, skip_special_tokens, kept_special_tokens)
         self._stream: _ByteStream | _WindowStream
         if table is not None:
             self._stream = _ByteStream(table, prompt_token_ids)
         else:
-            self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
+            self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens, kept_special_tokens)
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -157,7 +159,12 @@ class _TokenTable(dict[int, bytes]):
     """The UTF-8 bytes that each token id adds within a text; filled when an id first occurs."""
 
     def __init__(
-        self, backend: Tokenizer, anchor: int | None, has_byte_fallback: bool, skip_special_tokens: bool
+        self,
+        backend: Tokenizer,
+        anchor: int | None,
+        has_byte_fallback: bool,
+        skip_special_tokens: bool,
+        kept_special_tokens: frozenset[str],
     ) -> None:
         """`anchor`: a word that precedes a token when it is decoded; None for byte-level tokens."""
         super().__init__()
@@ -168,7 +175,7 @@ class _TokenTable(dict[int, bytes]):
         self._byte_values = _byte_level_values() if anchor is None else None
         added_tokens = backend.get_added_tokens_decoder().values()
         special_tokens = {token.content for token in added_tokens if token.special}
-        self._skipped_tokens = special_tokens if skip_special_tokens else set()
+        self._skipped_tokens = special_tokens - kept_special_tokens if skip_special_tokens else set()
 
     def __missing__(self, token_id: int) -> bytes:
         self[token_id] = piece = self._piece(token_id)
@@ -206,13 +213,18 @@ class _WindowStream:
     """Decodes the last tokens together with each new one and returns the added text."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        kept_special_tokens: frozenset[str],
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped: set[int] = set()
         if skip_special_tokens:
             added_tokens = tokenizer.added_tokens_decoder.items()
             self._skipped.update(tokenizer.all_special_ids, (i for i, token in added_tokens if token.special))
+            self._skipped.difference_update(i for i, token in added_tokens if token.content in kept_special_tokens)
         prompt = [token_id for token_id in prompt_token_ids if token_id not in self._skipped]
         self._context = prompt[-CONTEXT_TOKENS:]
         self._context_text = self._decode(self._context)
@@ -244,7 +256,9 @@ class _WindowStream:
 
 
 @functools.lru_cache(maxsize=8)
-def _token_table(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _TokenTable | None:
+def _token_table(
+    tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, kept_special_tokens: frozenset[str] = frozenset()
+) -> _TokenTable | None:
     """The table of a tokenizer; None if the text of a token may depend on other tokens."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
@@ -262,7 +276,7 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) 
     anchor = None if is_byte_level else _find_word(backend)
     if anchor is None and not is_byte_level:
         return None
-    return _TokenTable(backend, anchor, is_llama_2, skip_special_tokens)
+    return _TokenTable(backend, anchor, is_llama_2, skip_special_tokens, kept_special_tokens)
 
 
 def _find_word(backend: Tokenizer) -> int | None:

@@ -2,46 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
-from services.gateway.text.chat_template import Chat, Message
+from services.common.shorten import quote
+from services.gateway.text.chat_template import Chat, Message, MessageCall
+from services.gateway.text.parsing import ChatFormats
+from services.gateway.text.tools.tool import NAME, depth_of, read_tools
 from services.pb import gateway_pb2
 
-MAX_NAME_CHARACTERS = 64  # of a speaker's name and of a role
+MAX_NAME_CHARACTERS = 64  # of a speaker's name, a role, an id of a call, a reasoning effort
+MAX_CALLS = 128  # of tools in one message
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10  # as JSON
 MAX_TEMPLATE_KWARGS_DEPTH = 8
 
 
-def read_chat(chat: gateway_pb2.Chat) -> Chat:
-    """The chat of a message. Raises `InvalidRequest` for the first error."""
-    messages = [Message(each.role, each.content, each.name) for each in chat.messages]
-    if not messages:
+def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
+    """The chat of a message. Raises `InvalidRequest` for the first error, also if the model cannot be given tools."""
+    if not chat.messages:
         raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
-    for i, each in enumerate(messages):
-        if not each.role or not (each.content or each.role == "assistant"):
-            raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
-        for field, name in (("role", each.role), ("name", each.name)):
-            if len(name) > MAX_NAME_CHARACTERS:
-                raise InvalidRequest(
-                    f"messages[{i}].{field} has {len(name)} characters, at most {MAX_NAME_CHARACTERS} allowed",
-                    f"messages[{i}].{field}",
-                )
+    messages = [_read_message(each, i, formats) for i, each in enumerate(chat.messages)]
+    is_parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
+    tools = read_tools(chat.tools, chat.tool_choice, is_parallel)
+    formats.check(tools)
     continues = chat.continue_final_message
     return Chat(
         messages,
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues,
         continues,
-        _read_template_kwargs(chat.chat_template_kwargs),
+        _read_template_kwargs(chat),
+        tools,
     )
 
 
-def _read_template_kwargs(text: str) -> dict[str, Any]:
-    field = "chat_template_kwargs"
+def _read_message(each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats) -> Message:
+    may_be_empty = each.role in ("assistant", "tool")
+    if not each.role or not (each.content or may_be_empty):
+        raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
+    for field in ("role", "name", "tool_call_id"):
+        _check_length(getattr(each, field), f"messages[{i}].{field}")
+    if each.role == "tool" and not each.tool_call_id:
+        field = f"messages[{i}].tool_call_id"
+        raise InvalidRequest(f"{field} is missing: a message of the role tool answers a call", field)
+    if each.tool_calls and each.role != "assistant":
+        field = f"messages[{i}].tool_calls"
+        raise InvalidRequest(f"{field} has {len(each.tool_calls)} calls, but only the assistant may call tools", field)
+    return Message(
+        each.role,
+        each.content,
+        each.name,
+        _read_calls(each.tool_calls, f"messages[{i}].tool_calls", formats),
+        _template_id(each.tool_call_id, formats),
+        each.reasoning,
+    )
+
+
+def _read_calls(
+    calls: Sequence[gateway_pb2.ToolCall], path: str, formats: ChatFormats
+) -> tuple[MessageCall, ...]:
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequest(f"{path} has {len(calls)} elements, at most {MAX_CALLS} allowed", path)
+    read = []
+    for j, call in enumerate(calls):
+        _check_length(call.id, f"{path}[{j}].id")
+        if not NAME.fullmatch(call.name):
+            field = f"{path}[{j}].function.name"
+            raise InvalidRequest(f"{field} is {quote(call.name)}, must be 1 to 64 letters, digits, _ and -", field)
+        read.append(MessageCall(_template_id(call.id, formats), call.name, _read_arguments(call.arguments)))
+    return tuple(read)
+
+
+def _read_arguments(text: str) -> Any:
+    """The arguments of an earlier call as templates expect them. Text that is no JSON object stays a text.
+
+    A model may have written it, and the conversation must be able to go on.
+    """
+    try:
+        value = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _template_id(call_id: str, formats: ChatFormats) -> str:
+    return call_id if not call_id or formats.tools is None else formats.tools.call_id(call_id)
+
+
+def _check_length(name: str, field: str) -> None:
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidRequest(f"{field} has {len(name)} characters, at most {MAX_NAME_CHARACTERS} allowed", field)
+
+
+def _read_template_kwargs(chat: gateway_pb2.Chat) -> dict[str, Any]:
+    field, text = "chat_template_kwargs", chat.chat_template_kwargs
+    _check_length(chat.reasoning_effort, "reasoning_effort")
+    effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
     if not text:
-        return {}
+        return effort
     num_bytes = len(text.encode())
     if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {MAX_TEMPLATE_KWARGS_BYTES} allowed", field)
@@ -51,13 +111,6 @@ def _read_template_kwargs(text: str) -> dict[str, Any]:
         raise InvalidRequest(f"{field} is not JSON: {error}", field) from error
     if not isinstance(values, dict):
         raise InvalidRequest(f"{field} is not a JSON object", field)
-    if (depth := _depth(values)) > MAX_TEMPLATE_KWARGS_DEPTH:
+    if (depth := depth_of(values)) > MAX_TEMPLATE_KWARGS_DEPTH:
         raise InvalidRequest(f"{field} is nested {depth} deep, at most {MAX_TEMPLATE_KWARGS_DEPTH} allowed", field)
-    return values
-
-
-def _depth(value: Any) -> int:
-    """The depth of nested lists and objects; the parser limits it."""
-    if not isinstance(value, list | dict):
-        return 0
-    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
+    return effort | values

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from services.common.errors import InvalidRequest
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
+from services.gateway.text.parsing import ChatFormats
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 
 MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
@@ -40,7 +41,8 @@ T = TypeVar("T")
 class Tokenizer:
     """Owns the model's tokenizer and the threads it may use; `close` ends them."""
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, chat_formats: ChatFormats | None = None) -> None:
+        self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, never changed
         self._backend = hf_tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
@@ -114,7 +116,7 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_chat(self, chat: Chat, add_special_tokens: bool) -> list[int]:
-        given, nonce = [[message.fields() for message in chat.messages], chat.template_kwargs], new_nonce()
+        given, nonce = self._template.variables(chat), new_nonce()
         marked = self._control_tokens.marked(given, nonce)
         try:
             text = self._template.render(chat, *marked)
@@ -133,6 +135,9 @@ class Tokenizer:
         return [self._encode(text, add_special_tokens=False) for text in texts]
 
 
-def load_tokenizer(path: Path, is_optional: bool = False) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory; see `load_hf_tokenizer`."""
-    return Tokenizer(load_hf_tokenizer(path, is_optional))
+def load_tokenizer(
+    path: Path, is_optional: bool = False, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, as `load_hf_tokenizer` reads it, with the configured parsers."""
+    hf_tokenizer = load_hf_tokenizer(path, is_optional)
+    return Tokenizer(hf_tokenizer, ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template))

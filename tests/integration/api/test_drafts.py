@@ -46,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(services, model, prompts, answers)
 
 
-def test_greedy_answers_are_the_reference_in_fewer_steps(served: Served) -> None:
+def test_greedy_answers_equal_the_reference_in_fewer_steps(served: Served) -> None:
     num_steps = served.services.dense_status().num_steps
     answer = served.services.generate(served.prompts[2], MAX_TOKENS, ignore_eos=True)
     num_steps = served.services.dense_status().num_steps - num_steps

@@ -168,7 +168,7 @@ def test_prompt_of_one_token_has_no_prompt_logprobs(cluster: Cluster) -> None:
     check_received(received, [5], num_top=1, num_prompt_top=1)
 
 
-def test_only_those_that_ask_get_logprobs_in_a_crowd_and_past_preemption(cluster: Cluster) -> None:
+def test_only_requests_that_ask_get_logprobs_also_after_preemption(cluster: Cluster) -> None:
     num_preemptions = cluster.dense_status().num_preemptions
     prompts = {seq_id: random_prompt(10 + 5 * seq_id, seed=10 + seq_id) for seq_id in range(1, 13)}
     submits = [

@@ -167,7 +167,7 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
             not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
         no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # the new worker ends at its start
         recovered = num_recovered(metrics_address)
-        # This one fails after the old worker has left.
+        # The next replacement fails after the old worker has left.
         other_dtype = ctl(cluster, "replace-dense", "--set", "model.dtype=float16")
     assert impatient.returncode == 1 and "no answer in time" in impatient.stderr
     assert (not_a_key.returncode, no_device.returncode, other_dtype.returncode) == (1, 1, 1)

@@ -192,4 +192,4 @@ def test_streams_of_a_dead_pair_go_on_with_the_other_and_the_pair_is_found_again
             running.processes.signal(name, signal.SIGTERM)
             assert running.processes.wait(name) == 0, running.processes.logs()
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
-    assert_nothing_left(regions, logs)  # its successor removes what the killed pair left
+    assert_nothing_left(regions, logs)  # the restarted pair removes what the killed one left

@@ -170,7 +170,7 @@ def test_an_attention_worker_whose_gpu_has_failed_ends_and_is_replaced(
         assert "an illegal memory access" in services.log("attn_worker")
 
 
-def test_planned_restarts_blame_nobody(tmp_path: Path) -> None:
+def test_planned_restarts_do_not_count_as_crashes(tmp_path: Path) -> None:
     """An operator restarts the workers three times, each time before the stream gets a token."""
     with plain_services(tmp_path, modules={"dense_worker": "tests.support.workers.poisoned_dense_worker"}) as services:
         message = request("Count", 400, temperature=0.9, seed=3, ignore_eos=True)

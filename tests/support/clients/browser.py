@@ -1,4 +1,4 @@
-"""A headless Chromium with a profile of its own, for tests of the page; Debian's packages bring it."""
+"""A headless Chromium with its own profile, for tests of the page. Debian has packages of it."""
 
 from __future__ import annotations
 

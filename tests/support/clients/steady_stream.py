@@ -16,7 +16,7 @@ LONG = {"prompt": "San Francisco is a", "max_tokens": 1500, "ignore_eos": True, 
 
 
 class SteadyStream:
-    """Streams one answer after another, and notes when each event came."""
+    """Streams one answer after another, and records the time of each event."""
 
     def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
         self._address = address

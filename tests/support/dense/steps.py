@@ -1,4 +1,4 @@
-"""Runs whole steps of a `DenseBackend`. A stand-in replaces attention; each token attends only to itself."""
+"""Runs whole steps of a `DenseBackend`. A simple function replaces attention; each token attends only to itself."""
 
 from __future__ import annotations
 

@@ -16,13 +16,12 @@ from typing import Any
 import onnx
 
 from tests.support.workers.fake_tensorrt_runtime import DTYPES, DataType, FakeRuntime, ILogger, ProcessCrash
+from tests.support.workers.fake_tensorrt_weights import FakeRefitter, Readers, Weights
 
 Call = tuple[Any, ...]
 
 
-def make_tensorrt(
-    version: str, *, is_rtx: bool = False, has_gpu: bool = True, gpu: str = "GPU A"
-) -> FakeTensorRT:
+def make_tensorrt(version: str, *, is_rtx: bool = False, has_gpu: bool = True, gpu: str = "GPU A") -> FakeTensorRT:
     """A module; `calls` holds what was called on it and on everything it made, in order."""
     return FakeTensorRT(version, is_rtx, has_gpu, gpu)
 
@@ -36,6 +35,9 @@ class FakeTensorRT:
         self.__version__ = version
         self.calls: list[Call] = []
         self.fail: str | None = None
+        self.num_contexts = 0
+        self.runs: list[int] = []  # the number of the context of each execution
+        self.is_capturing = False  # whether the stream is being captured; it runs nevertheless
         self.gpu = gpu
         self.major, self.has_gpu, self.is_rtx = major, has_gpu, is_rtx
         self.float32, self.float16, self.int32 = DataType.FLOAT, DataType.HALF, DataType.INT32
@@ -43,7 +45,8 @@ class FakeTensorRT:
         self.ProfilingVerbosity = SimpleNamespace(DETAILED="detailed")
         self.LayerInformationFormat = SimpleNamespace(JSON="json")
         self.LayerType = SimpleNamespace(CONSTANT="constant", OTHER="other")
-        network_flags, builder_flags = {}, {"TF32": "TF32"}
+        self.Weights = Weights
+        network_flags, builder_flags = {}, {"TF32": "TF32", "REFIT": "REFIT"}
         if major < 11:
             network_flags["EXPLICIT_BATCH"] = 0
             builder_flags |= {"FP16": "FP16", "OBEY_PRECISION_CONSTRAINTS": "OBEY_PRECISION_CONSTRAINTS"}
@@ -83,6 +86,9 @@ class FakeTensorRT:
     def OnnxParser(self, network: _Network, logger: ILogger) -> _Parser:
         return _Parser(network)
 
+    def Refitter(self, engine: Any, logger: ILogger) -> FakeRefitter:
+        return FakeRefitter(self, engine, logger)
+
     def Runtime(self, logger: ILogger) -> FakeRuntime:
         if not self.has_gpu:
             raise ProcessCrash("trt.Runtime() without a working driver")
@@ -108,7 +114,7 @@ class _Builder:
         if not trt.record("build_serialized_network"):
             self._logger.log(ILogger.ERROR, "no tactic found")
             return None
-        is_half = any(tensor.type == DataType.HALF for tensor in network.inputs)
+        is_half = any(tensor.dtype == DataType.HALF for tensor in network.inputs)
         if trt.major < 10 and is_half and "FP16" not in config.flags:
             self._logger.log(ILogger.ERROR, "network has FP16 tensors but the flag FP16 is not set")
             return None
@@ -120,6 +126,8 @@ class _Builder:
             "version": trt.__version__,
             "gpu": trt.gpu,
             "profiles": [profile.sizes for profile in config.profiles],
+            "is_refittable": "REFIT" in config.flags,
+            "constants": {name: numbers.tobytes().hex() for name, numbers in network.readers.named_constants().items()},
         }
         return json.dumps(header).encode() + b"\0" + network.onnx_bytes
 
@@ -138,6 +146,14 @@ class _BuilderConfig:
     def clear_flag(self, flag: str) -> None:
         self._trt.record("clear_flag", flag)
         self.flags.discard(flag)
+
+    @property
+    def builder_optimization_level(self) -> int:
+        return 3
+
+    @builder_optimization_level.setter
+    def builder_optimization_level(self, level: int) -> None:
+        self._trt.record("builder_optimization_level", level)
 
     def add_optimization_profile(self, profile: _Profile) -> int:
         self.profiles.append(profile)
@@ -168,9 +184,7 @@ class _Profile:
     def __init__(self) -> None:
         self.sizes: dict[str, list[tuple[int, ...]]] = {}
 
-    def set_shape(
-        self, name: str, low: tuple[int, ...], best: tuple[int, ...], high: tuple[int, ...]
-    ) -> None:
+    def set_shape(self, name: str, low: tuple[int, ...], best: tuple[int, ...], high: tuple[int, ...]) -> None:
         assert low <= best <= high
         self.sizes[name] = [low, best, high]
 
@@ -183,6 +197,7 @@ class _Network:
         self.onnx_bytes = b""
         self.inputs: list[SimpleNamespace] = []
         self.layers: list[_Layer] = []
+        self.readers = Readers([])
 
     num_inputs = property(lambda self: len(self.inputs))
     num_layers = property(lambda self: len(self.layers))
@@ -193,13 +208,31 @@ class _Network:
     def get_layer(self, index: int) -> _Layer:
         return self.layers[index]
 
+    def add_constant(self, shape: tuple[int, ...], weights: Weights) -> SimpleNamespace:
+        return self.readers.add_constant(shape, weights)
+
+    def set_weights_name(self, weights: Weights, name: str) -> bool:
+        return self.readers.set_weights_name(weights, name)
+
+    def remove_tensor(self, tensor: SimpleNamespace) -> None:
+        self.readers.check_unread(tensor.name)
+        self.inputs.remove(tensor)
+
 
 class _Layer:
     type = "other"
     num_outputs = 1
 
-    def __init__(self, trt: FakeTensorRT, name: str) -> None:
-        self._trt, self.name = trt, name
+    def __init__(self, trt: FakeTensorRT, name: str, inputs: list[Any]) -> None:
+        self._trt, self.name, self._inputs = trt, name, inputs
+
+    num_inputs = property(lambda self: len(self._inputs))
+
+    def get_input(self, index: int) -> Any:
+        return self._inputs[index]
+
+    def set_input(self, index: int, tensor: Any) -> None:
+        self._inputs[index] = tensor
 
     @property
     def precision(self) -> DataType:
@@ -234,10 +267,11 @@ class _Parser:
         for value in model.graph.input:
             tensor_type = value.type.tensor_type
             shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in tensor_type.shape.dim)
-            network.inputs.append(
-                SimpleNamespace(name=value.name, shape=shape, type=DTYPES[tensor_type.elem_type][0])
-            )
-        network.layers = [_Layer(trt, node.name) for node in model.graph.node]
+            network.inputs.append(SimpleNamespace(name=value.name, shape=shape, dtype=DTYPES[tensor_type.elem_type][0]))
+        network.readers = Readers(model.graph.node)
+        network.layers = [
+            _Layer(trt, node.name, network.readers.of(index)) for index, node in enumerate(model.graph.node)
+        ]
         return True
 
     def get_error(self, index: int) -> SimpleNamespace:

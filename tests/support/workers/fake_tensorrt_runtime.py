@@ -57,27 +57,32 @@ class FakeRuntime:
             return None
         for name, own in (("version", self._trt.__version__), ("gpu", self._trt.gpu)):
             if built[name] != own:
-                self._logger.log(
-                    ILogger.ERROR, f"the engine plan file is of another {name}: {built[name]}, not {own}"
-                )
+                self._logger.log(ILogger.ERROR, f"the engine plan file is of another {name}: {built[name]}, not {own}")
                 return None
         kind = {8: Engine8, 10: Engine10}.get(self._trt.major, Engine11)
-        return kind(self._trt, self._logger, built["profiles"], model)
+        return kind(self._trt, self._logger, built, model)
 
 
-class _Engine:
-    def __init__(self, trt: FakeTensorRT, logger: ILogger, profiles: list[Any], model: bytes) -> None:
-        self.trt, self.logger, self.profiles = trt, logger, profiles
+class Engine:
+    def __init__(self, trt: FakeTensorRT, logger: ILogger, built: dict[str, Any], model: bytes) -> None:
+        self.trt, self.logger, self.profiles = trt, logger, built["profiles"]
+        self.is_refittable = built["is_refittable"]
         graph = onnx.load_from_string(model).graph
         self.title = graph.name.rpartition("_")[2]
-        self.values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
-        self.input_names = [value.name for value in graph.input]
+        types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
+        self.constants = {
+            name: np.frombuffer(bytes.fromhex(numbers), DTYPES[types[name].elem_type][1])
+            for name, numbers in built["constants"].items()
+        }
+        self.constant_shapes = {name: [dim.dim_value for dim in types[name].shape.dim] for name in self.constants}
+        self.values = {name: kind for name, kind in types.items() if name not in self.constants}
+        self.input_names = [value.name for value in graph.input if value.name in self.values]
         self.output_names = [value.name for value in graph.output]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         is_bfloat16 = any(value.elem_type == TensorProto.BFLOAT16 for value in self.values.values())
         self.session = None if is_bfloat16 else onnxruntime.InferenceSession(model, options)
-        self.num_optimization_profiles = len(profiles)
+        self.num_optimization_profiles = len(self.profiles)
         self.num_io_tensors = len(self.values)
 
     def get_tensor_name(self, index: int) -> str:
@@ -90,9 +95,7 @@ class _Engine:
         return tuple(-1 if dim.dim_param else dim.dim_value for dim in self.values[name].shape.dim)
 
     def create_engine_inspector(self) -> SimpleNamespace:
-        layers = {
-            "Layers": [{"Name": "{ForeignNode[a...b]}", "LayerType": "Myelin", "TacticName": "gemm_add"}]
-        }
+        layers = {"Layers": [{"Name": "{ForeignNode[a...b]}", "LayerType": "Myelin", "TacticName": "gemm_add"}]}
         return SimpleNamespace(get_engine_information=lambda kind: json.dumps(layers))
 
     def memory_size(self, profile: int) -> int:
@@ -105,7 +108,7 @@ class _Engine:
         return (Context11 if self.trt.major >= 11 else Context8)(self)
 
 
-class Engine8(_Engine):
+class Engine8(Engine):
     @property
     def device_memory_size(self) -> int:
         return self.memory_size(len(self.profiles) - 1)
@@ -123,7 +126,7 @@ class Engine10(Engine8):
         return self.make_context("create_execution_context")
 
 
-class Engine11(_Engine):
+class Engine11(Engine):
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return self.memory_size(profile)
 
@@ -145,19 +148,24 @@ class _RuntimeConfig:
 
 
 class _Context:
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._trt = engine, engine.trt
         self._profile: int | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._memory = 0
+        self._is_captured = False  # whether a graph depends on its state
+        self._number = self._trt.num_contexts
+        self._trt.num_contexts += 1
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert not self._trt.is_capturing, "a graph cannot hold what this does"
         self._profile = profile
         return self._trt.record("set_optimization_profile_async", self._engine.title, profile, stream)
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         engine = self._engine
+        assert not (self._is_captured or self._trt.is_capturing), "a captured graph depends on the present shapes"
         ok = self._trt.record("set_input_shape", engine.title, self._profile, name, shape)
         low, _, high = engine.profiles[self._profile][name]
         if not all(least <= size <= greatest for least, size, greatest in zip(low, shape, high, strict=True)):
@@ -177,7 +185,10 @@ class _Context:
             engine.logger.log(ILogger.ERROR, "an illegal memory access was encountered")
             return False
         assert self._memory, "no device memory"
+        self._is_captured |= self._trt.is_capturing
+        self._trt.runs.append(self._number)
         inputs = {name: self._array(name, self._shape(name)) for name in engine.input_names}
+        inputs |= {name: value.reshape(engine.constant_shapes[name]) for name, value in engine.constants.items()}
         outputs = engine.session.run(engine.output_names, inputs)
         for name, value in zip(engine.output_names, outputs, strict=True):
             self._array(name, value.shape)[:] = value

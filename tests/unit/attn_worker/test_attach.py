@@ -1,4 +1,4 @@
-"""Dense workers that die while they attach leave neither a second KV cache nor shared memory behind."""
+"""Attaching: a dense worker that dies meanwhile leaves nothing behind, and the limits of memory hold."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def num_regions() -> int:
     return len(list(SHM_DIR.glob(f"{NAME_PREFIX}{EPOCH:016x}-*")))
 
 
-def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_worker_that_dies_while_attaching_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, num_builds = threading.Event(), 0
 
     def build_slowly(*arguments: object) -> AttentionEngine:
@@ -76,7 +76,8 @@ def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkey
         async with asyncio.timeout(TIMEOUT_S):
             reply = await servicer.Attach(request, FakeContext())
             assert (reply.attachment_id, num_builds, num_regions()) == (2, 1, 1)
-            for num_turns in range(10):  # wherever it is: about to close the old region, or to hand over a new one
+            # Cancelled at different points: before the old region is closed, or before the new one is handed over.
+            for num_turns in range(10):
                 killed = asyncio.create_task(servicer.Attach(request, FakeContext()))
                 for _ in range(num_turns):
                     await asyncio.sleep(0.001)
@@ -91,8 +92,8 @@ def test_a_dense_worker_that_dies_while_the_cache_is_built_leaves_nothing(monkey
     assert num_regions() == 0
 
 
-def test_nobody_attaches_to_a_worker_that_is_stopping() -> None:
-    """A dense worker that is told so would come back within milliseconds."""
+def test_a_stopping_worker_refuses_to_attach() -> None:
+    """Otherwise the dense worker would attach, fail, and attach again within milliseconds."""
 
     async def attach_late() -> None:
         servicer = make_servicer()
@@ -105,7 +106,7 @@ def test_nobody_attaches_to_a_worker_that_is_stopping() -> None:
 
 
 class SharedMemory:
-    """Room for so many regions; each is in use until it has been closed by all who may use it."""
+    """Shared memory with room for `room` regions. A region takes room until all its users have closed it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
@@ -118,7 +119,7 @@ class SharedMemory:
         return self._create(*arguments, **keywords)
 
 
-def test_an_attachment_needs_no_room_beside_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attachment_frees_the_region_of_the_previous_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
     SharedMemory(monkeypatch, room=1)
 
     async def attach() -> None:
@@ -134,7 +135,7 @@ def test_an_attachment_needs_no_room_beside_the_one_before(monkeypatch: pytest.M
     assert num_regions() == 0
 
 
-def test_an_attachment_waits_for_a_dense_worker_that_lets_go_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attachment_waits_until_a_dense_worker_frees_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedMemory(monkeypatch, room=0)
 
     async def attach() -> None:
@@ -152,7 +153,7 @@ def test_an_attachment_waits_for_a_dense_worker_that_lets_go_late(monkeypatch: p
     asyncio.run(asyncio.wait_for(attach(), TIMEOUT_S))
 
 
-def test_an_attachment_waits_for_room_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attachment_waits_for_room_up_to_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedMemory(monkeypatch, room=0)
     monkeypatch.setattr(servicer_module, "_ROOM_TIMEOUT_S", 0.3)
 
@@ -172,11 +173,11 @@ def test_an_attachment_waits_for_room_only_so_long(monkeypatch: pytest.MonkeyPat
     ("error", "ends"),
     [
         (DeviceError("a CUDA call failed: CUDA_ERROR_ILLEGAL_ADDRESS"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),  # as torch tells it
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),  # the error of torch
         (CapacityError("no room for the KV cache"), False),
     ],
 )
-def test_a_gpu_that_has_failed_ends_the_worker_and_the_dense_worker_waits_for_the_next(
+def test_a_failed_gpu_ends_the_worker_and_the_dense_worker_waits_for_its_successor(
     error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> AttentionEngine:
@@ -190,7 +191,7 @@ def test_a_gpu_that_has_failed_ends_the_worker_and_the_dense_worker_waits_for_th
         for message in (str(error), "stopping" if ends else str(error)):
             with pytest.raises(PeerError if ends else type(error), match=message):
                 await servicer.Attach(make_request(), FakeContext())
-        await asyncio.sleep(0.01)  # for the task to be told
+        await asyncio.sleep(0.01)  # for the task to notice
         assert failure.done() is ends
         if ends:
             assert failure.exception() is error
@@ -214,7 +215,7 @@ def test_a_later_dense_worker_may_not_plan_larger_steps_than_the_first(limit: st
 
 
 @pytest.mark.parametrize(("num_blocks", "is_bound"), [(127, True), (128, False)])
-def test_a_cache_too_small_for_the_models_longest_sequence_says_so(num_blocks: int, is_bound: bool) -> None:
+def test_a_cache_too_small_for_the_longest_sequence_logs_a_warning(num_blocks: int, is_bound: bool) -> None:
     assert MODEL.max_model_len == 128 * 16
     section = AttentionSection(num_blocks=num_blocks, block_size=16)
     with capture_logs() as events:

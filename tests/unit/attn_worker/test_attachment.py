@@ -1,4 +1,4 @@
-"""An attachment knows its lanes: how far the step of one of them has come, and that all of them end together."""
+"""The lanes of an attachment: the progress of a step in its lane, and the common end of all lanes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_LAYERS = 4
 
 
 def make_attachment() -> tuple[Attachment, list[str]]:
-    """One of two lanes, and what is done to their channels."""
+    """An attachment with two lanes, and a list of the calls of their channels."""
     actions: list[str] = []
 
     def channel(lane: int, num_waits: int) -> Any:
@@ -33,7 +33,7 @@ def make_attachment() -> tuple[Attachment, list[str]]:
     return Attachment(7, {0: channel(0, 9), 1: channel(1, 14)}, max_num_tokens=16), actions
 
 
-def test_progress_is_that_of_the_channel_of_the_steps_lane() -> None:
+def test_progress_comes_from_the_channel_of_the_steps_lane() -> None:
     attachment, _ = make_attachment()
     assert attachment.progress(3, NUM_LAYERS) is None
     attachment.request_ids[5] = "named"

@@ -1,4 +1,4 @@
-"""What the attention worker's metrics say of cache and steps."""
+"""The attention worker's metrics of the KV cache and of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_block_is_used_cached_or_free() -> None:
     assert blocks() == [0, 2, 8]  # two full blocks can be found again
 
 
-def test_a_sequence_that_is_taken_up_again_is_counted_with_what_it_kept() -> None:
+def test_a_recovered_sequence_is_counted_with_its_kept_tokens() -> None:
     cache, registry = KVCache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
     cache.use_weights(b"w")
     AttentionMetrics(registry, lambda: CountingEngine(cache))
@@ -48,14 +48,14 @@ def test_a_sequence_that_is_taken_up_again_is_counted_with_what_it_kept() -> Non
     assert registry.get_sample_value("twostroke_attention_recovered_tokens_total") == 9
 
 
-def test_before_the_cache_is_there_nothing_is_said_of_it() -> None:
+def test_without_a_cache_there_are_no_cache_metrics() -> None:
     registry = CollectorRegistry()
     AttentionMetrics(registry, lambda: None)
     assert registry.get_sample_value("twostroke_attention_steps_total") is None
     assert registry.get_sample_value("twostroke_attention_step_seconds_count") == 0
 
 
-def test_a_step_is_compute_and_wait_and_a_plan_leads() -> None:
+def test_steps_plans_and_aborted_handoffs_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = AttentionMetrics(registry, lambda: None)
     metrics.on_plan(0.003)

@@ -1,4 +1,4 @@
-"""The stream of plans opens sequences: each is answered, in order, and one that cannot be opened fails alone."""
+"""The stream of plans opens sequences. Each one is answered in order; if one cannot be opened, only that one fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BLOCKS, BLOCK_SIZE = 8, 4
 
 
 class Context:
-    """Of a call by the first attachment."""
+    """The context of a call by the first attachment."""
 
     def peer(self) -> str:
         return "test"
@@ -41,9 +41,9 @@ def opening(seq_id: int, num_tokens: int) -> step_pb2.NewSequence:
 async def answers_to(
     messages: list[step_pb2.StepPlan], count: int, failure: type[Exception] | None = None
 ) -> list[attn_pb2.PlanAnswer]:
-    """The first `count` results of a stream of `messages`, after which it stays open.
+    """Sends a stream of `messages` that stays open; returns its first `count` results.
 
-    The worker ends with a `failure`, if any.
+    The worker must end with an error of type `failure`; if it is None, the worker must go on.
     """
 
     async def on_stall(stall: stall_pb2.Stall | None) -> None:
@@ -109,7 +109,7 @@ def test_openings_and_closings_are_answered_in_the_order_of_the_stream() -> None
     assert [(result.step_id, result.opened.seq_id) for result in results] == [(0, 1), (0, 2), (1, 0), (0, 1)]
 
 
-def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_in_an_opening_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **keywords: object) -> None:
         raise MemoryError("no room for a table")
 
@@ -118,7 +118,7 @@ def test_an_opening_that_fails_for_no_fault_of_its_own_ends_the_worker(monkeypat
         run([step_pb2.StepPlan(new_sequences=[opening(1, 3)])], 1, failure=MemoryError)
 
 
-def test_a_step_that_fails_for_no_fault_of_the_dense_worker_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_in_a_step_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -147,6 +147,6 @@ def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
         run([step_pb2.StepPlan(step_id=1, seq_ids=[1], num_tokens=[1, 1])], 1)
 
 
-def test_a_plan_of_a_lane_that_is_not_there_ends_the_stream() -> None:
+def test_a_plan_for_an_unknown_lane_ends_the_stream() -> None:
     with pytest.raises(InvalidRequest, match=r"plan 1 is of lane 2, the attachment has lanes \[0\]"):
         run([step_pb2.StepPlan(step_id=1, lane=2)], 1)

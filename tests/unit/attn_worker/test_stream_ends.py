@@ -1,4 +1,4 @@
-"""A stream of plans that ends with an error is the dense worker's loss: the attention worker and its cache go on."""
+"""If a stream of plans ends with an error, the attention worker and its cache continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.rpc.spans import NoTracer
 
 EPOCH = 0x5EA1_ED5E_0000_0003
 TEST_LIMIT_S = 60.0
-WAIT_TIMEOUT_S = 0.2  # of a step, for a dense worker that does nothing
+WAIT_TIMEOUT_S = 0.2  # time limit of a step for a dense worker that does nothing
 BLOCK_SIZE, MAX_NUM_TOKENS = 4, 16
 PROMPT = range(5, 5 + 3 * BLOCK_SIZE)
 
@@ -67,7 +67,7 @@ async def attach(stub: Any) -> attn_pb2.AttachReply:
 
 
 async def open_one(stub: Any, reply: attn_pb2.AttachReply, seq_id: int = 1) -> tuple[Execute, attn_pb2.SequenceOpened]:
-    """A stream of plans that has opened a sequence of PROMPT."""
+    """Begins a stream of plans and opens a sequence with PROMPT."""
     call = stub.Execute(metadata=(("epoch", str(reply.epoch)), ("attachment-id", str(reply.attachment_id))))
     new = step_pb2.NewSequence(seq_id=seq_id, token_ids=PROMPT, num_prompt_tokens=len(PROMPT))
     await call.write(step_pb2.StepPlan(new_sequences=[new]))
@@ -79,7 +79,7 @@ def plan(num_tokens: int) -> step_pb2.StepPlan:
 
 
 async def stall(call: Execute, stub: Any) -> None:
-    """The dense worker never signals that its queries, keys and values are there."""
+    """Begins a step for which the dense worker never signals that its queries, keys and values are ready."""
     await call.write(plan(len(PROMPT)))
 
 
@@ -99,7 +99,7 @@ async def exceed_a_limit(call: Execute, stub: Any) -> None:
         (exceed_a_limit, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
-def test_the_worker_outlives_a_stream_that_it_ends_with_an_error(
+def test_the_worker_continues_after_a_stream_ends_with_an_error(
     end: Callable[[Execute, Any], Coroutine[Any, Any, None]], status: grpc.StatusCode, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -110,10 +110,10 @@ def test_the_worker_outlives_a_stream_that_it_ends_with_an_error(
             assert await call.code() is status
             while servicer._readers:  # noqa: ASYNC110  the test's limit bounds it
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0.01)  # for the task to be told
+            await asyncio.sleep(0.01)  # for the task to notice
             assert not failure.done(), failure.exception()
             reply = await attach(stub)
-            assert list(reply.open_seq_ids) == [1], "the sequence is kept for who comes next"
+            assert list(reply.open_seq_ids) == [1], "the sequence must be kept for the next attachment"
             await open_one(stub, reply, seq_id=2)
             failure.cancel()
 

@@ -1,4 +1,4 @@
-"""The clients on bare sockets against bytes cut anywhere, the figures against their definitions, and a short run."""
+"""The clients on bare sockets with bytes cut anywhere, the figures compared with their definitions, and a short run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECOND = 1_000_000_000
 
 @pytest.fixture
 def address() -> Any:
-    """Of a socket that accepts connections and never answers."""
+    """The address of a socket that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield host_and_port(server)
 
@@ -60,7 +60,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 @given(CUTS, CUTS)
 @settings(deadline=None)
-def test_grpc_tokens_are_counted_however_frames_and_reads_cut_them(frame_cuts: list[int], read_cuts: list[int]) -> None:
+def test_grpc_tokens_are_counted_with_any_frames_and_reads(frame_cuts: list[int], read_cuts: list[int]) -> None:
     messages = grpc_message(1) + grpc_message(70_000) + grpc_message(2, is_last=True)
     data = frame(4, 0, 0, b"") + frame(1, 4, 3, b"headers")
     data += b"".join(frame(0, 0, 3, piece) for piece in pieces_of(messages, frame_cuts))
@@ -83,7 +83,7 @@ def test_a_grpc_stream_without_a_finish_is_an_error(address: str) -> None:
 
 @given(CUTS)
 @settings(deadline=None)
-def test_sse_tokens_are_counted_however_reads_cut_them(cuts: list[int]) -> None:
+def test_sse_tokens_are_counted_with_any_reads(cuts: list[int]) -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-TTT: T\r\n\r\n"
     data = head + b'data: {"text":" The"}\n\n' * 5 + b'data: {"text":"TwoT"}\n\n' + b"data: [DONE]\n\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -94,13 +94,13 @@ def test_sse_tokens_are_counted_however_reads_cut_them(cuts: list[int]) -> None:
     assert (sum(log.chunk_num_tokens), log.is_done) == (7, True)
 
 
-def test_an_sse_error_is_told(address: str) -> None:
+def test_an_sse_error_is_reported(address: str) -> None:
     connection = SseConnection(address, 0, "/v1/completions", b"{}", TOKEN_MARK)
     with connection.socket, pytest.raises(WireError, match="503 Service Unavailable"):
         connection.receive(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}", 0)
 
 
-def test_each_token_of_the_stub_holds_the_mark_once() -> None:
+def test_each_token_of_the_stub_contains_the_mark_once() -> None:
     backend = load_tokenizer(EMBEDDED_MODEL).hf_tokenizer.backend_tokenizer
     assert [backend.decode([token_id]).encode().count(TOKEN_MARK) for token_id in TOKEN_IDS] == [1] * len(TOKEN_IDS)
 
@@ -118,7 +118,7 @@ def test_figures_are_those_of_the_measured_seconds() -> None:
         is_paced=True,
     )
     figures = gateway_figures(run)
-    assert figures.num_tokens == 5  # the first and the last of the first stream are outside
+    assert figures.num_tokens == 5  # the first and the last token of the first stream are outside
     assert figures.output_throughput == 2.5
     assert (figures.cpu_us_per_token, figures.tokens_per_cpu_s) == (100_000, 10)
     assert (figures.gateway_cores, figures.client_cores, figures.stub_cores) == (0.25, 0.5, 0.05)
@@ -165,15 +165,15 @@ def test_printed_figures_follow_from_the_raw_timestamps(
     if pace == ["--no-paced"]:
         assert cells[-2:] == ["-", "-"]
         return
-    assert min(latencies) > 0, "no token arrives before it was sent"
+    assert min(latencies) > 0, "a token arrived before it was sent"
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
     assert cells[-2] == f"{statistics.median(latencies):.2f} / {cuts[98]:.2f}"
 
 
-def test_the_kernel_tells_cpu_time_memory_and_files_of_a_process() -> None:
+def test_cpu_time_memory_and_files_of_a_process_are_read() -> None:
     pid = os.getpid()
     before, files = cpu_s(pid), num_files(pid)
-    while cpu_s(pid) < before + 0.05:  # the clock ticks every 10 ms of work
+    while cpu_s(pid) < before + 0.05:  # the kernel counts CPU time in units of 10 ms
         sum(range(100_000))
     with open("/dev/null"):
         assert num_files(pid) == files + 1

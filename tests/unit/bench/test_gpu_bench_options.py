@@ -1,4 +1,4 @@
-"""What benchmarks of a GPU say where there is none: their options, and one line that nothing can be measured."""
+"""GPU benchmarks on a machine without a GPU: --help works, and a run ends with a one-line message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BENCH = Path(__file__).parents[3] / "bench"
 PROGRAMS = [file.name for file in sorted(BENCH.glob("*.py")) if "argparse.ArgumentParser(" in file.read_text()]
 MEASURING = ["attention.py", "dense.py", "seam.py", "handoff.py --device cuda"]
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-# Whatever imports a package that is None here has failed. One process for all programs: torch takes seconds to import.
+# Here the import of a package set to None fails. One process runs all programs, because importing torch takes seconds.
 RUN_ALL = """
 import contextlib, io, json, runpy, sys
 sys.modules.update(dict.fromkeys(("triton", "cuda"), None))
@@ -39,7 +39,7 @@ print(json.dumps(answers))
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a program ended: a text as its status goes to stderr."""
+    """The exit status and output of a program. A status that is a text is written to stderr."""
 
     status: int | str | None
     out: str
@@ -48,7 +48,7 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Answer]:
-    """By command line; of a machine where neither triton nor cuda-bindings can be imported, installed or not."""
+    """The results by command line, on a machine where neither triton nor cuda-bindings can be imported."""
     commands = [f"{program} --help" for program in PROGRAMS] + MEASURING
     argvs = [[str(BENCH / program), *options] for program, *options in map(str.split, commands)]
     process = subprocess.run(
@@ -64,7 +64,7 @@ def answers() -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_needs_no_gpu_nor_its_packages(program: str, answers: dict[str, Answer]) -> None:
+def test_help_needs_neither_a_gpu_nor_its_packages(program: str, answers: dict[str, Answer]) -> None:
     answer = answers[f"{program} --help"]
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.startswith("usage: ")
@@ -76,7 +76,7 @@ def test_a_run_without_a_gpu_ends_with_one_line(command: str, answers: dict[str,
     assert answers[command] == Answer(message, "", "")
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_benchmark_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     require_gpu("torch", "torch.cuda")
     for package in ("no_such_package", "no_such_package.at_all"):

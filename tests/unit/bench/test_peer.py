@@ -1,4 +1,4 @@
-"""Waits for the other process of a channel end when it does, and after a while in any case."""
+"""A benchmark's waits for its other process end when that process ends, and otherwise at a time limit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def python(program: str) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_lines_come_one_by_one_however_they_are_written() -> None:
+def test_lines_are_read_one_by_one_even_if_written_in_parts() -> None:
     with PeerProcess(python("print('one\\ntwo', flush=True); print('thr', end='', flush=True); print('ee')")) as child:
         assert [child.read_line() for _ in range(3)] == ["one", "two", "three"]
 
 
-def test_a_silent_process_is_not_waited_for_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_silent_process_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "WAIT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(peer, "EXIT_TIMEOUT_S", 0.1)
     start_s = time.monotonic()
@@ -37,7 +37,7 @@ def test_a_silent_process_is_not_waited_for_for_good(monkeypatch: pytest.MonkeyP
         PeerProcess(python("import time; print('half', end='', flush=True); time.sleep(600)")) as child,
     ):
         child.read_line()
-    assert child.failure() == f"the other process ended with status {-signal.SIGKILL}", "it is left running"
+    assert child.failure() == f"the other process ended with status {-signal.SIGKILL}", "it was left running"
     assert time.monotonic() - start_s < 10
 
 
@@ -49,12 +49,12 @@ def test_a_silent_process_is_not_waited_for_for_good(monkeypatch: pytest.MonkeyP
         ("print('no end', end='')", "said less than it should"),
     ],
 )
-def test_a_process_that_ends_instead_of_answering_is_named(program: str, error: str) -> None:
+def test_the_error_names_how_the_other_process_ended(program: str, error: str) -> None:
     with pytest.raises(PeerError, match=error), PeerProcess(python(program)) as child:
         child.read_line()
 
 
-def test_a_process_that_fails_after_its_last_word_is_an_error() -> None:
+def test_a_failure_after_the_last_line_is_an_error() -> None:
     with (
         pytest.raises(PeerError, match="ended with status 5"),
         PeerProcess(python("print('done', flush=True); raise SystemExit(5)")) as child,
@@ -63,7 +63,7 @@ def test_a_process_that_fails_after_its_last_word_is_an_error() -> None:
 
 
 class FakeEvent:
-    """Ends after it was asked `num_queries` times; never, if that is None."""
+    """An event that is done after `num_queries` queries, or never if that is None."""
 
     def __init__(self, num_queries: int | None = 0, **_: object) -> None:
         self.num_queries = num_queries
@@ -105,7 +105,7 @@ class FakeProcess:
         return "it is dead" if self._num_alive < 0 else None
 
 
-def test_a_step_that_ends_is_waited_for() -> None:
+def test_a_step_that_ends_does_not_abort_the_channel() -> None:
     channel: Any = FakeChannel()
     DeviceWait(channel, FakeProcess())(FakeEvent(num_queries=50))
     assert not channel.is_aborted
@@ -122,14 +122,14 @@ def test_a_step_that_never_ends_aborts_the_channel(
     assert channel.is_aborted
 
 
-def test_a_step_that_an_abort_let_through_is_an_error() -> None:
+def test_a_step_that_ends_because_of_an_abort_is_an_error() -> None:
     channel: Any = FakeChannel()
     channel.abort()
     with pytest.raises(ChannelAborted):
         DeviceWait(channel, FakeProcess())(FakeEvent())
 
 
-def test_a_parent_that_went_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_parent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = ParentProcess()
     assert parent.failure() is None
     pid = os.getppid()
@@ -137,7 +137,7 @@ def test_a_parent_that_went_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parent.failure() == f"process {pid}, which started this one, is gone"
 
 
-def test_no_more_steps_are_launched_than_the_drivers_queue_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_steps_never_exceed_the_limit_of_the_drivers_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     num_launched, waited = 0, []
 
@@ -194,4 +194,4 @@ def test_a_handoff_whose_other_process_dies_ends_with_one_line(monkeypatch: pyte
         handoff.main()
     assert caught.value.code == "handoff: no ATTENTION_READY from the peer within 0.5 s"
     assert isinstance(caught.value.__cause__, ChannelTimeout)
-    assert regions and not regions[0].exists(), "its shared memory is left"
+    assert regions and not regions[0].exists(), "its shared memory was left behind"

@@ -1,4 +1,4 @@
-"""The pictures show what was measured: what is drawn is compared with the raw records."""
+"""The plots show the measurements: what is drawn is compared with the raw records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND = 1_000_000_000
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
-    """The figures that were saved."""
+    """The saved figures."""
     figures: list[Figure] = []
     close = plots.pyplot.close
     monkeypatch.setattr(plots.pyplot, "close", figures.append)
@@ -33,7 +33,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
 
 
 def records(count: int, itl_ms: int) -> list[RequestRecord]:
-    """Sent every 0.1 s; the first token after 20 ms, and nine more."""
+    """Requests sent every 0.1 s. The first token arrives after 20 ms; nine more follow."""
     made = []
     for index in range(count):
         send_ns = index * SECOND // 10
@@ -46,7 +46,7 @@ def lines_of(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
 
 
-def test_a_run_shows_each_latency_their_distribution_and_the_reference(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_a_run_plot_shows_each_latency_the_distribution_and_the_reference(tmp_path: Path, drawn: list[Figure]) -> None:
     run = records(20, itl_ms=7)
     plots.save_run_plot(run, "a run", tmp_path / "run.png", VLLM_RUNS[1])
     over_time, inter_token, first_token, throughput, _ = drawn[0].axes
@@ -54,18 +54,18 @@ def test_a_run_shows_each_latency_their_distribution_and_the_reference(tmp_path:
     assert list(sent_s) == pytest.approx([index / 10 for index in range(20)])
     assert list(latency) == pytest.approx([83.0] * 20)
     for axes, value in ((inter_token, 7.0), (first_token, 20.0)):
-        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(100), "per cent"
-        assert any(x == pytest.approx([value, value]) for x, _ in lines_of(axes).values()), "the median"
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(100), "the bars are percentages"
+        assert any(x == pytest.approx([value, value]) for x, _ in lines_of(axes).values()), "the median has a line"
     reference = "vLLM 0.25.1, Llama-2-7B, H200:\nmedian at 2 requests/s"
     assert lines_of(inter_token)[reference][0] == [VLLM_RUNS[1].itl_median] * 2
     assert len(itls_ms(run[0])) == 9
     [_, stairs] = throughput.patches
     rates, edges, _ = stairs.get_data()
-    assert float(np.sum(rates * np.diff(edges))) == pytest.approx(200), "its area is the number of tokens"
+    assert float(np.sum(rates * np.diff(edges))) == pytest.approx(200), "the area is the number of tokens"
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rates_are_drawn_beside_those_of_vllm(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_rates_are_drawn_with_the_reference_of_vllm(tmp_path: Path, drawn: list[Figure]) -> None:
     runs: list[tuple[float, ServingFigures]] = [
         (rate, serving_figures(records(20, itl_ms=itl_ms))) for rate, itl_ms in ((16.0, 9), (2.0, 4))
     ]
@@ -78,7 +78,7 @@ def test_rates_are_drawn_beside_those_of_vllm(tmp_path: Path, drawn: list[Figure
     assert per_token["P99"] == ([2, 16], pytest.approx([4.0, 9.0]))
 
 
-def test_a_gateways_runs_show_rates_and_the_latency_of_paced_ones(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_gateway_plots_show_rates_and_the_latency_of_paced_runs(tmp_path: Path, drawn: list[Figure]) -> None:
     run = WireRun(
         start_ns=0,
         end_ns=SECOND,
@@ -95,11 +95,11 @@ def test_a_gateways_runs_show_rates_and_the_latency_of_paced_ones(tmp_path: Path
     assert [bar.get_width() for bar in rates.patches] == [20 / 0.5]
     times_s, latest_ms = lines_of(over_time)["sse, 2"]
     assert times_s == pytest.approx([index / 10 for index in range(10)]) and latest_ms == [3.0] * 10
-    values, shares = lines_of(distribution)["sse, 2: P99 3.00 ms"]
-    assert values == [1.0] * 10 + [3.0] * 10 and shares[9] == 50
+    values, percentages = lines_of(distribution)["sse, 2: P99 3.00 ms"]
+    assert values == [1.0] * 10 + [3.0] * 10 and percentages[9] == 50
 
 
-def test_repeated_measurements_are_drawn_as_they_came(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_repeated_measurements_are_drawn_in_their_order(tmp_path: Path, drawn: list[Figure]) -> None:
     plots.save_samples_plot([3.0, 1.0, 2.0], "Round trip", "us", "the seam", tmp_path / "seam.png")
     plots.save_comparison_plot(
         [("One stream", [10.0, 12.0, 50.0], [9.0, 9.5, 9.25])], ("theirs", "ours"), "CPU", tmp_path / "cpu.png"
@@ -107,5 +107,5 @@ def test_repeated_measurements_are_drawn_as_they_came(tmp_path: Path, drawn: lis
     in_order, _ = drawn[0].axes
     assert list(in_order.get_lines()[0].get_ydata()) == [3.0, 1.0, 2.0]
     [axes] = drawn[1].axes
-    assert [bar.get_height() for bar in axes.patches] == [12.0, 9.25], "medians"
+    assert [bar.get_height() for bar in axes.patches] == [12.0, 9.25], "the bars are medians"
     assert [list(line.get_ydata()) for line in axes.get_lines()] == [[10.0, 12.0, 50.0], [9.0, 9.5, 9.25]]

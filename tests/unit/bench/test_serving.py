@@ -1,4 +1,4 @@
-"""The load generator against a scripted gateway, and the whole program against the real one."""
+"""The load generator with a scripted gateway, and the whole program with the real gateway."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_chunk_is_recorded_with_its_tokens(protocol: str, tmp_path: Path) 
             records = await replay_now(transport, load(transport, 3))
         for index, record in enumerate(records):
             assert record.error is None
-            assert record.chunk_num_tokens == [1, 3, 0, 2, 0] + [0] * (protocol == "http")  # [DONE] comes by itself
+            assert record.chunk_num_tokens == [1, 3, 0, 2, 0] + [0] * (protocol == "http")  # [DONE] is one more event
             assert num_output_tokens(record) == 6
             assert record.num_prompt_tokens == index + 1
             times = [record.send_ns, *record.chunk_ns, record.end_ns]
@@ -87,13 +87,13 @@ def test_every_chunk_is_recorded_with_its_tokens(protocol: str, tmp_path: Path) 
 
 
 @over_both
-def test_requests_in_flight_reach_the_limit_and_never_pass_it(protocol: str, tmp_path: Path) -> None:
+def test_requests_in_flight_reach_the_limit_and_never_exceed_it(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1, 1])
         gateway.gate.clear()
         async with served(gateway, protocol, tmp_path) as transport:
             running = asyncio.create_task(replay_now(transport, load(transport, 10, max_concurrency=3)))
-            while gateway.num_running < 3:  # noqa: ASYNC110  what it looks at has no event
+            while gateway.num_running < 3:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.001)
             gateway.gate.set()
             assert len(await running) == 10
@@ -120,7 +120,7 @@ def test_open_loop_sends_without_waiting_for_answers(protocol: str, tmp_path: Pa
 
 
 @over_both
-def test_failed_requests_are_recorded_and_the_others_go_on(protocol: str, tmp_path: Path) -> None:
+def test_failed_requests_are_recorded_and_the_others_continue(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([2, 2])
         gateway.errors["1"] = "gave up"
@@ -134,7 +134,7 @@ def test_failed_requests_are_recorded_and_the_others_go_on(protocol: str, tmp_pa
 
 
 @over_both
-def test_an_answer_without_a_finish_or_with_missing_tokens_has_failed(protocol: str, tmp_path: Path) -> None:
+def test_an_answer_without_a_finish_or_with_missing_tokens_counts_as_failed(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1, 1])
         async with served(gateway, protocol, tmp_path) as transport:
@@ -149,7 +149,7 @@ def test_an_answer_without_a_finish_or_with_missing_tokens_has_failed(protocol: 
 
 
 @over_both
-def test_an_answer_that_takes_too_long_has_failed(protocol: str, tmp_path: Path) -> None:
+def test_an_answer_that_takes_too_long_counts_as_failed(protocol: str, tmp_path: Path) -> None:
     async def test() -> None:
         gateway = ScriptedGateway([1])
         gateway.gate.clear()
@@ -199,13 +199,13 @@ def test_the_table_has_the_usual_rows() -> None:
 
 
 def reaching(gateway: RunningGateway, protocol: str) -> list[str]:
-    """Options of the program."""
+    """The options with which the program reaches the gateway."""
     address = {"grpc": gateway.address, "http": gateway.http_address}[protocol]
     return ["--protocol", protocol, "--address", address]
 
 
 def recompute(requests: list[dict[str, Any]]) -> dict[str, str]:
-    """The table's values from the raw timestamps in a saved file; by other means than the program's."""
+    """The table's values, computed from the raw timestamps in a saved file without the program's code."""
     duration_s = max(request["end_ns"] for request in requests) / 1e9
     ttfts, tpots, itls, num_tokens = [], [], [], 0
     for request in requests:
@@ -260,7 +260,7 @@ def test_printed_figures_follow_from_the_saved_timestamps(protocol: str, tmp_pat
         assert all(15 <= len(submit.prompt_token_ids) <= 45 for submit in dense.submits)
         assert all(4 <= submit.max_tokens <= 12 for submit in dense.submits)
         assert all(not submit.stop_token_ids for submit in dense.submits), "EOS must be ignored"
-        assert len({submit.cache_salt for submit in dense.submits}) == 2, "warm-up and run share no prefixes"
+        assert len({submit.cache_salt for submit in dense.submits}) == 2, "warm-up and run must not share prefixes"
         assert {submit.request_id.rpartition("-")[2] for submit in dense.submits[3:]} == {str(i) for i in range(12)}
         wanted = sorted(submit.max_tokens for submit in dense.submits[3:])
         assert wanted == sorted(sum(request["chunk_num_tokens"]) for request in saved["requests"])
@@ -306,7 +306,7 @@ def test_a_failed_warm_up_ends_the_program_before_the_run(protocol: str, tmp_pat
 
 
 class _RefuseFourth(dict[str, tuple[grpc.StatusCode, str]]):
-    """The program makes up the names of its requests; they end with their index."""
+    """Refuses the request whose id ends with "-3": the ids that the program creates end with the index."""
 
     def __contains__(self, request_id: object) -> bool:
         return str(request_id).endswith("-3")
@@ -316,7 +316,7 @@ class _RefuseFourth(dict[str, tuple[grpc.StatusCode, str]]):
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": "Once upon"}, {"prompt_token_ids": {"ids": [5, 0, 7]}}])
-def test_the_gateway_reads_the_same_request_over_http(prompt: dict[str, Any]) -> None:
+def test_the_request_is_the_same_over_http_and_grpc(prompt: dict[str, Any]) -> None:
     sampling = sampling_pb2.SamplingParams(temperature=0.25)
     options = {"max_tokens": 9, "ignore_eos": True, "cache_salt": "salt"}
     message = gateway_pb2.GenerateRequest(request_id="bench-1", sampling=sampling, **options, **prompt)
@@ -324,7 +324,7 @@ def test_the_gateway_reads_the_same_request_over_http(prompt: dict[str, Any]) ->
     async def test() -> None:
         async with open_transport("http", "host:1") as transport:
             body = CompletionRequest.model_validate_json(transport.encode(message))
-        limits = Mock(vocab_size=32_000)  # read only where log-probabilities of all tokens are wanted
+        limits = Mock(vocab_size=32_000)  # used only if log-probabilities of all tokens are requested
         assert completion_messages(body, "bench-1", limits) == [message]
         assert body.stream and body.return_token_ids
 
@@ -332,7 +332,7 @@ def test_the_gateway_reads_the_same_request_over_http(prompt: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("protocol", "error"), [("grpc", "UNAVAILABLE: "), ("http", "ConnectError: ")])
-def test_a_missing_gateway_is_one_line(
+def test_a_missing_gateway_is_an_error_of_one_line(
     protocol: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"unix:{tmp_path}/none.sock"
@@ -353,7 +353,7 @@ def test_a_missing_gateway_is_one_line(
         (httpx2.Response(200, text="hello"), "/v1/models is not a gateway's: 'hello'"),
     ],
 )
-def test_another_http_server_is_told_from_a_gateway(answer: httpx2.Response, error: str) -> None:
+def test_another_http_server_is_not_mistaken_for_a_gateway(answer: httpx2.Response, error: str) -> None:
     async def test() -> None:
         server = httpx2.MockTransport(lambda request: answer)
         async with httpx2.AsyncClient(transport=server, base_url="http://server") as client:
@@ -377,7 +377,7 @@ def test_another_http_server_is_told_from_a_gateway(answer: httpx2.Response, err
         ["--json", "/nowhere/at/all.json"],
     ],
 )
-def test_impossible_options_are_refused_before_any_load(argv: list[str]) -> None:
+def test_impossible_options_are_refused_before_the_run(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""What a soak calls flat, from samples with a known slope."""
+"""Which figures a soak test reports as flat or growing, for samples with a known slope."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MINUTE = 60.0
 
 
 def samples(memory_per_hour: float = 0.0, files_per_hour: float = 0.0, probe_per_hour: float = 0.0) -> list[Sample]:
-    """Half an hour, every 5 seconds, with a steep settling time of 3 minutes and noise that a seed decides."""
+    """Samples of half an hour, every 5 seconds: a steep rise in the first 3 minutes, the given slope, and noise."""
     rng = random.Random(1)
     made = []
     for time_s in range(0, 1800, 5):
@@ -43,7 +43,7 @@ def grown(made: list[Sample], sent: list[SoakRequest]) -> set[str]:
     return {verdict.name for verdict in judge(made, sent, _parser().parse_args([])) if not verdict.is_flat}
 
 
-def test_noise_and_settling_are_flat() -> None:
+def test_noise_and_the_first_minutes_count_as_flat() -> None:
     assert grown(samples(), requests()) == set()
 
 
@@ -56,11 +56,11 @@ def test_noise_and_settling_are_flat() -> None:
         (samples(), requests(ttft_per_hour=100), {"grpc: time to first token", "http: time to first token"}),
     ],
 )
-def test_a_leak_is_named(made: list[Sample], sent: list[SoakRequest], names: set[str]) -> None:
+def test_a_leak_is_reported_by_name(made: list[Sample], sent: list[SoakRequest], names: set[str]) -> None:
     assert grown(made, sent) == names
 
 
-def test_a_trend_is_the_line_through_its_points() -> None:
+def test_a_trend_is_the_line_of_best_fit() -> None:
     line = trend([0.0, 1800.0, 3600.0], [10.0, 15.0, 20.0])
     assert (line.start, line.slope_per_hour, line.change) == pytest.approx((10, 10, 10))
     assert line.noise == pytest.approx(0, abs=1e-9)
@@ -72,7 +72,7 @@ def test_a_window_has_one_median() -> None:
     assert window_medians(points, 2) == [(1.0, 5.0), (4.0, 8.0)]
 
 
-def test_the_report_counts_errors_and_names_what_was_left() -> None:
+def test_the_report_counts_errors_and_names_leftovers() -> None:
     made, sent = samples(), requests(error="status 500, expected 200")
     arguments = _parser().parse_args([])
     report = format_report(judge(made, sent, arguments), made, sent, ["3 running sequences"], arguments)

@@ -1,4 +1,4 @@
-"""Every figure against its definition, written out for a few requests or computed by the standard library."""
+"""Every figure, compared with its definition: written out for a few requests, or by the standard library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MS = 1_000_000
 def record(
     index: int = 0,
     send_ms: int = 0,
-    chunks: list[tuple[int, int]] = [],  # noqa: B006  never changed
+    chunks: list[tuple[int, int]] = [],  # noqa: B006  it is never changed
     end_ms: int | None = None,
     num_prompt_tokens: int = 7,
     error: str | None = None,
 ) -> RequestRecord:
-    """`chunks` are (arrival in ms, tokens)."""
+    """A record of a request. `chunks`: (arrival in ms, number of tokens)."""
     last_ms = chunks[-1][0] if chunks else send_ms
     return RequestRecord(
         index=index,
@@ -50,7 +50,7 @@ def test_ttft_counts_from_sending_to_the_first_chunk_with_a_token() -> None:
     assert ttft_ms(record(send_ms=100)) is None
 
 
-def test_tpot_leaves_out_the_first_token_and_chunks_without_tokens() -> None:
+def test_tpot_ignores_the_first_token_and_chunks_without_tokens() -> None:
     assert tpot_ms(record(chunks=[(10, 1), (14, 1), (18, 1), (90, 0)])) == 4.0
     assert tpot_ms(record(chunks=[(10, 1), (40, 3)])) == 10.0
     assert tpot_ms(record(chunks=[(10, 1), (20, 0)])) is None
@@ -78,12 +78,12 @@ def test_percentiles_interpolate_linearly(count: int) -> None:
     assert (summary.min, summary.max) == (min(values), max(values))
 
 
-def test_few_values_have_a_summary_and_none_have_none() -> None:
+def test_a_single_value_has_a_summary_and_no_values_have_none() -> None:
     assert summarize([3.0]) == Summary(mean=3.0, median=3.0, p90=3.0, p99=3.0, min=3.0, max=3.0)
     assert summarize([]) is None
 
 
-def test_throughput_is_of_successful_requests_over_the_whole_run() -> None:
+def test_throughput_counts_successful_requests_over_the_whole_run() -> None:
     figures = serving_figures(
         [
             record(0, 0, [(10, 1), (20, 1)], num_prompt_tokens=5),

@@ -1,4 +1,4 @@
-"""The parts of a step's timeline add up to the step, wherever kernels overlap and clocks differ."""
+"""The parts of a step's timeline add up to the step, even if kernels overlap and clocks differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from bench.gpu.step_timeline import Kernel, Span, format_timeline, make_timeline
 
 HANDOFF_US, ATTENTION_US = 4.0, 100.0
-CLOCK_OFFSET_US = 17.0  # of the attention worker's process
-LAYER = [("o", 10.0), ("gate_up", 40.0), ("qkv", 20.0)]  # kernels and their durations after the one before
+CLOCK_OFFSET_US = 17.0  # of the clock in the attention worker's process
+LAYER = [("o", 10.0), ("gate_up", 40.0), ("qkv", 20.0)]  # kernels and their durations in us
 
 
 def make_step(num_layers: int, gap_us: float, early_us: float) -> tuple[list[Kernel], list[Kernel]]:
-    """Dense kernels follow each other after `gap_us`; without a gap they start `early_us` too early."""
+    """The kernels of a step. Dense kernels have a gap of `gap_us`; without a gap they start `early_us` too early."""
     dense, attention = [], []
     now = 0.0
     for layer in range(num_layers + 1):
@@ -40,7 +40,7 @@ def test_the_spans_add_up_to_the_step(num_layers: int, gap_us: float, early_us: 
     assert all(span.us >= 0 for span in spans)
 
 
-def test_each_kernel_and_gap_of_a_layer_is_named_with_its_own_time() -> None:
+def test_each_kernel_and_gap_of_a_layer_has_its_name_and_time() -> None:
     spans = make_timeline(*make_step(num_layers=3, gap_us=0.5, early_us=0.0))
     layer = [(span.name, span.us, span.count) for span in spans if span.where == "layer"]
     assert layer == [
@@ -55,7 +55,7 @@ def test_each_kernel_and_gap_of_a_layer_is_named_with_its_own_time() -> None:
     ]
 
 
-def test_the_handoffs_own_kernels_count_as_handoff() -> None:
+def test_the_kernels_of_the_handoff_count_as_handoff() -> None:
     dense, attention = make_step(num_layers=3, gap_us=0.5, early_us=0.0)
     polling = [Kernel("take_flag", first.end_us, second.start_us - first.end_us) for first, second in pairwise(dense)]
     assert make_timeline(sorted([*dense, *polling], key=lambda kernel: kernel.start_us), attention) == make_timeline(

@@ -1,4 +1,4 @@
-"""Lengths and arrivals against the formulas of their distributions; datasets against files written here."""
+"""Lengths and arrivals, compared with the formulas of their distributions, and datasets from files written here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FIVE_SIGMA = 5.0
 def test_uniform_lengths_reach_both_bounds_evenly(mean: int, ratio: float, low: int, high: int) -> None:
     lengths = LengthDistribution("uniform", mean, ratio).sample(MANY, np.random.default_rng(0))
     assert set(lengths) == set(range(low, high + 1))
-    if low > 1:  # not cut at one token
+    if low > 1:  # if the lower bound is not raised to one token
         sigma = math.sqrt(((high - low + 1) ** 2 - 1) / 12 / MANY)  # of the mean of discrete uniform values
         assert abs(np.mean(lengths) - (low + high) / 2) <= FIVE_SIGMA * sigma
 
 
-def test_normal_lengths_have_the_mean_and_deviation_asked_for() -> None:
+def test_normal_lengths_have_the_requested_mean_and_deviation() -> None:
     lengths = LengthDistribution("normal", 200, 0.1).sample(MANY, np.random.default_rng(0))
     assert abs(np.mean(lengths) - 200) <= FIVE_SIGMA * 20 / math.sqrt(MANY)
     assert abs(np.std(lengths) - 20) <= FIVE_SIGMA * 20 / math.sqrt(2 * MANY)
@@ -47,7 +47,7 @@ def test_random_prompts_have_their_lengths_and_use_the_whole_vocabulary() -> Non
     assert {token for prompt in prompts for token in prompt.token_ids or []} == set(range(50))
 
 
-def test_one_seed_gives_one_workload() -> None:
+def test_the_seed_determines_the_workload() -> None:
     lengths = LengthDistribution("uniform", 40, 0.5)
     first, again, other = (random_prompts(20, lengths, lengths, 1000, seed) for seed in (1, 1, 2))
     assert first == again
@@ -57,27 +57,27 @@ def test_one_seed_gives_one_workload() -> None:
 
 
 def test_poisson_gaps_follow_their_distribution() -> None:
-    """Gaps of a Poisson process with a given total T: P(gap <= x) = 1 - (1 - x/T)^(n-1)."""
+    """For the gaps of a Poisson process with the total T, P(gap <= x) = 1 - (1 - x/T)^(n-1)."""
     rate, total = 16.0, MANY / 16.0
     times = np.array(arrival_times(MANY, rate, "poisson", 5))
     assert times[-1] == pytest.approx(total)
     gaps = np.sort(np.diff(times, prepend=0.0))
     expected = 1 - (1 - gaps / total) ** (MANY - 1)
     distance = np.max(np.abs(expected - (np.arange(MANY) + 0.5) / MANY))
-    assert distance < 1.95 / math.sqrt(MANY)  # Kolmogorov-Smirnov, one in a thousand
+    assert distance < 1.95 / math.sqrt(MANY)  # Kolmogorov-Smirnov: exceeded with probability 1e-3
 
 
-def test_poisson_counts_vary_as_much_as_their_mean() -> None:
+def test_the_variance_of_poisson_counts_is_their_mean() -> None:
     counts = np.histogram(arrival_times(MANY, 10.0, "poisson", 6), bins=1000)[0]
     assert counts.var() / counts.mean() == pytest.approx(1.0, abs=FIVE_SIGMA * math.sqrt(2 / 1000))
 
 
-def test_gaps_do_not_depend_on_the_gap_before() -> None:
+def test_gaps_do_not_depend_on_the_previous_gap() -> None:
     gaps = np.diff(arrival_times(MANY, 10.0, "poisson", 7))
     assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < FIVE_SIGMA / math.sqrt(MANY)
 
 
-def test_constant_arrivals_and_all_at_once() -> None:
+def test_arrivals_can_be_constant_or_all_at_once() -> None:
     assert arrival_times(4, 2.0, "constant", 0) == [0.0, 0.5, 1.0, 1.5]
     assert arrival_times(3, math.inf, "poisson", 0) == [0.0, 0.0, 0.0]
 
@@ -99,7 +99,7 @@ def write_dataset(file: Path, lengths: list[tuple[int, ...]]) -> Path:
     return file
 
 
-def test_dataset_gives_first_message_and_length_of_the_second(tmp_path: Path) -> None:
+def test_a_dataset_prompt_is_the_first_message_with_the_length_of_the_second(tmp_path: Path) -> None:
     file = write_dataset(tmp_path / "data.json", [(10, 20), (30, 40, 50), (60, 70)])
     prompts = dataset_prompts(file, 3, encode, seed=0)
     assert sorted((prompt.num_tokens, prompt.max_tokens) for prompt in prompts) == [(10, 20), (30, 40), (60, 70)]
@@ -107,14 +107,14 @@ def test_dataset_gives_first_message_and_length_of_the_second(tmp_path: Path) ->
     assert [prompt.max_tokens for prompt in dataset_prompts(file, 3, encode, 0, output_len=9)] == [9, 9, 9]
 
 
-def test_dataset_order_is_the_seeds(tmp_path: Path) -> None:
+def test_the_seed_determines_the_order_of_a_dataset(tmp_path: Path) -> None:
     file = write_dataset(tmp_path / "data.json", [(length, 9) for length in range(4, 40)])
     orders = [[prompt.num_tokens for prompt in dataset_prompts(file, 12, encode, seed)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert len(set(orders[2])) == 12
 
 
-def test_dataset_skips_what_is_too_short_or_too_long(tmp_path: Path) -> None:
+def test_conversations_that_are_too_short_or_too_long_are_skipped(tmp_path: Path) -> None:
     lengths = [(3, 9), (9, 3), (1025, 9), (1024, 1025), (9,), (), (1024, 1024), (4, 4)]
     file = write_dataset(tmp_path / "data.json", lengths)
     prompts = dataset_prompts(file, 2, encode, seed=0)
@@ -133,7 +133,7 @@ def test_dataset_skips_what_is_too_short_or_too_long(tmp_path: Path) -> None:
         ("3", "not in ShareGPT's schema"),
     ],
 )
-def test_unusable_dataset_is_named(content: str | None, message: str, tmp_path: Path) -> None:
+def test_the_error_names_an_unusable_dataset(content: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "data.json"
     if content is not None:
         file.write_text(content)

@@ -1,4 +1,4 @@
-"""What the dense worker's metrics make of steps: whose times count, and whose do not."""
+"""The dense worker's metrics of steps and sequences: which times count."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_step(
     is_first: bool = False,
     finish_reason: FinishReason | None = None,
 ) -> None:
-    """A step that gave the sequence a token."""
+    """Runs a step in which the sequence gets a token."""
     started = record_started([sequence], begin_s)
     assert started == ([sequence] if is_first else [])
     sequence.output_token_ids.append(9)
@@ -57,7 +57,7 @@ def run_step(
     metrics.on_step(make_stats(num_sampled=1), started, outputs)
 
 
-def test_a_life_is_split_into_queue_prefill_and_decode(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+def test_sequence_time_is_queue_prefill_and_decode(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     now_s = time.monotonic()
     sequence = make_sequence(arrival_s=now_s - 10)
     run_step(metrics, sequence, now_s - 8, now_s - 3, is_first=True)
@@ -88,7 +88,7 @@ def test_a_failed_sequence_has_no_decode_time(registry: CollectorRegistry, metri
     assert value(registry, "decode_seconds_count") == 0
 
 
-def test_a_step_is_compute_and_wait(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+def test_the_time_of_a_step_is_split_into_compute_and_wait(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     metrics.on_step(make_stats(num_seqs=3, num_tokens=20, duration_s=0.005, wait_s=0.002), [], [])
     assert value(registry, "step_seconds_sum") == pytest.approx(0.005)
     assert value(registry, "step_wait_seconds_sum") == pytest.approx(0.002)
@@ -97,17 +97,17 @@ def test_a_step_is_compute_and_wait(registry: CollectorRegistry, metrics: DenseM
     assert value(registry, "step_sequences_total") == 3
 
 
-def test_where_no_host_sees_the_waits_a_step_is_not_split(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+def test_without_a_wait_time_a_step_is_not_split(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     metrics.on_step(make_stats(wait_s=None), [], [])
     assert [value(registry, f"{name}_seconds_count") for name in ("step", "step_wait", "step_compute")] == [1, 0, 0]
 
 
-def test_a_step_that_only_closes_is_no_step(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+def test_a_step_that_only_closes_sequences_does_not_count(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     metrics.on_step(make_stats(num_seqs=0), [], [])
     assert value(registry, "step_seconds_count") == 0
 
 
-def test_counts_are_read_when_asked_for(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+def test_counts_are_read_at_each_scrape(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     counts = [EngineCounts(3, 1, 2, 10, 1, True), EngineCounts(0, 0, 0, 20, 1, False)]
     metrics.watch(lambda: counts[0])
     names = ("sequences_waiting", "sequences_running", "steps_total", "preemptions_total", "attached")

@@ -1,4 +1,4 @@
-"""The dense worker's front: which gateway's stream gets the received of which sequence."""
+"""The dense worker's servicer: which gateway's stream receives the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0
 
 
 class Stream:
-    """A gateway's stream, from the gateway's side."""
+    """The gateway's side of a stream."""
 
     def __init__(self, servicer: DenseServicer) -> None:
         self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
@@ -47,7 +47,7 @@ class Stream:
     async def _ignore(self, metadata: object) -> None: ...
 
 
-def test_a_step_that_was_under_way_tells_nothing_to_the_stream_that_submitted_the_sequence_again() -> None:
+def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
@@ -63,17 +63,17 @@ def test_a_step_that_was_under_way_tells_nothing_to_the_stream_that_submitted_th
         for sequence, token_id in ((first, 7), (second, 8)):
             servicer.deliver(StepReport(1, [], [SequenceOutput(sequence, (token_id,), None)]))
         output = await new.next
-        assert list(output.token_ids) == [8], "the gateway would take both for tokens in a row"
+        assert list(output.token_ids) == [8], "the gateway would count both as consecutive tokens"
         assert not old.next.done()
         await old.close()
         await new.close()
-        assert engine.cancel.call_count == 2, "the old stream has no sequence any more"
+        assert engine.cancel.call_count == 2, "the old stream must not cancel the sequence again"
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-def test_a_message_that_cannot_be_handled_ends_its_stream_and_no_other() -> None:
-    """Else the gateway would wait for ever: nobody reads its messages any more."""
+def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
+    """Otherwise the gateway would wait for ever, because no task reads its messages."""
 
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()

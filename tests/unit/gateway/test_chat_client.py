@@ -1,4 +1,4 @@
-"""The terminal client as a user runs it: its own process, against a whole gateway."""
+"""The terminal client as a user runs it: a separate process that talks to a whole gateway."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_stop_after_ms_ends_the_request(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_refused_request_is_one_line_and_status_1(tmp_path: Path) -> None:
+def test_a_refused_request_prints_one_line_and_ends_with_status_1(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, FakeDense(lambda submit: [])) as gateway:
             client = start("--address", gateway.address, "--prompt", "x", "--max-tokens", "0")
@@ -90,7 +90,7 @@ def test_a_refused_request_is_one_line_and_status_1(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_missing_gateway_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_a_missing_gateway(capsys: pytest.CaptureFixture[str]) -> None:
     for mode in (["--prompt", "x"], []):
         assert chat_client.main(["--address", "127.0.0.1:1", *mode]) == 1
         captured = capsys.readouterr()
@@ -114,14 +114,14 @@ def test_ctrl_c_ends_the_wait_for_a_gateway_that_does_not_answer() -> None:
 WILD = "a\x1b]0;owned\x07\x1b[2J\x9b31m\rb\t\u202ec\u2066\x7f\u0085\u2028日本\u200d\n"
 
 
-def test_control_characters_of_a_model_do_nothing_to_a_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_an_answer_do_not_reach_a_terminal(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: [*ids(WILD), REFERENCE.eos_token_id])
         async with running_gateway(tmp_path, dense) as gateway:
             arguments = ["--address", gateway.address, "--prompt", "x"]
-            assert await start(*arguments).outcome() == (0, WILD + "\n", ""), "a pipe gets it as it is"
+            assert await start(*arguments).outcome() == (0, WILD + "\n", ""), "a pipe gets the text unchanged"
             shown = await asyncio.to_thread(run_on_terminal, *arguments)
-        text = shown.decode().replace("\r\n", "\n")  # as terminals end a line
+        text = shown.decode().replace("\r\n", "\n")  # a terminal writes both at the end of a line
         assert [each for each in text if unicodedata.category(each) == "Cc"] == ["\t", "\n", "\n"]
         assert [each for each in text if unicodedata.bidirectional(each) in BIDI_CONTROLS] == []
         assert text == (
@@ -132,13 +132,13 @@ def test_control_characters_of_a_model_do_nothing_to_a_terminal(tmp_path: Path) 
 
 
 def run_on_terminal(*arguments: str) -> bytes:
-    """All that the client writes to its terminal."""
+    """Everything that the client writes to its terminal."""
     master, terminal = pty.openpty()
     command = [sys.executable, "-m", "services.gateway.chat_client", *arguments]
     data = b""
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as client:
         os.close(terminal)
-        with open(master, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # EIO: how its end looks
+        with open(master, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # EIO: the client has ended
             while piece := screen.read(4096):
                 data += piece
     assert client.returncode == 0
@@ -166,7 +166,7 @@ def test_a_conversation_remembers_until_it_is_reset(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_refused_message_is_forgotten_and_the_conversation_goes_on(tmp_path: Path) -> None:
+def test_a_refused_message_is_dropped_and_the_conversation_continues(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, dense) as gateway:
             client = start("--address", gateway.address)

@@ -1,4 +1,4 @@
-"""What a client gets is what the gateway's metrics count."""
+"""The gateway's metrics count what clients receive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 
 
 class Watched:
-    """One request of one answer, whose tokens the test itself delivers."""
+    """A request for one answer. The test itself delivers its tokens."""
 
     def __init__(self, **fields: Any) -> None:
         self.registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class Watched:
         return self.registry.get_sample_value(f"twostroke_gateway_{name}", labels)
 
 
-def test_chunks_with_tokens_are_counted_as_they_leave() -> None:
+def test_every_chunk_with_tokens_counts_as_one_latency() -> None:
     watched = Watched()
     watched.deliver(1)
     assert watched.value("time_to_first_token_seconds_count") == 1
@@ -65,7 +65,7 @@ def test_chunks_with_tokens_are_counted_as_they_leave() -> None:
     assert watched.value("request_duration_seconds_count") == 1
 
 
-def test_a_chunk_without_tokens_is_no_latency() -> None:
+def test_a_chunk_without_tokens_does_not_count_as_a_latency() -> None:
     watched = Watched()
     watched.deliver(1)
     watched.deliver(0, FinishReason.ABORT)
@@ -74,7 +74,7 @@ def test_a_chunk_without_tokens_is_no_latency() -> None:
     assert watched.value("answers_total", outcome="abort") == 1
 
 
-def test_a_client_that_leaves_has_no_duration() -> None:
+def test_a_cancelled_request_does_not_count_as_a_duration() -> None:
     watched = Watched()
     watched.deliver(2)
     watched.generation.close()

@@ -1,4 +1,4 @@
-"""`python -m services.gateway` as a process: its config, its log, its end."""
+"""`python -m services.gateway` as a process: its config, its log, and how it stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.workers.fake_dense import FakeDense
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_requests_and_process(signal_number: int, tmp_path: Path) -> None:
+def test_a_signal_ends_the_requests_and_the_process(signal_number: int, tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: [5] * 5, max_model_len=100)
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
@@ -49,7 +49,7 @@ def test_a_signal_ends_requests_and_process(signal_number: int, tmp_path: Path) 
     run(test())
 
 
-def test_a_missing_dense_worker_ends_the_process_with_its_address(tmp_path: Path) -> None:
+def test_without_a_dense_worker_the_process_ends_with_an_error(tmp_path: Path) -> None:
     async def test() -> None:
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         addresses = [f"--set=gateway.address={address}", f"--set=dense.address={dense_address}"]
@@ -105,7 +105,7 @@ def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(tmp_path:
 
 def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
     async def test() -> None:
-        dense = FakeDense(lambda submit: [5], max_model_len=100)  # hangs after a token
+        dense = FakeDense(lambda submit: [5], max_model_len=100)  # no more tokens after the first one
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         await dense.start(dense_address)
         process = ServiceProcess(

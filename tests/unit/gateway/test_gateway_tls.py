@@ -1,4 +1,4 @@
-"""TLS and mutual TLS of both fronts, with certificates made here, and who is told of an open door."""
+"""TLS and mutual TLS over gRPC and HTTP, and the warning about a gateway that everybody can reach."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def options(tmp_path: Path, server: Pair, client_ca: Path | None = None) -> dict
 
 
 async def ask_grpc(gateway: RunningGateway, ca: Path, client: Pair | None = None) -> list[int]:
-    """Tokens of an answer over TLS. Raises `AioRpcError`."""
+    """Requests an answer by gRPC over TLS; returns its tokens. Raises `AioRpcError`."""
     key, certificate = (None, None) if client is None else (client.key.read_bytes(), client.certificate.read_bytes())
     credentials = grpc.ssl_channel_credentials(ca.read_bytes(), key, certificate)
     async with grpc.aio.secure_channel(gateway.address, credentials) as channel:
@@ -47,7 +47,7 @@ async def ask_grpc(gateway: RunningGateway, ca: Path, client: Pair | None = None
 
 
 async def ask_http(tmp_path: Path, ca: Path, client: Pair | None = None) -> bytes:
-    """The status line of /ready over TLS. Raises `ssl.SSLError` or `ConnectionError`."""
+    """Requests /ready over TLS; returns the status line. Raises `ssl.SSLError` or `ConnectionError`."""
     context = ssl.create_default_context(cafile=str(ca))
     if client is not None:
         context.load_cert_chain(client.certificate, client.key)
@@ -64,7 +64,7 @@ async def ask_http(tmp_path: Path, ca: Path, client: Pair | None = None) -> byte
     return line
 
 
-def test_both_fronts_speak_tls_and_nothing_else(tmp_path: Path) -> None:
+def test_grpc_and_http_accept_only_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "good")
 
     async def test() -> None:
@@ -85,7 +85,7 @@ def test_both_fronts_speak_tls_and_nothing_else(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_handshake_that_never_comes_is_cut(tmp_path: Path) -> None:
+def test_a_connection_without_a_handshake_is_closed(tmp_path: Path) -> None:
     pair = Authority(tmp_path, "good").sign("server")
 
     async def test() -> None:
@@ -94,13 +94,14 @@ def test_a_handshake_that_never_comes_is_cut(tmp_path: Path) -> None:
             for address, sent in itertools.product((it.address, it.http_address), (b"", b"\x16\x03\x01")):
                 reader, writer = await asyncio.open_connection(*address.split(":"))
                 writer.write(sent)
-                assert await reader.read() == b""  # `run` bounds the wait to less than the minutes of uvicorn and gRPC
+                # The limit of `run` is shorter than the timeouts of uvicorn and gRPC, which are minutes.
+                assert await reader.read() == b""
                 writer.close()
 
     run(test())
 
 
-def test_mutual_tls_serves_only_whom_the_authority_signed(tmp_path: Path) -> None:
+def test_mutual_tls_serves_only_certificates_of_the_authority(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path, "good"), Authority(tmp_path, "stranger")
     server, client, impostor = authority.sign("server"), authority.sign("client"), stranger.sign("impostor")
 
@@ -116,12 +117,12 @@ def test_mutual_tls_serves_only_whom_the_authority_signed(tmp_path: Path) -> Non
                 with pytest.raises((ssl.SSLError, ConnectionError)):
                     await ask_http(tmp_path, authority.file, refused)
             assert len(dense.submits) == 1
-            await gateway.wait_serving()  # by the local address, where nobody needs a certificate
+            await gateway.wait_serving()  # at the local address, which needs no certificate
 
     run(test())
 
 
-def test_files_that_cannot_work_are_named_at_the_start(tmp_path: Path) -> None:
+def test_unusable_tls_files_are_errors_at_start(tmp_path: Path) -> None:
     one, other = (Authority(tmp_path, name).sign(name + "-server") for name in ("one", "other"))
     with pytest.raises(ConfigError, match=r"/nowhere/cert\.pem"):
         tls_files(Path("/nowhere/cert.pem"), one.key, None)
@@ -147,11 +148,11 @@ def test_files_that_cannot_work_are_named_at_the_start(tmp_path: Path) -> None:
         ("example.org:1", True),
     ],
 )
-def test_what_others_can_reach(address: str, expected: bool) -> None:
+def test_which_addresses_others_can_reach(address: str, expected: bool) -> None:
     assert is_exposed(address) is expected
 
 
-def test_an_open_door_is_said_aloud(tmp_path: Path) -> None:
+def test_an_address_without_tls_or_keys_that_others_can_reach_logs_a_warning(tmp_path: Path) -> None:
     address = f"0.0.0.0:{free_address().rpartition(':')[2]}"
 
     async def test() -> None:

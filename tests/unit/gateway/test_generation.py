@@ -1,4 +1,4 @@
-"""Tokens to chunks, for tokens that come several at a time or end within a character."""
+"""`Generation` makes chunks of tokens, also when several tokens arrive together or end within a character."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCE = TOKENIZER.hf_tokenizer
 
 
 class RecordingDense:
-    """Stands in for `DenseClient`: the test itself feeds the submitted entry."""
+    """Replaces `DenseClient`. The test itself gives tokens to the submitted entry."""
 
     def __init__(self) -> None:
         self.submitted: list[JournalEntry] = []
@@ -61,7 +61,7 @@ def next_chunk(generation: Generation) -> Chunk:
     return asyncio.run(generation.next_chunk())
 
 
-def test_a_stop_string_within_waiting_tokens_cuts_tokens_and_text() -> None:
+def test_tokens_and_text_after_a_stop_string_are_dropped() -> None:
     generation, entry, dense, journal = begin(stop=("three",))
     before, stop, after = ids("one two"), ids(" three"), ids(" four five")
     feed(entry, before + stop + after)
@@ -81,11 +81,11 @@ def test_a_stop_string_wins_over_a_later_end() -> None:
     finish = next_chunk(generation).finish
     assert finish is not None
     assert (finish.stop_string, finish.stop_token_id) == ("two", None)
-    assert dense.cancelled == []  # it has ended already
+    assert dense.cancelled == []  # not needed: it has already ended
 
 
 @pytest.mark.parametrize("stop", [(), ("absent",)])
-def test_an_answer_cut_within_a_character_ends_as_it_decodes(stop: tuple[str, ...]) -> None:
+def test_an_answer_that_ends_within_a_character_equals_its_decoded_tokens(stop: tuple[str, ...]) -> None:
     cut = next(token_ids[:-1] for token_ids in map(ids, "🙂龘ⵣ") if len(token_ids) > 1)
     token_ids = [*ids("Hi "), *cut]
     generation, entry, _, _ = begin(stop=stop)
@@ -98,7 +98,7 @@ def test_an_answer_cut_within_a_character_ends_as_it_decodes(stop: tuple[str, ..
     assert first.text + last.text == REFERENCE.decode(token_ids, clean_up_tokenization_spaces=False)
 
 
-def test_one_line_is_logged_for_each_end() -> None:
+def test_each_end_of_a_request_is_logged_in_one_line() -> None:
     with capture_logs() as events:
         generation, entry, _, _ = begin()
         feed(entry, ids("Hi"), FinishReason.LENGTH)
@@ -132,7 +132,7 @@ def feed_logprobs(entry: JournalEntry, text: str, logprob: float) -> None:
     entry.finish(FinishReason.LENGTH)
 
 
-def test_each_answer_has_a_seed_and_a_text_of_its_own() -> None:
+def test_each_answer_has_its_own_seed_and_text() -> None:
     generation, dense, journal = begin_many(n=3, best_of=3)
     assert [entry.sampling.seed for entry in dense.submitted] == [2**64 - 1, 0, 1]
     for entry, text in zip(dense.submitted, ("one", "two", "three"), strict=True):
@@ -143,7 +143,7 @@ def test_each_answer_has_a_seed_and_a_text_of_its_own() -> None:
     assert (prompt, len(journal)) == (None, 0)
 
 
-def test_chunks_of_several_answers_come_as_their_tokens_do() -> None:
+def test_chunks_of_several_answers_have_the_order_of_their_tokens() -> None:
     generation, dense, _ = begin_many(n=2, best_of=2)
     first, second = dense.submitted
     seen = []
@@ -156,7 +156,7 @@ def test_chunks_of_several_answers_come_as_their_tokens_do() -> None:
     assert dense.cancelled == [first, second]
 
 
-def test_the_best_answers_are_the_likeliest_by_token_whatever_their_length() -> None:
+def test_the_best_answers_have_the_highest_mean_log_probability() -> None:
     generation, dense, _ = begin_many(n=2, best_of=3)
     for entry, text, logprob in zip(
         dense.submitted, ("unlikely", "best of them all", "good"), (-3.0, -0.5, -0.7), strict=True
@@ -166,7 +166,7 @@ def test_the_best_answers_are_the_likeliest_by_token_whatever_their_length() -> 
     assert [(each.index, each.text) for each in completions] == [(0, "best of them all"), (1, "good")]
 
 
-def test_log_probabilities_are_cut_with_the_tokens_at_a_stop_string() -> None:
+def test_log_probabilities_after_a_stop_string_are_dropped() -> None:
     generation, dense, _ = begin_many(stop=("three",), num_logprobs=1)
     feed_logprobs(dense.submitted[0], "one two three four", -1.0)
     chunk = next_chunk(generation)
@@ -174,16 +174,16 @@ def test_log_probabilities_are_cut_with_the_tokens_at_a_stop_string() -> None:
     assert [value.top[0][0] for value in chunk.logprobs] == chunk.token_ids == ids("one two three")
 
 
-def test_an_echo_leads_every_answer() -> None:
+def test_every_answer_begins_with_the_echoed_prompt() -> None:
     prompt_token_ids = ids("The capital")
     options = {"prompt_token_ids": prompt_token_ids, "echo": True, "num_prompt_logprobs": 0, "n": 2, "best_of": 2}
     generation, dense, _ = begin_many(**options)
     first, second = dense.submitted
     values = [TokenLogprobs(-float(i), ()) for i in range(1, len(prompt_token_ids))]
     assert first.wanted_prompt_logprobs == 0
-    assert second.wanted_prompt_logprobs is None, "they are the same for all answers: one asks"
+    assert second.wanted_prompt_logprobs is None, "they are the same for all answers; only the first requests them"
     first.set_prompt_logprobs(1, values[:1])
-    first.set_prompt_logprobs(1, values)  # again, after a worker died
+    first.set_prompt_logprobs(1, values)  # a second time, after a worker died
     assert first.wanted_prompt_logprobs is None
     for entry, text in ((first, " of France"), (second, " of Peru")):
         feed(entry, ids(text), FinishReason.LENGTH)

@@ -1,4 +1,4 @@
-"""Connections to the gateway's gRPC port: so many at once, and none for ever without a call."""
+"""Connections to the gateway's gRPC port: their number is limited, and an idle connection is closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CONNECTIONS = 20
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Ready for calls, if the server takes it."""
+    """A connection that is ready for calls, if the server accepts it."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.suppress(ConnectionError):
@@ -45,14 +45,15 @@ def with_tcp_gateway(tmp_path: Path, dense: FakeDense, test, **options: float) -
     run(body())
 
 
-def test_more_connections_than_there_may_be_are_closed(tmp_path: Path) -> None:
+def test_connections_beyond_the_limit_are_closed(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         ends = [asyncio.create_task(until_closed(*await connect(gateway.address))) for _ in range(2000)]
         for num_ended, end in enumerate(asyncio.as_completed(ends), 1):
             await end
             if num_ended == len(ends) - MAX_CONNECTIONS:
                 break
-        answer = await gateway.stub.Generate(request(max_tokens=1))  # at the local socket, which is not counted there
+        # The limit does not apply to the local socket.
+        answer = await gateway.stub.Generate(request(max_tokens=1))
         assert answer.completions[0].token_ids == [5]
         assert sum(not end.done() for end in ends) == MAX_CONNECTIONS
         for end in ends:
@@ -61,7 +62,7 @@ def test_more_connections_than_there_may_be_are_closed(tmp_path: Path) -> None:
     with_tcp_gateway(tmp_path, FakeDense(lambda submit: [5]), test, max_grpc_connections=MAX_CONNECTIONS)
 
 
-def test_a_connection_without_a_call_ends_and_one_with_a_stream_does_not(tmp_path: Path) -> None:
+def test_a_connection_without_a_call_is_closed_and_one_with_a_stream_is_not(tmp_path: Path) -> None:
     idle_timeout_s = 0.3
 
     async def test(gateway: RunningGateway) -> None:
@@ -74,14 +75,14 @@ def test_a_connection_without_a_call_ends_and_one_with_a_stream_does_not(tmp_pat
             call.cancel()
             while channel.get_state() is grpc.ChannelConnectivity.READY:
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-            answer = await stub.Generate(request(max_tokens=1))  # connects again
+            answer = await stub.Generate(request(max_tokens=1))  # on a new connection
             assert answer.completions[0].token_ids == [5]
 
-    dense = FakeDense(lambda submit: [5])  # then it hangs
+    dense = FakeDense(lambda submit: [5])  # no more tokens after the first one
     with_tcp_gateway(tmp_path, dense, test, grpc_idle_timeout_s=idle_timeout_s)
 
 
-def test_a_connection_that_never_speaks_ends(tmp_path: Path) -> None:
+def test_a_connection_that_sends_nothing_is_closed(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         host, _, port = gateway.address.rpartition(":")
         await until_closed(*await asyncio.open_connection(host, int(port)))

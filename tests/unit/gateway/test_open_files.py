@@ -1,4 +1,4 @@
-"""How the files that a process may open are shared out among connections."""
+"""The limits on connections when the process may open only few files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.gateway.open_files import share_files
     [
         (1_000_000, (4096, 1024)),  # as configured
         (5120, (4096, 1024)),
-        (2560, (2048, 512)),  # both alike
-        (-50, (8, 8)),  # nothing is left, and still it serves
+        (2560, (2048, 512)),  # both are lowered in proportion
+        (-50, (8, 8)),  # no files are left, but the gateway still serves
     ],
 )
-def test_limits_are_lowered_to_the_files_that_there_are(num_files: int, expected: tuple[int, int]) -> None:
+def test_limits_are_lowered_to_the_available_files(num_files: int, expected: tuple[int, int]) -> None:
     assert share_files(num_files, 4096, 1024) == expected
 
 

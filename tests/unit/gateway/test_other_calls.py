@@ -1,4 +1,4 @@
-"""The other calls of the gateway, and what it refuses to generate."""
+"""The gateway's calls other than generation, and requests that it refuses to generate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 
-def test_tokenize_gives_what_the_model_would_see(tmp_path: Path) -> None:
+def test_tokenize_returns_the_prompt_of_the_model(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         text = await gateway.stub.Tokenize(gateway_pb2.TokenizeRequest(text=ANSWER))
         assert text.token_ids == REFERENCE(ANSWER)["input_ids"]
@@ -43,7 +43,7 @@ def test_tokenize_gives_what_the_model_would_see(tmp_path: Path) -> None:
     with_gateway(tmp_path, dense, test)
 
 
-def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
+def test_model_info_describes_the_model_and_its_limits(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         info = await gateway.stub.ModelInfo(gateway_pb2.ModelInfoRequest())
         assert info.model == EMBEDDED_MODEL.name
@@ -57,7 +57,7 @@ def test_model_info_tells_model_and_limits(tmp_path: Path) -> None:
 
 
 def reflection_call(gateway: RunningGateway, version: str) -> grpc.aio.StreamStreamMultiCallable:
-    """The messages of both versions are the same on the wire."""
+    """A call of either version of reflection. Their messages have the same wire format."""
     return gateway.channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -76,7 +76,7 @@ def test_reflection_describes_every_service_that_it_lists(tmp_path: Path, versio
         assert names == {"twostroke.v1.Gateway", "grpc.health.v1.Health", *reflections}
         for name in names:
             [answer] = [response async for response in ask(iter([question(file_containing_symbol=name)]))]
-            pool = descriptor_pool.DescriptorPool()  # empty: what is missing in the answer would be an error
+            pool = descriptor_pool.DescriptorPool()  # an empty pool, so a file missing in the answer is an error
             for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
                 pool.AddSerializedFile(file)
             for method in pool.FindServiceByName(name).methods:
@@ -87,8 +87,8 @@ def test_reflection_describes_every_service_that_it_lists(tmp_path: Path, versio
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 @pytest.mark.parametrize("num_questions", [0, 1])
-def test_reflection_does_not_wait_for_ever_for_a_question(tmp_path: Path, version: str, num_questions: int) -> None:
-    """It needs no API key."""
+def test_an_idle_reflection_call_ends_in_bounded_time(tmp_path: Path, version: str, num_questions: int) -> None:
+    """Such a call needs no API key, so it must not stay open."""
 
     async def test(gateway: RunningGateway) -> None:
         call = reflection_call(gateway, version)(timeout=20.0)
@@ -102,7 +102,7 @@ def test_reflection_does_not_wait_for_ever_for_a_question(tmp_path: Path, versio
     with_gateway(tmp_path, FakeDense(say([])), test, body_timeout_s=0.3)
 
 
-def test_abort_ends_an_answer_with_what_it_has(tmp_path: Path) -> None:
+def test_an_aborted_answer_returns_the_tokens_so_far(tmp_path: Path) -> None:
     dense = FakeDense(say(ids(ANSWER) * 100), step_s=0.002)
 
     async def test(gateway: RunningGateway) -> None:
@@ -131,7 +131,7 @@ def test_the_best_of_several_answers_cannot_be_streamed(tmp_path: Path) -> None:
     with_gateway(tmp_path, FakeDense(say(ids(ANSWER))), test)
 
 
-def test_another_model_is_not_found(tmp_path: Path) -> None:
+def test_a_request_for_another_model_is_not_found(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="'gpt' is not served here, 'tiny-llama' is") as caught:
             await gateway.stub.Generate(request(model="gpt"))

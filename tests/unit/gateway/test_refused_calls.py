@@ -1,4 +1,4 @@
-"""A refused call is forgotten at once, not when the garbage collector comes: its message may be large."""
+"""The memory of a refused call is freed at once, before the garbage collector runs: its message may be large."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
 
-def test_no_cycle_keeps_what_was_refused(tmp_path: Path) -> None:
+def test_a_refused_call_leaves_no_reference_cycle(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         gc.collect()
         gc.disable()
@@ -22,7 +22,7 @@ def test_no_cycle_keeps_what_was_refused(tmp_path: Path) -> None:
             for _ in range(5):
                 with pytest.raises(grpc.aio.AioRpcError, match="user has 500 characters"):
                     await gateway.stub.Generate(request(user="x" * 500))
-            # Each of them would hold the frames that it came through, and so the message.
+            # Each exception would keep its frames alive, and with them the message.
             kept = [each for each in gc.get_objects() if type(each) is InvalidRequest]
         finally:
             gc.enable()

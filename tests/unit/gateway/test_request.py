@@ -1,4 +1,4 @@
-"""Every rule that the comments of gateway.proto and sampling.proto promise to check."""
+"""Every rule for requests in the comments of gateway.proto and sampling.proto."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_unset_fields_take_the_defaults_of_the_proto() -> None:
     )
 
 
-def test_names_and_seeds_are_drawn_anew_for_each_request() -> None:
+def test_each_request_without_id_and_seed_gets_random_ones() -> None:
     requests = [read(IDS) for _ in range(8)]
     assert len({request.request_id for request in requests}) == 8
     assert len({request.sampling.seed for request in requests}) == 8
@@ -117,11 +117,11 @@ def test_given_fields_are_kept() -> None:
     )
 
 
-def test_a_seed_of_zero_is_a_given_seed() -> None:
+def test_a_seed_of_zero_is_not_replaced() -> None:
     assert read({**IDS, "sampling": {"seed": 0}}).sampling.seed == 0
 
 
-def test_a_priority_of_zero_is_a_named_priority() -> None:
+def test_a_priority_of_zero_is_not_the_default() -> None:
     assert read({**IDS, "priority": 0}).priority == 0
     assert read(IDS).priority is None
 
@@ -134,7 +134,7 @@ def test_the_longest_prompt_leaves_one_token() -> None:
     assert read({"prompt_token_ids": {"ids": [1] * 63}}).max_tokens == 1
 
 
-def test_a_default_of_max_tokens_gives_way_to_the_context() -> None:
+def test_a_default_of_max_tokens_is_lowered_to_the_context() -> None:
     assert read({"prompt_token_ids": {"ids": [1] * 47}, "default_max_tokens": 16}).max_tokens == 16
     assert read({"prompt_token_ids": {"ids": [1] * 49}, "default_max_tokens": 16}).max_tokens == 15
     assert read({**IDS, "max_tokens": 20, "default_max_tokens": 16}).max_tokens == 20
@@ -203,14 +203,14 @@ TOO_LONG: list[tuple[ModelLimits, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("limits", "fields", "param", "message"), TOO_LONG)
-def test_what_the_context_cannot_hold_is_told_so_that_clients_know_it(
+def test_a_context_overflow_is_recognised_by_clients(
     limits: ModelLimits, fields: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
         read(fields, limits)
     assert str(caught.value).startswith("This model's maximum context length is 64 tokens, but ")
     assert message in str(caught.value)
-    assert "context_length_exceeded" in str(caught.value), "where the text alone is looked at"
+    assert "context_length_exceeded" in str(caught.value), "for clients that read only the text"
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
@@ -222,7 +222,7 @@ def test_max_tokens_is_lowered_to_what_the_context_leaves(given: int, taken: int
         assert read({**IDS, "max_tokens": given}, STRICT).max_tokens == taken
 
 
-def test_an_assistant_may_have_said_nothing() -> None:
+def test_a_message_of_an_assistant_may_be_empty() -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant"}, {"role": "user", "content": "hi?"}]
     expected = TOKENIZER.hf_tokenizer.apply_chat_template(
         [{"content": "", **message} for message in chat], add_generation_prompt=True, return_dict=False
@@ -231,7 +231,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
 
 
 @pytest.mark.parametrize("wish", [{"echo": True}, {"prompt_logprobs": 0}])
-def test_no_tokens_are_generated_where_only_the_prompt_is_wanted(wish: dict[str, Any]) -> None:
+def test_requests_for_the_prompt_alone_generate_no_tokens(wish: dict[str, Any]) -> None:
     assert read({**IDS, "max_tokens": 0, **wish}).max_tokens == 0
     longest = {"prompt_token_ids": {"ids": [1] * 63}}
     assert read({**longest, "max_tokens": 0, **wish}).max_tokens == 0
@@ -239,7 +239,7 @@ def test_no_tokens_are_generated_where_only_the_prompt_is_wanted(wish: dict[str,
         read({"prompt_token_ids": {"ids": [1] * 64}, "max_tokens": 0, **wish})
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_cannot_smuggle_ids() -> None:
+def test_token_ids_beyond_the_models_vocabulary_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"out of vocabulary: must be in \[0, 3\)"):
         read({"prompt": "hello"}, replace(LIMITS, vocab_size=3))
 
@@ -266,12 +266,12 @@ def test_tokenizing_nothing_is_refused() -> None:
         ({"prompt_token_ids": {"ids": [-1] * 100}}, "64 tokens"),
     ],
 )
-def test_counts_are_checked_before_what_is_counted(fields: dict[str, Any], words: str) -> None:
+def test_the_length_of_a_list_is_checked_before_its_elements(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         read({**IDS, **fields})
 
 
-def test_a_salt_is_bounded_and_not_shown() -> None:
+def test_a_salt_has_a_length_limit_and_is_not_shown() -> None:
     assert read({**IDS, "cache_salt": "x" * 256}).cache_salt == "x" * 256
     with pytest.raises(InvalidRequest, match=r"^cache_salt has 257 characters, at most 256 allowed$") as refused:
         read({**IDS, "cache_salt": "x" * 257})
@@ -279,7 +279,7 @@ def test_a_salt_is_bounded_and_not_shown() -> None:
 
 
 @pytest.mark.parametrize("field", ["model", "request_id", "user", "cache_salt"])
-def test_a_text_of_megabytes_does_not_come_back(field: str) -> None:
+def test_an_error_quotes_little_of_a_long_text(field: str) -> None:
     with pytest.raises(TwostrokeError) as refused:
         read({**IDS, field: "\n" * 2_000_000})
     assert len(str(refused.value)) < 400

@@ -1,4 +1,4 @@
-"""Streamed and whole answers over a real channel, with the whole gateway behind it and a scripted dense worker."""
+"""Streamed and whole answers over a real channel, from a whole gateway with a scripted dense worker."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_stop_string_cuts_the_text_exactly(
     with_gateway(tmp_path, dense, test)
 
 
-def test_text_that_only_looked_like_a_stop_string_is_kept(tmp_path: Path) -> None:
+def test_text_that_only_begins_like_a_stop_string_is_kept(tmp_path: Path) -> None:
     token_ids = ids("The end is nea")
 
     async def test(gateway: RunningGateway) -> None:
@@ -187,7 +187,7 @@ def test_a_cancelled_call_is_cancelled_at_the_dense_worker(tmp_path: Path) -> No
         whole.cancel()
         await until(lambda: len(dense.cancelled_seq_ids) == 2)
         assert not dense.running
-        assert (await stream(gateway, request_id="streaming", max_tokens=3)).token_ids  # the name is free
+        assert (await stream(gateway, request_id="streaming", max_tokens=3)).token_ids  # the request_id is free again
 
     dense = FakeDense(say(ids("word " * 5000)), step_s=0.001)
     with_gateway(tmp_path, dense, test)
@@ -197,7 +197,7 @@ def test_a_cancelled_call_is_cancelled_at_the_dense_worker(tmp_path: Path) -> No
 async def unread_call(
     gateway: RunningGateway, dense: FakeDense, max_tokens: int
 ) -> AsyncIterator[grpc.aio.UnaryStreamCall]:
-    """A stream that was read once and whose tokens are all at the gateway, more than it can send."""
+    """A stream that the client has read only once. All its tokens are at the gateway, more than it can send."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]  # small buffers
     async with grpc.aio.insecure_channel(gateway.address, options=options) as channel:
         call = gateway_pb2_grpc.GatewayStub(channel).GenerateStream(
@@ -211,7 +211,7 @@ async def unread_call(
 NUM_UNREAD = 1000
 
 
-def test_a_reader_that_was_slow_gets_the_rest_in_few_chunks(tmp_path: Path) -> None:
+def test_a_slow_reader_gets_the_rest_in_few_chunks(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         async with unread_call(gateway, dense, max_tokens=NUM_UNREAD) as call:
             chunks = []
@@ -240,7 +240,7 @@ def test_a_call_that_nobody_reads_can_be_cancelled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reads_on", [True, False])
-def test_a_call_that_nobody_reads_is_cut(reads_on: bool, tmp_path: Path) -> None:
+def test_a_call_that_nobody_reads_is_ended(reads_on: bool, tmp_path: Path) -> None:
     def num_aborts() -> int:
         return sum("SlowReaders" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
@@ -264,7 +264,7 @@ def test_a_call_that_nobody_reads_is_cut(reads_on: bool, tmp_path: Path) -> None
     with_gateway(tmp_path, dense, test, slow_reader_timeout_s=0.5)
 
 
-def test_a_deadline_is_a_cancel(tmp_path: Path) -> None:
+def test_a_deadline_cancels_the_request(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await gateway.stub.Generate(request(), timeout=0.1)
@@ -285,7 +285,7 @@ def test_a_deadline_is_a_cancel(tmp_path: Path) -> None:
         ({"request_id": "running"}, "in use"),
     ],
 )
-def test_a_wrong_request_is_refused_beside_a_running_one(
+def test_a_wrong_request_is_refused_while_another_one_runs(
     fields: dict[str, Any], details: str, tmp_path: Path
 ) -> None:
     token_ids = ids("word " * 100)

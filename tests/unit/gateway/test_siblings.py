@@ -1,4 +1,4 @@
-"""An Abort that comes to another process than its request."""
+"""An Abort that arrives at another gateway process than its request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BYTES = 1 << 20
 
 
 class FakeGateway(gateway_pb2_grpc.GatewayServicer):
-    """Runs one request, of whoever has the key `secret`."""
+    """Runs one request of the caller with the API key `secret`."""
 
     def __init__(self, running: str) -> None:
         self.running = running
@@ -59,7 +59,7 @@ def abort(directory: Path, request_id: str, *metadata: tuple[str, str]) -> tuple
     return asyncio.run(main()), gateways
 
 
-def test_all_siblings_are_asked_with_the_callers_credentials_and_a_dead_one_does_no_harm(tmp_path: Path) -> None:
+def test_an_abort_is_passed_on_to_all_siblings_with_the_callers_credentials(tmp_path: Path) -> None:
     key = ("authorization", "Bearer secret")
     was_running, gateways = abort(tmp_path, "b", key, ("x-other", "stays here"))
     assert was_running
@@ -74,6 +74,6 @@ def test_without_the_key_nothing_is_aborted(tmp_path: Path) -> None:
     assert abort(tmp_path, "b")[0] is False
 
 
-def test_what_a_sibling_passed_on_goes_no_further(tmp_path: Path) -> None:
+def test_an_abort_from_a_sibling_is_not_passed_on_again(tmp_path: Path) -> None:
     was_running, gateways = abort(tmp_path, "b", ("authorization", "Bearer secret"), (PASSED_ON, "1"))
     assert not was_running and not gateways[0].metadata and not gateways[1].metadata

@@ -1,4 +1,4 @@
-"""Where the launcher's services listen, and what it says of addresses it cannot serve at."""
+"""The addresses of the launcher's services, and the errors for addresses that cannot work."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from services.launch.child import Child
 from services.launch.service_configs import gateway_configs
 
 
-def test_a_taken_port_is_named() -> None:
+def test_the_error_names_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: port in use"):
             check_free(f"127.0.0.1:{port}")
 
 
-def test_a_host_that_does_not_exist_is_named() -> None:
+def test_the_error_names_an_unknown_host() -> None:
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid:8080"):
         check_free("no-such-host.invalid:8080")
 
 
-def test_a_port_that_nobody_would_find_is_refused() -> None:
+def test_port_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0: nobody would find it; ports are from 1 to 65535"):
         check_free("127.0.0.1:0")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_launcher_has_a_socket_of_its_own_to_every_gateway(tmp_path: Path, num_processes: int) -> None:
+def test_the_launcher_has_a_private_socket_to_every_gateway(tmp_path: Path, num_processes: int) -> None:
     config = load_config(None, [f"launch.gateway_processes={num_processes}"])
     configs = gateway_configs(place_sockets(config, tmp_path, is_private=False), tmp_path)
     children = [Child("gateway", "gateway", *each, run_dir=tmp_path, environment=None) for each in configs]

@@ -18,13 +18,13 @@ from services.launch.children import Children
 TIMEOUT_S = 60.0
 
 
-def test_an_end_is_noticed_however_busy_the_loops_own_threads_are(tmp_path: Path) -> None:
+def test_an_end_is_noticed_although_the_threads_of_the_event_loop_are_busy(tmp_path: Path) -> None:
     is_over = threading.Event()
 
     async def watch() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         busy = asyncio.ensure_future(asyncio.to_thread(is_over.wait))
-        # A module that does not exist.
+        # This module does not exist.
         child = Child("nobody", "nobody", Config(), ChildOptions(), run_dir=tmp_path, environment=None)
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -37,7 +37,7 @@ def test_an_end_is_noticed_however_busy_the_loops_own_threads_are(tmp_path: Path
         asyncio.run(watch())
 
 
-def test_nobody_waits_for_a_restart_to_stop(tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_for_a_delayed_restart(tmp_path: Path) -> None:
     config = Config(launch=LaunchSection(restart_delay_s=TIMEOUT_S))
 
     async def run() -> None:

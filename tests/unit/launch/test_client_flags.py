@@ -1,4 +1,4 @@
-"""How the launcher calls the chat client."""
+"""The flags with which the launcher calls the chat client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ctl` without a launcher, and how it finds the one that runs."""
+"""`ctl` without a launcher, and how it finds a running launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_without_a_launcher_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_launcher_ctl_prints_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "twostroke-dead").mkdir()
     (tmp_path / "twostroke-dead" / "lock").touch()
     assert ctl.main(["status"]) == ctl.NO_LAUNCHER
@@ -24,12 +24,12 @@ def test_without_a_launcher_it_says_so(capsys: pytest.CaptureFixture[str], tmp_p
     assert "no launcher runs here" in capsys.readouterr().err
 
 
-def test_a_launcher_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_error_names_a_launcher_that_does_not_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert ctl.main(["--launcher", f"unix:{tmp_path}/gone.sock", "status"]) == ctl.NO_LAUNCHER
     assert f"{tmp_path}/gone.sock does not answer" in capsys.readouterr().err
 
 
-def test_the_only_launcher_is_found_and_of_two_one_must_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_launcher_is_found_and_with_two_one_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     with run_directory() as first:
         assert ctl.find_launcher() == f"unix:{first}/launch.sock"
         with run_directory() as second:
@@ -38,7 +38,7 @@ def test_the_only_launcher_is_found_and_of_two_one_must_be_chosen(capsys: pytest
             assert str(first) in message and str(second) in message and "--launcher" in message
 
 
-def test_paths_are_meant_from_where_the_command_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_relative_paths_start_at_the_current_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert ctl._absolute("model.path=models/x") == f"model.path={tmp_path}/models/x"
     assert ctl._absolute("model.path='/a/b'") == "model.path=/a/b"

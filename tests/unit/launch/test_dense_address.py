@@ -1,4 +1,4 @@
-"""The address of the present dense worker, as a link that gateways follow."""
+"""The address of the current dense worker is a symbolic link that gateways follow."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def who_answers(path: Path, listeners: list[socket.socket]) -> int:
 def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None:
     run_dir, path = tmp_path / "run", tmp_path / "dense.sock"
     run_dir.mkdir()
-    place = DenseAddress(f"unix:{path}", run_dir)
-    addresses = [place.new_address(), place.new_address()]
+    link = DenseAddress(f"unix:{path}", run_dir)
+    addresses = [link.new_address(), link.new_address()]
     listeners = [listen(address) for address in addresses]
     for number in (0, 1, 0):
-        place.point_to(addresses[number])
+        link.point_to(addresses[number])
         assert who_answers(path, listeners) == number
-    place.remove()
+    link.remove()
     assert not path.is_symlink()
     for listener in listeners:
         listener.close()
 
 
-def test_what_a_dead_launcher_left_is_replaced_and_what_serves_or_is_a_file_is_not(tmp_path: Path) -> None:
+def test_only_a_dead_launchers_link_or_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
     path.symlink_to(tmp_path / "gone.sock")
     DenseAddress(f"unix:{path}", tmp_path)
     path.unlink()
     listen(f"unix:{path}").close()
-    place = DenseAddress(f"unix:{path}", tmp_path)
-    address = place.new_address()
+    link = DenseAddress(f"unix:{path}", tmp_path)
+    address = link.new_address()
     with listen(address):
-        place.point_to(address)
+        link.point_to(address)
         with pytest.raises(ConfigError, match="another process serves there"):
             DenseAddress(f"unix:{path}", tmp_path)
     path.unlink()
@@ -65,25 +65,25 @@ def test_what_a_dead_launcher_left_is_replaced_and_what_serves_or_is_a_file_is_n
     assert path.read_text() == "a letter"
 
 
-def test_another_ones_link_is_not_removed(tmp_path: Path) -> None:
+def test_the_link_of_another_process_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "dense.sock"
-    place = DenseAddress(f"unix:{path}", tmp_path)
-    place.point_to(place.new_address())
+    link = DenseAddress(f"unix:{path}", tmp_path)
+    link.point_to(link.new_address())
     path.unlink()
     path.symlink_to(tmp_path / "somebody.sock")
-    place.remove()
+    link.remove()
     assert path.is_symlink()
 
 
-def test_at_a_port_there_is_one_worker_only(tmp_path: Path) -> None:
-    place = DenseAddress("127.0.0.1:50052", tmp_path)
-    assert not place.can_switch
-    assert place.new_address() == "127.0.0.1:50052"
-    place.point_to(place.new_address())
-    place.remove()
+def test_a_worker_at_a_port_cannot_be_switched(tmp_path: Path) -> None:
+    link = DenseAddress("127.0.0.1:50052", tmp_path)
+    assert not link.can_switch
+    assert link.new_address() == "127.0.0.1:50052"
+    link.point_to(link.new_address())
+    link.remove()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on unix:{tmp_path}/no/dense.sock: there is no directory"):
         DenseAddress(f"unix:{tmp_path}/no/dense.sock", tmp_path)

@@ -1,4 +1,4 @@
-"""Whom the launcher blames for a stall."""
+"""Which service the launcher kills because of a stall."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def watch() -> HealthWatch:
     return HealthWatch([], WatchdogSection(stall_timeout_s=BOUND_S), START_S)
 
 
-def test_who_does_not_answer_is_blamed_alone(watch: HealthWatch) -> None:
+def test_only_a_service_that_does_not_answer_is_blamed(watch: HealthWatch) -> None:
     waits = stall(DENSE, waits_for=ATTENTION)
     assert blame(watch, attn_worker=silent(11), dense_worker=waits, gateway=FINE) == [ATTENTION]
     assert blame(watch, attn_worker=silent(9), dense_worker=FINE, gateway=FINE) == []
     assert blame(watch, attn_worker=FINE, dense_worker=FINE, gateway=silent(11)) == [GATEWAY]
 
 
-def test_a_long_silence_with_few_questions_proves_nothing(watch: HealthWatch) -> None:
+def test_a_silence_with_few_missed_checks_is_not_a_stall(watch: HealthWatch) -> None:
     assert blame(watch, gateway=HealthRecord(0.0, 0.0, MIN_MISSED - 1, has_served=True)) == []
 
 
-def test_who_has_not_served_yet_may_load_for_as_long_as_a_start_may_take(watch: HealthWatch) -> None:
+def test_a_service_that_has_not_served_yet_has_the_time_of_a_start(watch: HealthWatch) -> None:
     assert blame(watch, dense_worker=silent(START_S - 1, has_served=False)) == []
     assert blame(watch, dense_worker=silent(START_S + 1, has_served=False)) == [DENSE]
 
 
-def test_a_start_may_take_several_times_as_long_as_those_before(watch: HealthWatch) -> None:
+def test_a_start_may_take_several_times_as_long_as_earlier_starts(watch: HealthWatch) -> None:
     watch.note_start(ATTENTION, 6.0)
     watch.note_start(ATTENTION, 5.0)
     watch.note_start(DENSE, 200.0)
@@ -69,19 +69,19 @@ def test_a_start_may_take_several_times_as_long_as_those_before(watch: HealthWat
     assert blame(watch, attn_worker=FINE, dense_worker=silent(START_S + 1, has_served=False)) == [DENSE]
 
 
-def test_who_computes_for_too_long_is_blamed_and_not_who_waits_for_it(watch: HealthWatch) -> None:
+def test_the_service_that_computes_too_long_is_blamed_and_not_the_waiting_one(watch: HealthWatch) -> None:
     assert blame(watch, attn_worker=stall(ATTENTION), dense_worker=stall(DENSE, ATTENTION)) == [ATTENTION]
     assert blame(watch, attn_worker=stall(ATTENTION, DENSE), dense_worker=stall(DENSE)) == [DENSE]
 
 
-def test_of_two_that_wait_for_each_other_the_dense_worker_goes_and_then_both(watch: HealthWatch) -> None:
+def test_if_both_wait_for_each_other_first_the_dense_worker_is_blamed_and_then_both(watch: HealthWatch) -> None:
     records = {ATTENTION: stall(ATTENTION, DENSE), DENSE: stall(DENSE, ATTENTION)}
     assert blame(watch, **records) == [DENSE]
     assert blame(watch, now=1020.0, **records) == [ATTENTION, DENSE]
     assert blame(watch, now=2000.0, **records) == [DENSE]
 
 
-def test_one_that_waits_alone_gets_twice_the_time(watch: HealthWatch) -> None:
+def test_a_service_that_waits_for_a_healthy_one_gets_twice_the_time(watch: HealthWatch) -> None:
     assert blame(watch, attn_worker=FINE, dense_worker=stall(DENSE, ATTENTION)) == []
     assert blame(watch, attn_worker=FINE, dense_worker=stall(DENSE, ATTENTION, stalled_s=21.0)) == [DENSE]
 
@@ -92,7 +92,7 @@ def test_the_reason_names_step_layer_and_requests(watch: HealthWatch) -> None:
 
 
 class ChildWithoutFiles(FakeChild):
-    """Whose certificate is being renewed."""
+    """A service whose certificate is missing while it is renewed."""
 
     pid, address, is_running = 1, "127.0.0.1:1", True
 
@@ -104,7 +104,7 @@ class ChildWithoutFiles(FakeChild):
         raise AssertionError(reason)
 
 
-def test_tls_files_that_are_missing_for_a_while_end_nobody() -> None:
+def test_missing_tls_files_kill_no_service() -> None:
     watch = HealthWatch([ChildWithoutFiles(DENSE)], WatchdogSection(stall_timeout_s=0.05), 0.1)
 
     async def run() -> None:

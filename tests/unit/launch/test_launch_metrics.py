@@ -1,4 +1,4 @@
-"""What the launcher counts of its children, by role."""
+"""The launcher's metrics of its services, by role."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FakeChild:
     is_running: bool
 
 
-def test_processes_of_a_role_are_added_up() -> None:
+def test_the_processes_of_a_role_are_added() -> None:
     registry = CollectorRegistry()
     children = [FakeChild("dense_worker", 2, False), FakeChild("gateway", 1, True), FakeChild("gateway", 0, True)]
     LaunchMetrics(registry, lambda: children)

@@ -1,4 +1,4 @@
-"""The MPS daemon's life, with a stand-in for NVIDIA's program: whatever that does, every call ends and says why."""
+"""Starting and stopping the MPS daemon, with a simulated NVIDIA program. Every call ends, or fails with a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.launch import mps
 from services.launch.mps import CONTROL, MpsDaemon
 
 TIMEOUT_S = 0.5
-# Does what the real one does as far as it matters here: `-d` leaves a daemon, which `quit` ends.
+# Like the real program, as far as needed here: `-d` starts a daemon, and `quit` ends it.
 WORKING = """
 if [ "$1" = -d ]; then echo "devices: $CUDA_VISIBLE_DEVICES" > "$CUDA_MPS_PIPE_DIRECTORY/daemon"; exit; fi
 read command
@@ -36,7 +36,7 @@ FAILING = "echo 'no permission' >&2; exit 3"
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The daemon's own; its program is looked for beside it first."""
+    """The daemon's directory. Its parent is first in PATH, so tests install the program there."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(mps, "ANSWER_TIMEOUT_S", TIMEOUT_S)
     return tmp_path / "mps"
@@ -52,7 +52,7 @@ def daemons(directory: Path) -> list[Path]:
     return list((directory / "pipe").glob("daemon"))
 
 
-def test_clients_of_all_servers_are_told_and_stop_leaves_no_daemon(directory: Path) -> None:
+def test_clients_of_all_servers_are_listed_and_stop_ends_the_daemon(directory: Path) -> None:
     install(directory, WORKING)
     daemon = MpsDaemon(directory)
     daemon.start()
@@ -62,10 +62,10 @@ def test_clients_of_all_servers_are_told_and_stop_leaves_no_daemon(directory: Pa
     assert not daemons(directory)
 
 
-def test_indices_of_gpus_mean_to_a_client_what_they_mean_without_the_daemon(
+def test_gpu_indices_have_the_same_meaning_with_and_without_the_daemon(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The documentation of MPS: with the variable set for both, a client's indices count the daemon's devices."""
+    """By the documentation of MPS, with the variable set for both, a client's indices refer to the daemon's devices."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     install(directory, WORKING)
     daemon = MpsDaemon(directory)
@@ -84,7 +84,7 @@ def test_indices_of_gpus_mean_to_a_client_what_they_mean_without_the_daemon(
     ],
     ids=["hanging", "mute", "failing"],
 )
-def test_a_broken_daemon_is_named_within_a_bound_and_not_left_behind(
+def test_a_broken_daemon_is_an_error_in_bounded_time_and_not_left_behind(
     directory: Path, script: str, message: str
 ) -> None:
     install(directory, script)
@@ -95,7 +95,7 @@ def test_a_broken_daemon_is_named_within_a_bound_and_not_left_behind(
     assert not daemons(directory)
 
 
-def test_a_program_that_cannot_be_run_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_program_that_cannot_be_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(directory, WORKING, mode=0o600)
     monkeypatch.setenv("PATH", str(directory.parent))
     with pytest.raises(PeerError, match=rf"{CONTROL} cannot be run: Permission denied"):

@@ -1,4 +1,4 @@
-"""Every way in which a planned take-over can go: which worker serves in the end, and who was asked for what."""
+"""All outcomes of a replacement of the dense worker: which worker serves at the end, and which calls were made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = dense_pb2.DenseStatus
 
 
 class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
-    """A dense worker and the launcher's `Child` in one. It notes in `calls`, shared by all, what it is asked for."""
+    """A dense worker and its `Child` in one object. It records calls in `calls`, which all of them share."""
 
     tls = None
 
@@ -116,21 +116,21 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
 
 
 class FakeAttention(attn_pb2_grpc.AttentionWorkerServicer):
-    """Completes `steps_per_question` steps between two questions for its status."""
+    """Completes `steps_per_status` steps between two calls of GetStatus."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.steps_per_question = 0
+        self.steps_per_status = 0
 
     async def GetStatus(
         self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttentionStatus:
-        self.num_steps += self.steps_per_question
+        self.num_steps += self.steps_per_status
         return attn_pb2.AttentionStatus(num_steps=self.num_steps)
 
 
 class World:
-    """A launcher with one dense worker, `old`; the next one is `new`, which `prepare` may spoil."""
+    """A launcher with the dense worker `old`. The replacement is `new`; `prepare` may make either of them fail."""
 
     def __init__(self, directory: Path, prepare: Callable[[World], None]) -> None:
         self.calls: list[str] = []
@@ -143,12 +143,12 @@ class World:
         self.new: FakeChild | None = None
         self.attention = FakeAttention()
         self.children = Children()
-        self.spoil_new: Callable[[FakeChild], None] = lambda child: None
+        self.change_new: Callable[[FakeChild], None] = lambda child: None
 
         def make_child(name: str, role: str, config: Config, options: ChildOptions) -> FakeChild:
             assert self.new is None and options.is_standby
             self.new = FakeChild("new", config, options, self.calls, directory)
-            self.spoil_new(self.new)
+            self.change_new(self.new)
             return self.new
 
         attention_address = f"unix:{directory}/attention.sock"
@@ -160,19 +160,19 @@ class World:
 
     @property
     def serves(self) -> str:
-        """Whom gateways find."""
+        """The name of the worker at the address that gateways use."""
         [present] = [child for child in (self.old, self.new) if child and self.link.readlink() == path_of(child)]
         return present.name
 
     async def replace(self, *overrides: str, drops_caches: bool = False) -> str:
-        """The new backend; every server that this started ends."""
+        """Replaces the worker; returns the new backend. Stops everything at the end."""
         await self._server.start()
         self.children.start(self.old)
         while not self.old.num_starts:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         try:
-            replaced = await self.replacer.replace(overrides, drops_caches=drops_caches)
-            return replaced.backend
+            replacement = await self.replacer.replace(overrides, drops_caches=drops_caches)
+            return replacement.backend
         finally:
             self.members = [child.name for child in self.children]
             await self.children.stop(1.0)
@@ -184,7 +184,7 @@ def path_of(child: FakeChild) -> Path:
 
 
 def nothing(world: World) -> None:
-    """Spoils nothing."""
+    """Changes nothing."""
 
 
 def run(
@@ -200,13 +200,13 @@ def run(
     return asyncio.run(main())
 
 
-def test_the_new_worker_takes_over_when_the_old_one_has_left(tmp_path: Path) -> None:
+def test_the_new_worker_takes_over_after_the_old_one_has_left(tmp_path: Path) -> None:
     world, backend = run(tmp_path, nothing, "dense.num_threads=1")
     assert backend == "backend of new"
     assert world.calls[:4] == ["old leave", "new take over", "new compute", "old stop"]
     assert world.serves == "new" and world.members == ["new"]
     assert world.new is not None
-    assert not world.new.options.is_standby, "a restart must not wait for anybody"
+    assert not world.new.options.is_standby, "after a restart it must attach at once"
     assert load_config(world.new.config_file).dense.num_threads == 1
     assert world.new.may_restart
 
@@ -214,7 +214,7 @@ def test_the_new_worker_takes_over_when_the_old_one_has_left(tmp_path: Path) -> 
 @pytest.mark.parametrize("drops_caches", [False, True])
 def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, drops_caches: bool) -> None:
     def prepare(world: World) -> None:
-        world.spoil_new = lambda child: setattr(child, "weights_hash", "0ther")
+        world.change_new = lambda child: setattr(child, "weights_hash", "0ther")
 
     world, result = run(tmp_path, prepare, drops_caches=drops_caches)
     if drops_caches:
@@ -226,19 +226,19 @@ def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("call", ["take over", "compute"])
-def test_a_new_worker_that_fails_late_gives_way_to_the_old_one(tmp_path: Path, call: str) -> None:
+def test_if_the_new_worker_fails_late_the_old_one_continues(tmp_path: Path, call: str) -> None:
     def prepare(world: World) -> None:
-        world.spoil_new = lambda child: child.refuses.add(call)
+        world.change_new = lambda child: child.refuses.add(call)
 
     world, result = run(tmp_path, prepare)
     assert isinstance(result, RolledBack)
     assert f"no {call} today" in str(result) and f"process {world.old.pid}, goes on" in str(result)
-    # The new one has stopped before the old one attaches again: both at once would throw each other out.
+    # The new worker stops before the old one attaches again; otherwise they would replace each other.
     assert world.calls.index("old leave") < world.calls.index("new stop") < world.calls.index("old take over")
     assert world.serves == "old" and world.members == ["old"]
 
 
-def test_an_old_worker_that_cannot_leave_goes_on(tmp_path: Path) -> None:
+def test_an_old_worker_that_cannot_leave_continues(tmp_path: Path) -> None:
     def prepare(world: World) -> None:
         world.old.refuses.add("leave")
 
@@ -254,7 +254,7 @@ def test_an_old_worker_that_dies_in_standby_is_started_again_if_the_new_one_fail
             child.on_call["compute"] = world.old.die
             child.refuses.add("compute")
 
-        world.spoil_new = spoil
+        world.change_new = spoil
 
     world, result = run(tmp_path, prepare)
     assert isinstance(result, RolledBack)
@@ -262,10 +262,10 @@ def test_an_old_worker_that_dies_in_standby_is_started_again_if_the_new_one_fail
 
 
 @pytest.mark.parametrize(("steps", "is_replaced"), [(3, True), (0, False)])
-def test_a_worker_too_full_for_the_probe_must_complete_steps(tmp_path: Path, steps: int, is_replaced: bool) -> None:
+def test_a_worker_too_busy_for_the_probe_must_complete_steps(tmp_path: Path, steps: int, is_replaced: bool) -> None:
     def prepare(world: World) -> None:
-        world.attention.steps_per_question = steps
-        world.spoil_new = lambda child: setattr(child, "first_output", dense_pb2.StepOutput())
+        world.attention.steps_per_status = steps
+        world.change_new = lambda child: setattr(child, "first_output", dense_pb2.StepOutput())
 
     world, result = run(tmp_path, prepare)
     assert (result == "backend of new") is is_replaced
@@ -283,7 +283,7 @@ def test_a_cancelled_replacement_is_undone(tmp_path: Path) -> None:
             await asyncio.Event().wait()
 
         world = World(tmp_path, lambda world: None)
-        world.spoil_new = lambda child: child.on_call.update({"take over": hang})
+        world.change_new = lambda child: child.on_call.update({"take over": hang})
         task = asyncio.create_task(world.replace())
         async with asyncio.timeout(20):
             await is_computing.wait()
@@ -297,7 +297,7 @@ def test_a_cancelled_replacement_is_undone(tmp_path: Path) -> None:
     assert world.calls.index("new stop") < world.calls.index("old take over")
 
 
-def test_the_old_worker_is_seen_to_its_end_even_if_whoever_asked_goes(tmp_path: Path) -> None:
+def test_a_cancelled_call_still_waits_for_the_end_of_the_old_worker(tmp_path: Path) -> None:
     async def main() -> World:
         is_ending, has_ended = asyncio.Event(), asyncio.Event()
 
@@ -326,7 +326,7 @@ def test_the_old_worker_is_seen_to_its_end_even_if_whoever_asked_goes(tmp_path: 
 @pytest.mark.parametrize(
     "override", ["gateway.max_n=3", "dense.address=unix:/x", "dense.standby=false", "dense.nonsense=1", "no key"]
 )
-def test_what_cannot_change_is_refused_before_anything_starts(tmp_path: Path, override: str) -> None:
+def test_settings_that_cannot_change_are_refused_before_anything_starts(tmp_path: Path, override: str) -> None:
     world, result = run(tmp_path, nothing, override)
     assert isinstance(result, InvalidRequest)
     assert world.new is None and world.serves == "old"

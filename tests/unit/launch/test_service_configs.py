@@ -1,4 +1,4 @@
-"""What each of the services is started with."""
+"""The configuration with which the launcher starts each service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.launch.service_configs import gateway_configs
 RUN_DIR = Path("/run/x")
 
 
-def test_each_process_shares_the_ports_and_has_a_socket_and_metrics_of_its_own(tmp_path: Path) -> None:
+def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tmp_path: Path) -> None:
     config = load_config(None, ["launch.gateway_processes=3", "gateway.metrics_address=127.0.0.1:9100"])
     configs, options = zip(*gateway_configs(config, RUN_DIR), strict=True)
     assert {(each.gateway.address, each.gateway.http_address) for each in configs} == {
@@ -29,10 +29,10 @@ def test_each_process_shares_the_ports_and_has_a_socket_and_metrics_of_its_own(t
     file = tmp_path / "config.toml"
     file.write_text(dump_config(configs[1]))
     arguments = ["--config", str(file), "--child", options[1].model_dump_json()]
-    assert parse_service_args("gateway", arguments) == (configs[1], options[1]), "as the process reads it"
+    assert parse_service_args("gateway", arguments) == (configs[1], options[1]), "the process must read the same values"
 
 
-def test_one_process_shares_nothing() -> None:
+def test_a_single_process_shares_nothing() -> None:
     config = load_config(None)
     assert gateway_configs(config, RUN_DIR) == [(config, ChildOptions())]
 
@@ -45,7 +45,7 @@ def test_one_process_shares_nothing() -> None:
         ("gateway.metrics_address=127.0.0.1:65530", "process 1 would have port 65540"),
     ],
 )
-def test_what_cannot_be_shared_is_named(override: str, words: str) -> None:
+def test_the_error_names_an_address_that_cannot_be_shared(override: str, words: str) -> None:
     config = load_config(None, ["launch.gateway_processes=2", override])
     with pytest.raises(ConfigError, match=words):
         gateway_configs(config, RUN_DIR)

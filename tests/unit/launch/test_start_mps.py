@@ -1,4 +1,4 @@
-"""When the launcher starts MPS, and what it says when it does not."""
+"""When the launcher starts MPS, and what it logs if it does not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_workers_that_share_a_gpu_get_a_daemon(started: list[Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(("dense", "attention"), [("cpu", "cpu"), ("cuda", "cpu"), ("cuda:0", "cuda:1")])
-def test_workers_that_share_none_get_no_daemon_and_no_warning(
+def test_workers_on_different_devices_get_no_daemon_and_no_warning(
     started: list[Path], tmp_path: Path, dense: str, attention: str
 ) -> None:
     with structlog.testing.capture_logs() as logs:
@@ -61,7 +61,7 @@ def test_workers_that_share_none_get_no_daemon_and_no_warning(
     ("mode", "has_mps", "reason"),
     [("off", True, "launch.mps is 'off'"), ("auto", False, "this machine has no nvidia-cuda-mps-control")],
 )
-def test_sharing_a_gpu_without_mps_is_told(
+def test_sharing_a_gpu_without_mps_logs_a_warning(
     started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, has_mps: bool, reason: str
 ) -> None:
     monkeypatch.setattr(mps, "has_mps", lambda: has_mps)
@@ -72,7 +72,7 @@ def test_sharing_a_gpu_without_mps_is_told(
     assert started == []
 
 
-def test_mps_that_was_asked_for_and_cannot_be_had_is_an_error(
+def test_mps_that_is_configured_but_missing_is_an_error(
     started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "has_mps", lambda: False)
@@ -80,7 +80,7 @@ def test_mps_that_was_asked_for_and_cannot_be_had_is_an_error(
         mps.start_mps(config("auto", "auto", "on"), tmp_path)
 
 
-def test_a_daemon_that_does_not_stop_hides_no_other_error(started: list[Path], tmp_path: Path) -> None:
+def test_a_daemon_that_does_not_stop_is_logged_and_raises_no_error(started: list[Path], tmp_path: Path) -> None:
     daemon = mps.start_mps(config("auto", "auto", "auto"), tmp_path)
     assert daemon is not None
     with structlog.testing.capture_logs() as logs:

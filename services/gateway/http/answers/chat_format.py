@@ -10,8 +10,10 @@ from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.head import UsageCounter, head, running_usage, stop_reason
 from services.gateway.http.answers.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.http.answers.tool_calls import add_parts, delta_object, finish_reason
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.chat import (
+    AnswerMessage,
     ChatChoice,
     ChatChunkObject,
     ChatLogprobs,
@@ -20,6 +22,7 @@ from services.gateway.http.schemas.chat import (
     ChunkChoice,
     Delta,
 )
+from services.gateway.http.schemas.tools import NamedToolChoice
 
 
 class ChatFormat:
@@ -44,6 +47,9 @@ class ChatFormat:
         self._usage = UsageCounter()
         self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
+        self._is_named = isinstance(body.tool_choice, NamedToolChoice)
+        has_format = frontend.tokenizer.chat_formats.reasoning is not None
+        self._has_reasoning = has_format and body.include_reasoning is not False
 
     def begin(self, prompts: Sequence[list[int]]) -> None:
         [self._prompt] = prompts
@@ -63,9 +69,12 @@ class ChatFormat:
         return objects
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject]:
+        delta: Delta = {"content": chunk.text}
+        if chunk.deltas:
+            delta = delta_object(chunk.deltas, has_reasoning=self._has_reasoning)
         choice: ChunkChoice = {
             "index": chunk.index,
-            "delta": {"content": chunk.text},
+            "delta": delta,
             "logprobs": None,
             "finish_reason": None,
         }
@@ -75,12 +84,13 @@ class ChatFormat:
             choice["token_ids"] = chunk.token_ids
         if chunk.finish is not None:
             self._usage.add(prompt_index, chunk.finish)
-            choice["finish_reason"] = chunk.finish.reason.value
+            choice["finish_reason"] = finish_reason(chunk.finish, self._is_named)
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
         prompt = chunk.prompt
         has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
-        if not chunk.text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
-            return ()  # the token is an incomplete character
+        has_text = bool(delta) if chunk.deltas else bool(chunk.text)
+        if not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
+            return ()  # the token is an incomplete character, or a part of a marker
         whole = self._object(choice, chunk.num_output_tokens)
         if has_prompt_logprobs:
             whole["prompt_logprobs"] = prompt_logprobs(self._tokenizer, prompt.token_ids, prompt.logprobs)
@@ -109,11 +119,14 @@ class ChatFormat:
         return whole
 
     def _choice(self, completion: Completion) -> ChatChoice:
+        message: AnswerMessage = {"role": "assistant", "content": self._lead + completion.text, "refusal": None}
+        if completion.parts is not None:
+            add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
         choice: ChatChoice = {
             "index": completion.index,
-            "message": {"role": "assistant", "content": self._lead + completion.text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": completion.finish.reason.value,
+            "finish_reason": finish_reason(completion.finish, self._is_named),
             "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
         }
         if self._body.logprobs:

@@ -32,6 +32,7 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[int, Finish] = {}
         self._num_output_tokens = 0
+        self._num_reasoning_tokens: int | None = None  # None: reasoning is not separated
 
     def add(self, prompt_index: int, finish: Finish) -> None:
         """Counts one answer to the prompt with this index."""
@@ -39,11 +40,13 @@ class UsageCounter:
         if finish.num_cached_tokens < first.num_cached_tokens:
             self._prompts[prompt_index] = finish  # the first of several answers computes the prompt for the others
         self._num_output_tokens += finish.num_output_tokens
+        if finish.num_reasoning_tokens is not None:
+            self._num_reasoning_tokens = (self._num_reasoning_tokens or 0) + finish.num_reasoning_tokens
 
     def usage(self) -> UsageObject:
         """The counts as OpenAI's object."""
         num_prompt_tokens = sum(finish.num_prompt_tokens for finish in self._prompts.values())
-        return {
+        usage: UsageObject = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
             "total_tokens": num_prompt_tokens + self._num_output_tokens,
@@ -51,6 +54,9 @@ class UsageCounter:
                 "cached_tokens": sum(finish.num_cached_tokens for finish in self._prompts.values())
             },
         }
+        if self._num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
+        return usage
 
 
 def running_usage(num_prompt_tokens: int, num_output_tokens: int) -> UsageObject:

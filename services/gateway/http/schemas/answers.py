@@ -6,13 +6,19 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-FinishReasonName = Literal["stop", "length", "abort"]
+FinishReasonName = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class PromptTokensDetails(TypedDict):
     """How many prompt tokens were found in the prefix cache."""
 
     cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """How many tokens of the answers were reasoning."""
+
+    reasoning_tokens: int
 
 
 class UsageObject(TypedDict):
@@ -22,6 +28,7 @@ class UsageObject(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: NotRequired[PromptTokensDetails]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class PromptLogprob(TypedDict):

@@ -13,7 +13,15 @@ from typing_extensions import TypedDict
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.http.schemas.base import CountOrAll, Int64, RequestModel, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
+from services.gateway.http.schemas.tools import (
+    AnswerToolCall,
+    ToolCallDeltaObject,
+    ToolCalls,
+    ToolChoiceObject,
+    ToolObjects,
+)
 from services.gateway.request import MAX_MESSAGES
+from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
 MAX_PARTS = 1024  # of one message
 MAX_CHAT_PARTS = 4096  # of all messages of a chat
@@ -55,15 +63,20 @@ class ChatMessageObject(RequestModel):
         "audio": (),
         "function_call": (),
         "refusal": (),
-        "tool_call_id": (),
-        "tool_calls": ([],),
     }
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means system")
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="developer means system")
     content: Content | None = Field(None, description="May be null or missing for the assistant")
     name: str | None = Field(None, description="The speaker's name, for templates that use it")
+    tool_calls: ToolCalls = Field(None, description="The assistant's calls of tools")
+    tool_call_id: str | None = Field(None, description="For the role tool: the call that this message answers")
+    reasoning: str | None = Field(None, description="The assistant's reasoning, for templates that use it")
+    reasoning_content: str | None = Field(None, description="Another name of reasoning")
 
     @pydantic.model_validator(mode="after")
     def _check_content(self) -> ChatMessageObject:
+        if self.role == "tool" and not self.tool_call_id:
+            context = {"field": "tool_call_id"}
+            raise PydanticCustomError("tool_call_id", "required for the role tool", context)
         if self.content is None and self.role != "assistant":
             context = {"field": "content", "role": self.role}
             raise PydanticCustomError("content", "required for the role {role}", context)
@@ -106,13 +119,10 @@ class ChatRequest(GenerationFields):
         **GenerationFields.unsupported,
         # OpenAI
         "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
+        "function_call": ("none",),  # the older name of tool_choice
+        "functions": ([],),  # the older name of tools
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),  # without tools there is nothing to call
         "prediction": (),
-        "tool_choice": ("none",),
-        "tools": ([],),
         "web_search_options": (),
         # vLLM
         "add_special_tokens": (False,),
@@ -127,6 +137,13 @@ class ChatRequest(GenerationFields):
     }
 
     messages: Messages
+    tools: ToolObjects = None
+    tool_choice: ToolChoiceObject | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an answer ends after its first call")
+    reasoning_effort: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = Field(
+        None, description="Variable of the chat template"
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateKwargs = None
@@ -180,11 +197,14 @@ class ChatLogprobs(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """The model's answer."""
+    """The answer. `content` is null if there are only calls or reasoning; both reasoning fields are the same."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[AnswerToolCall]]
+    reasoning: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
 
 
 class Delta(TypedDict):
@@ -192,6 +212,9 @@ class Delta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDeltaObject]]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class ChatChoice(TypedDict):

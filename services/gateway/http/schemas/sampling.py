@@ -120,7 +120,7 @@ class GenerationFields(RequestModel):
     user: str | None = Field(None, description="Name of the end user, for logs only")
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
     prompt_cache_key: _Label | None = Field(None, description=IGNORED)
-    reasoning_effort: _Label | None = Field(None, description=IGNORED)
+    reasoning_effort: _Label | None = Field(None, description=f"{IGNORED}; in chats a variable of the template")
     safety_identifier: _Label | None = Field(None, description=IGNORED)
     service_tier: _Label | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)

@@ -18,6 +18,7 @@ from services.gateway.http.schemas.chat import (
     Messages,
     TemplateKwargs,
 )
+from services.gateway.http.schemas.tools import ToolObjects
 
 
 def _kind_of_token_ids(value: Any) -> str:
@@ -42,11 +43,11 @@ class TokenizeBody(RequestModel):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "tools": ([],),
     }
     model: str | None = None
     prompt: Texts | None = Field(None, description="A text, or a list of them")
     messages: Messages | None = None
+    tools: ToolObjects = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template_kwargs: TemplateKwargs = None

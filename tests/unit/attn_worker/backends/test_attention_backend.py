@@ -1,4 +1,4 @@
-"""Which attention backend the worker takes, and what it says of one that cannot run."""
+"""Which attention backend the worker selects, and the error for one that cannot run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_model(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_d
 
 
 class Packages:
-    """What seems to be installed, in which version; flashinfer cannot be imported in any."""
+    """Simulates installed packages and their versions. The import of flashinfer always fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         self.versions = versions
@@ -44,7 +44,7 @@ def test_auto_is_torch_on_a_cpu_and_triton_on_a_gpu() -> None:
     assert select_backend(AttentionSection(), make_model(GPU)) == "triton"
 
 
-def test_flashinfer_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_is_selected_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     Packages(monkeypatch, flashinfer="0.5.3")
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
     section = AttentionSection(backend="flashinfer")
@@ -65,7 +65,7 @@ def test_flashinfer_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -
         ("flashinfer", make_model(GPU, head_dim=96), {}, "64, 128 or 256 dimensions, and the model's have 96"),
     ],
 )
-def test_a_backend_that_cannot_run_is_an_error_that_says_why(
+def test_a_backend_that_cannot_run_is_an_error_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, backend: str, model: ResolvedModel, versions: dict[str, str], words: str
 ) -> None:
     Packages(monkeypatch, **versions)
@@ -73,6 +73,6 @@ def test_a_backend_that_cannot_run_is_an_error_that_says_why(
         select_backend(AttentionSection(backend=backend), model)
 
 
-def test_an_unknown_backend_is_named() -> None:
+def test_the_error_names_an_unknown_backend() -> None:
     with pytest.raises(ConfigError, match=r"attention.backend = 'xformers'.*'flashinfer'"):
         load_config(None, ["attention.backend=xformers"])

@@ -1,4 +1,4 @@
-"""Grouping for padded attention: everything once, and never much more padding than work."""
+"""Grouping for padded attention: every row is computed once, and padding is limited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCES = st.lists(
 
 @settings(deadline=None)
 @given(SEQUENCES)
-def test_every_row_is_valid_exactly_once_and_padding_is_bounded(sequences: list[tuple[int, int]]) -> None:
+def test_every_row_is_valid_exactly_once_and_padding_is_limited(sequences: list[tuple[int, int]]) -> None:
     num_tokens = np.array([count for count, _ in sequences], np.int32)
     context_lens = np.array([count + past for count, past in sequences], np.int32)
     positions = np.concatenate([[0], *(past + np.arange(count) for count, past in sequences)])[1:]

@@ -1,4 +1,4 @@
-"""Every rope kind against transformers' own rotary module, called the way `generate` calls it."""
+"""Every kind of RoPE, compared with the rotary module of transformers, called as `generate` calls it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Angles are position * frequency: one float32 rounding of a frequency turns position 255 by 255 * 2**-24.
+# An angle is position * frequency, so the rounding of a frequency in float32 changes that of position 255 by
+# 255 * 2**-24.
 TOLERANCE = {"rtol": 0, "atol": 3e-5}
 
 
@@ -76,7 +77,7 @@ def make_pair(kind: str) -> tuple[RotaryEmbedding, LlamaRotaryEmbedding]:
 
 
 def ask_hugging_face(module: LlamaRotaryEmbedding, positions: torch.Tensor) -> list[torch.Tensor]:
-    """cos, sin [num_tokens, HEAD_DIM / 2]; transformers holds every column twice."""
+    """cos, sin [num_tokens, HEAD_DIM / 2] by transformers, which stores every column twice."""
     return [table[0, :, : HEAD_DIM // 2] for table in module(torch.zeros(1), positions[None])]
 
 
@@ -106,7 +107,7 @@ def test_a_batch_of_different_lengths_is_rotated_sequence_by_sequence(kind: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_beyond_the_declared_length_does_the_length_matter(kind: str) -> None:
+def test_the_length_matters_only_beyond_the_declared_length(kind: str) -> None:
     rope, _ = make_pair(kind)
     rope_type, parameters = KINDS[kind]
     beyond = length_dependent_beyond(RopeConfig(rope_type, 1e4, HEAD_DIM, MAX_POSITION, **parameters))

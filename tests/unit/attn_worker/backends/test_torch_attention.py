@@ -1,7 +1,7 @@
-"""TorchAttention over a real KVCache against dense attention over contiguous keys and values.
+"""TorchAttention with a real KVCache, compared with dense attention over contiguous keys and values.
 
-The reference rotates with transformers' own functions and attends to one sequence at a time in float32,
-with an explicit mask and nothing paged, padded or batched.
+The reference rotates with the functions of transformers. It computes one sequence at a time in float32, with an
+explicit mask, without blocks, padding or batches.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.support.plans import make_plan
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 128, 128
 HEAD_DIM = 16
 CPU = torch.device("cpu")
-# float32: sums in another order. Half precision: rotated q and k, probabilities and the output are each
-# rounded to 8 (bfloat16) or 11 (float16) bits.
+# In float32 only the order of sums differs. In half precision rotated q and k, probabilities and the output are
+# each rounded to 8 (bfloat16) or 11 (float16) bits.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2},
@@ -45,7 +45,7 @@ def _one_thread_without_gradients() -> Any:
 
 
 class Harness:
-    """A backend, its KV cache, and beside them all unrotated q, k, v that ever went in."""
+    """A backend with its KV cache, and all unrotated q, k, v that were given to it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Harness:
         self.lengths: dict[int, int] = {}
 
     def open(self, seq_id: int, prompt_len: int, max_tokens: int = 40) -> None:
-        """A sequence of random activations; no other shares a prefix with it."""
+        """Opens a sequence with random activations. It shares no prefix with other sequences."""
         result = self.cache.open_sequence(seq_id, [seq_id] * prompt_len, prompt_len)
         assert result.num_cached_tokens == 0
         shape = (self.config.num_layers, prompt_len + max_tokens, self.config.qkv_size)
@@ -88,9 +88,9 @@ class Harness:
         self.prompt_lens[seq_id], self.lengths[seq_id] = prompt_len, 0
 
     def step(self, *advances: tuple[int, int], fork: tuple[int, int] | None = None) -> list[torch.Tensor]:
-        """Run (seq_id, num_tokens) as one batch; returns each layer's output [total_tokens, attn_size].
+        """Runs `advances`, (seq_id, num_tokens), as one batch; returns each layer's output [total_tokens, attn_size].
 
-        `fork`: (parent, child), where the parent stands; the child's later activations are its own.
+        `fork`: (parent, child). The child begins at the parent's length; its later activations differ.
         """
         forks = []
         if fork is not None:
@@ -120,7 +120,7 @@ class Harness:
         return outputs
 
     def check(self, *advances: tuple[int, int], fork: tuple[int, int] | None = None) -> None:
-        """Run a step and compare every row of every layer with the reference."""
+        """Runs a step and compares every row of every layer with the reference."""
         outputs = self.step(*advances, fork=fork)
         for layer, out in enumerate(outputs):
             assert out.dtype == self.dtype
@@ -133,7 +133,7 @@ class Harness:
         heads = self.inputs[seq_id][layer, :length].float().view(length, -1, config.head_dim).transpose(0, 1)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads])
         q, k = self.rotate(q, k, length, prompt_len)
-        if self.spec.dtype != self.dtype:  # stored after they are rotated
+        if self.spec.dtype != self.dtype:  # rounded by the cache, after the rotation
             k, v = k.to(self.spec.dtype).float(), v.to(self.spec.dtype).float()
         group_size = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(group_size, dim=0), v.repeat_interleave(group_size, dim=0)
@@ -146,7 +146,7 @@ class Harness:
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, length: int, prompt_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By transformers: the prompt in one call, every later token in its own."""
+        """Rotates q and k by transformers, which computes the prompt in one call and every later token in its own."""
         module = LlamaRotaryEmbedding(self.hf_config)
         prompt_len = min(prompt_len, length) if "dynamic" not in module.rope_type else prompt_len
         calls = [torch.arange(prompt_len), *torch.arange(prompt_len, length)[:, None]]
@@ -279,11 +279,11 @@ def test_bad_values_stay_in_the_rows_of_their_own_sequence(tmp_path: Path) -> No
         torch.testing.assert_close(out[6:], harness.reference(1, layer), **TOLERANCES[torch.float32])
     harness.cache.close_sequences([0])
     harness.open(2, 5)
-    harness.check((1, 1), (2, 1))  # padded with what sequence 0 left in the rest of the block
+    harness.check((1, 1), (2, 1))  # the rest of the block contains values of sequence 0
     harness.check((1, 1), (2, 4))
 
 
-def test_rows_of_a_sequence_without_blocks_disturb_nobody(tmp_path: Path) -> None:
+def test_rows_of_a_sequence_without_blocks_do_not_change_others(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.open(0, 6)
     planned = harness.cache.plan_step(make_plan([(77, 9, 0), (0, 6, 0), (78, 1, 3)]))
@@ -300,14 +300,14 @@ def test_rows_of_a_sequence_without_blocks_disturb_nobody(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("length", [2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE - 1, 1])
-def test_a_fork_shares_what_is_full_and_writes_into_a_copy_of_the_rest(tmp_path: Path, length: int) -> None:
+def test_a_fork_shares_full_blocks_and_copies_the_last_one(tmp_path: Path, length: int) -> None:
     harness = Harness(tmp_path)
     harness.open(0, length)
     harness.check((0, length))
     num_used = harness.cache.num_used_blocks
     harness.check((0, 1), (1, 1), fork=(0, 1))
     has_part = length % BLOCK_SIZE > 0
-    assert harness.cache.num_used_blocks - num_used == (1 if has_part else 2), "a block each, and nothing twice"
+    assert harness.cache.num_used_blocks - num_used == (1 if has_part else 2), "one new block per sequence in need"
     for _ in range(BLOCK_SIZE + 1):
         harness.check((1, 1), (0, 1))
     harness.check((2, 3), (0, 1), fork=(1, 2))
@@ -316,7 +316,7 @@ def test_a_fork_shares_what_is_full_and_writes_into_a_copy_of_the_rest(tmp_path:
     harness.cache.check_integrity()
 
 
-def test_a_step_without_rows_is_nothing(tmp_path: Path) -> None:
+def test_a_step_without_rows_works(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.backend.begin_step(harness.cache.plan_step(make_plan([])).metadata)
     config = harness.config
@@ -324,7 +324,7 @@ def test_a_step_without_rows_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("windows", [(1, None), (7, 3), (BLOCK_SIZE, MAX_MODEL_LEN)], ids=str)
-def test_the_specs_windows_count_not_the_models(tmp_path: Path, windows: tuple[int | None, ...]) -> None:
+def test_the_windows_of_the_cache_spec_are_used(tmp_path: Path, windows: tuple[int | None, ...]) -> None:
     harness = Harness(tmp_path, windows=windows)
     assert harness.config.sliding_windows == (None, None)
     harness.open(0, 20)
@@ -338,7 +338,7 @@ def test_the_specs_windows_count_not_the_models(tmp_path: Path, windows: tuple[i
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16])
 def test_a_cache_may_store_another_dtype_than_the_model_computes_in(tmp_path: Path, cache_dtype: torch.dtype) -> None:
     harness = Harness(tmp_path, cache_dtype=cache_dtype)
-    # Storing float32 would be further off than this; a key that rounding brings to the neighbour is not.
+    # A cache that stores float32 would differ by more than this; a key rounded to the next number differs by less.
     tolerance = {"rtol": 0, "atol": torch.finfo(cache_dtype).eps / 5}
     harness.open(0, 9)
     harness.open(1, 5)
@@ -348,23 +348,23 @@ def test_a_cache_may_store_another_dtype_than_the_model_computes_in(tmp_path: Pa
             torch.testing.assert_close(out, expected, **tolerance)
 
 
-def test_numbers_beyond_the_caches_dtype_spread_to_nobody(tmp_path: Path) -> None:
+def test_numbers_beyond_the_dtype_of_the_cache_do_not_change_other_sequences(tmp_path: Path) -> None:
     harness = Harness(tmp_path, cache_dtype=torch.float16)
     harness.open(0, 6)
     harness.inputs[0] *= 1e30
     assert all(out.isfinite().all() for out in harness.step((0, 6)))
     harness.cache.close_sequences([0])
-    harness.open(1, 5)  # padded with what sequence 0 left in the rest of the block
+    harness.open(1, 5)  # the rest of its block contains values of sequence 0
     for layer, out in enumerate(harness.step((1, 5))):
         torch.testing.assert_close(out, harness.reference(1, layer), rtol=0, atol=2e-4)
 
 
-def test_a_cache_of_a_dtype_that_torch_does_not_compute_in_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_cache_dtype_without_arithmetic_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"this KV cache is torch\.int8"):
         Harness(tmp_path, cache_dtype=torch.int8)
 
 
-def test_a_cache_that_does_not_fit_names_its_size(tmp_path: Path) -> None:
+def test_the_error_for_a_cache_that_does_not_fit_names_its_size(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     spec = dataclasses.replace(harness.spec, num_blocks=10**13)
     with pytest.raises(CapacityError, match=f"{10**13 + 1} KV blocks need {(10**13 + 1) * 2048} bytes"):

@@ -1,4 +1,4 @@
-"""Items of GPU work cover every visible key once, whatever the lengths, and never outgrow their array."""
+"""Items of GPU work cover every visible key exactly once for any lengths, and always fit their array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.attn_worker.backends.work_items import (
 def make_items(
     lengths: list[int], window: int | None, num_pieces: int, tile: int
 ) -> tuple[np.ndarray, DecodeRows]:
-    """Items of one step, and the rows they are made of."""
+    """The items of one step, and the rows that they are made from."""
     context_lens = np.array(lengths, np.int32)
     num_rows = len(lengths)
     rows = DecodeRows(
@@ -55,25 +55,25 @@ def test_items_partition_the_visible_keys(
             assert len(own) == 1 and num_items[0] == 0
             continue
         assert (num_items == len(own)).all()
-        # The pieces follow each other; the last one also has the new token, which is not read from the cache.
+        # The pieces are consecutive. The last one also has the new token, which is not read from the cache.
         lowest = 0 if window is None else max(0, length - window)
         assert [first[0], *end] == [lowest, *first[1:], length - 1]
         assert slot.tolist() == [-1] * (len(own) - 1) + [rows.slots[row]]
 
 
-def test_equal_sequences_are_not_cut_when_there_are_enough_of_them() -> None:
+def test_equal_sequences_are_not_split_if_there_are_enough() -> None:
     items, _ = make_items([1000] * 20, None, num_pieces=16, tile=32)
     assert (items[:, 0] != NO_ITEM).sum() == 20
 
 
-def test_one_long_sequence_among_short_ones_is_cut_and_comes_first() -> None:
+def test_one_long_sequence_among_short_ones_is_split_and_comes_first() -> None:
     items, _ = make_items([100] * 19 + [9000], None, num_pieces=10, tile=32)
     used = items[items[:, 0] != NO_ITEM]
     assert used[0, 0] == 19 and used[0, 5] >= 8
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
-def test_prefill_items_hold_each_query_once(block_m: int) -> None:
+def test_prefill_items_contain_each_query_once(block_m: int) -> None:
     num_tokens, context_lens = np.array([1, 64, 200, 17]), np.array([1, 64, 900, 40])
     first_rows, table_starts = np.array([5, 6, 70, 270]), np.array([0, 10, 20, 30])
     items = prefill_items(first_rows, num_tokens, context_lens, table_starts, block_m)

@@ -1,4 +1,4 @@
-"""BlockPool against a model made of plain lists, and its promises by example."""
+"""BlockPool, compared with a model made of plain lists, and examples of its guarantees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.common.errors import CapacityError
 NUM_BLOCKS = 7
 
 
-def test_allocating_more_than_is_free_takes_nothing() -> None:
+def test_a_failed_allocation_takes_no_blocks() -> None:
     pool = BlockPool(4)
     pool.allocate(3)
     with pytest.raises(CapacityError, match="2 KV blocks are needed, 1 of 4 are free"):
@@ -43,7 +43,7 @@ def test_the_least_recently_used_sequence_is_evicted_first_and_a_hit_counts_as_u
     assert pool.lookup(b"new") is None and pool.lookup(b"old") == old
 
 
-def test_blocks_without_a_hash_are_taken_before_cached_ones() -> None:
+def test_blocks_without_a_hash_are_allocated_before_cached_ones() -> None:
     pool = BlockPool(3)
     cached, blank = pool.allocate(2)
     pool.register_hash(cached, b"x")
@@ -53,7 +53,7 @@ def test_blocks_without_a_hash_are_taken_before_cached_ones() -> None:
     assert pool.num_cached_blocks == 1 and pool.lookup(b"x") == cached
 
 
-def test_the_first_block_of_a_digest_stays_the_one_found() -> None:
+def test_of_two_blocks_with_one_digest_the_first_is_found() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.register_hash(first, b"x")
@@ -62,7 +62,7 @@ def test_the_first_block_of_a_digest_stays_the_one_found() -> None:
     assert pool.lookup(b"x") == first and pool.num_cached_blocks == 0
 
 
-def test_digests_depend_on_every_part_and_on_where_parts_end() -> None:
+def test_digests_depend_on_every_part_and_on_the_ends_of_parts() -> None:
     roots = [
         root_digest(b"ab", b"c"),
         root_digest(b"a", b"bc"),
@@ -77,14 +77,14 @@ def test_digests_depend_on_every_part_and_on_where_parts_end() -> None:
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Any order of calls, compared with reference counts, a dict and an eviction list kept here."""
+    """Makes calls in any order, and compares the pool with simple reference counts, a dict and an eviction list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.refs = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.digests: dict[int, bytes] = {}
-        self.evictable: list[int] = []  # next victim first
+        self.evictable: list[int] = []  # the next one to be evicted comes first
 
     def used(self) -> list[int]:
         return [block for block, count in self.refs.items() if count]

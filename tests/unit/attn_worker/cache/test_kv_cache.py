@@ -1,4 +1,4 @@
-"""What opening, planning, committing and losing steps do to sequences and blocks, by example."""
+"""Examples of how opening, planning, committing and losing steps change sequences and blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_cache(num_blocks: int = 16, max_model_len: int = 64, **options: object)
 
 
 def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> int:
-    """One step that must succeed; returns num_freed_blocks."""
+    """Runs one step that must succeed; returns num_freed_blocks."""
     step = cache.plan_step(make_plan(entries, **options))
     assert step.errors == {}
     cache.commit_step()
@@ -39,7 +39,7 @@ def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
     assert result == OpenResult(
         num_cached_tokens=8, num_pinned_blocks=0, num_held_blocks=2, num_freed_blocks=0
     )
-    assert cache.num_used_blocks == 3  # two shared, one of sequence 1 alone
+    assert cache.num_used_blocks == 3  # two shared blocks, and one of sequence 1
 
 
 def test_at_least_the_last_token_is_left_to_compute() -> None:
@@ -48,7 +48,7 @@ def test_at_least_the_last_token_is_left_to_compute() -> None:
     assert cache.open_sequence(2, list(range(8)), 8).num_cached_tokens == 4
 
 
-def test_pinning_blocks_that_nobody_uses_takes_them_out_of_the_free_pool() -> None:
+def test_a_pinned_cached_block_is_no_longer_free() -> None:
     cache = make_cache(num_blocks=8)
     prefill(cache, 1, list(range(9)))
     assert run(cache, close_seq_ids=[1]) == 3
@@ -66,7 +66,7 @@ def test_a_different_token_ends_the_shared_prefix(changed: int) -> None:
     assert cache.open_sequence(2, prompt, 9).num_cached_tokens == changed // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_equal_blocks_behind_different_prefixes_are_not_shared() -> None:
+def test_equal_blocks_after_different_prefixes_are_not_shared() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 1, 1, 1, 5, 5, 5, 5, 0])
     assert cache.open_sequence(2, [5, 5, 5, 5, 0], 5).num_cached_tokens == 0
@@ -86,7 +86,7 @@ def test_other_salts_and_other_weights_never_hit() -> None:
     assert cache.open_sequence(4, prompt, 9, b"tenant").num_cached_tokens == 0
 
 
-def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
+def test_without_prefix_cache_no_block_is_found_or_cached() -> None:
     cache = make_cache(enable_prefix_cache=False)
     prefill(cache, 1, list(range(9)))
     assert cache.open_sequence(2, list(range(9)), 9).num_cached_tokens == 0
@@ -103,7 +103,7 @@ def test_length_dependent_keys_are_shared_only_between_prompts_of_equal_length()
     assert cache.open_sequence(5, list(range(10)), 10).num_cached_tokens == 8
 
 
-def test_generated_tokens_become_findable_once_confirmed() -> None:
+def test_generated_tokens_can_be_found_once_confirmed() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))  # token 3 was sampled on the device, its id is not known here
@@ -143,7 +143,7 @@ def test_metadata_of_a_mixed_step() -> None:
     assert dtypes.pop("slot_mapping") == np.int64 and set(dtypes.values()) == {np.dtype(np.int32)}
 
 
-def test_a_step_may_only_close() -> None:
+def test_a_step_may_only_close_sequences() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3])
     step = cache.plan_step(make_plan([], close_seq_ids=[1, 5]))
@@ -161,7 +161,7 @@ def test_a_sequence_that_does_not_fit_keeps_its_rows_in_the_null_block() -> None
     assert step.metadata.slot_mapping.tolist() == [0, 1, 2, 3, 4, 12, 13, 14, 15, 12, 13, 14]
     cache.commit_step()
     cache.check_integrity()
-    run(cache, (2, 4, 0))  # nothing of it was counted; fewer tokens fit
+    run(cache, (2, 4, 0))  # the failed entry counted nothing, so fewer tokens fit
 
 
 def test_entries_that_contradict_the_cache_fail_alone() -> None:
@@ -196,7 +196,7 @@ def test_impossible_lengths_are_refused(num_tokens: int, num_prompt_tokens: int)
         make_cache().open_sequence(1, [1] * num_tokens, num_prompt_tokens)
 
 
-def test_an_aborted_step_gives_back_its_blocks_and_can_be_planned_again() -> None:
+def test_an_aborted_step_frees_its_blocks_and_can_be_planned_again() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3])
     first = cache.plan_step(make_plan([(1, 6, 3)]))
@@ -207,7 +207,7 @@ def test_an_aborted_step_gives_back_its_blocks_and_can_be_planned_again() -> Non
     assert again.errors == {} and first.metadata.positions.tolist() == again.metadata.positions.tolist()
 
 
-def test_a_resubmitted_sequence_continues_where_it_was_committed() -> None:
+def test_a_resubmitted_sequence_continues_at_its_committed_length() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(6)))
     run(cache, (1, 1, 6))  # the token 50 at position 6
@@ -226,7 +226,7 @@ def test_a_journal_shorter_than_the_committed_length_rolls_the_sequence_back() -
     run(cache, (1, 1, 6))
 
 
-def test_a_resubmission_that_disagrees_starts_as_if_new() -> None:
+def test_a_resubmission_with_other_tokens_starts_like_a_new_sequence() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(10)))
     result = cache.open_sequence(1, [0, 1, 2, 3, 4, 99, 6, 7, 8, 9], 10)
@@ -238,7 +238,7 @@ def test_a_resubmission_that_disagrees_starts_as_if_new() -> None:
     assert salted == OpenResult(0, 0, 0, num_freed_blocks=1)
 
 
-def test_tokens_in_doubt_are_not_made_findable() -> None:
+def test_blocks_with_unconfirmed_tokens_are_never_found() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
@@ -249,22 +249,22 @@ def test_tokens_in_doubt_are_not_made_findable() -> None:
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
 
 
-def test_a_findable_block_is_forgotten_before_it_is_written_again() -> None:
+def test_a_cached_block_is_no_longer_found_before_it_is_overwritten() -> None:
     cache = make_cache()
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
-    run(cache, (1, 1, 4), confirmed=[(1, 3)])  # block 0 is findable as 0 1 2 3
+    run(cache, (1, 1, 4), confirmed=[(1, 3)])  # block 0 can be found as 0 1 2 3
     assert cache.open_sequence(1, [0, 1, 2], 3).num_cached_tokens == 2
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
     cache.close_sequences([2])
     run(cache, (1, 1, 2))
-    run(cache, (1, 1, 3))  # this time token 7 was sampled
+    run(cache, (1, 1, 3))  # this time token 7 is sampled
     run(cache, (1, 1, 4), confirmed=[(1, 7)])
     assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
     assert cache.open_sequence(3, [0, 1, 2, 7, 4], 5).num_cached_tokens == 4
 
 
-def test_a_shared_block_is_given_up_rather_than_written_again() -> None:
+def test_a_shared_block_is_released_and_not_overwritten() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(9)))
     prefill(cache, 2, list(range(9)))
@@ -275,7 +275,7 @@ def test_a_shared_block_is_given_up_rather_than_written_again() -> None:
     cache.check_integrity()
 
 
-def test_more_sequences_than_first_provided_for() -> None:
+def test_tables_grow_with_the_number_of_sequences() -> None:
     cache = make_cache(num_blocks=500)
     for seq_id in range(300):
         cache.open_sequence(seq_id, [seq_id, 1, 2, 3, 4], 5)
@@ -292,10 +292,10 @@ def test_sequence_that_ignores_the_prefix_cache_computes_every_token() -> None:
     assert cache.open_sequence(2, prompt, 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 0)
     run(cache, (2, 10, 0))
     assert cache.num_used_blocks == 6  # nothing is shared
-    assert cache.open_sequence(3, prompt, 10).num_cached_tokens == 8  # others find it as ever
+    assert cache.open_sequence(3, prompt, 10).num_cached_tokens == 8  # others still find the prefix
 
 
-def test_known_sequence_that_ignores_the_prefix_cache_starts_anew() -> None:
+def test_known_sequence_that_ignores_the_prefix_cache_starts_again() -> None:
     cache = make_cache()
     prompt = list(range(10))
     prefill(cache, 1, prompt)

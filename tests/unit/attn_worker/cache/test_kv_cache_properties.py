@@ -1,7 +1,7 @@
-"""KVCache under any order of events, with the cache's physical content simulated beside it.
+"""KVCache with events in any order, and a simulation of the memory's contents.
 
-The simulated memory remembers, for every slot, the whole token history its key was computed from. If a
-sequence ever reads a slot with another history, a block was shared, evicted or overwritten wrongly.
+For every slot the simulated memory stores all tokens from which the slot's key was computed. If a sequence ever
+reads a slot with other tokens, a block was shared, evicted or overwritten wrongly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.plans import make_plan
 
 MAX_MODEL_LEN = 30
 TOKENS = st.integers(0, 1)
-# Few beginnings and short endings, so that prefixes are often shared.
+# Prompts with few different beginnings and short endings, so that prefixes are often shared.
 PROMPTS = st.builds(
     lambda token, length, tail: [token] * length + tail,
     TOKENS,
@@ -33,17 +33,17 @@ History = tuple[object, ...]
 
 @dataclass
 class Sequence:
-    tokens: list[int]  # all that exist, whether the cache knows them or not
+    tokens: list[int]  # all tokens, also those that the cache does not know yet
     num_prompt: int
     salt: bytes
     num_known: int
-    num_computed: int  # of `tokens`; the cache may hold more, drafts that were wrong
-    num_committed: int  # to where the cache goes back when a step is lost
-    num_held: int  # blocks
+    num_computed: int  # number of `tokens`; the cache may also contain wrong drafts
+    num_committed: int  # the length after a lost step
+    num_held: int  # number of blocks
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Requests come, run in chunks or one by one, end, crash and come back."""
+    """Requests arrive, run in chunks or one by one, end, crash and are resubmitted."""
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -61,7 +61,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         )
         self.has_prefix_cache, self.beyond = has_prefix_cache, beyond
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_free = num_blocks  # the scheduler's ledger, kept by deltas only
+        self.num_free = num_blocks  # the scheduler's ledger, updated only by differences
         self.memory: dict[int, History] = {}
         self.sequences: dict[int, Sequence] = {}
         self.next_seq_id = 0
@@ -112,7 +112,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             entries.insert(data.draw(st.integers(0, len(entries))), (999, 2, 0))
         elif bogus == "count" and entries:
             seq_id, num_tokens, _ = entries[0]
-            entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # more than it has
+            entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # beyond its length
 
         planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks, drafts))
 
@@ -152,7 +152,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             sequence.num_computed, sequence.num_committed = length + num_right, length
 
     def draw_forks(self, data: st.DataObject, closed: list[int]) -> list[tuple[int, int, int]]:
-        """(parent, child, position) for some sequence that has been computed, or none."""
+        """Draws a fork (parent, child, position) of a computed sequence, or none."""
         parents = [
             seq_id for seq_id, each in self.sequences.items() if seq_id not in closed and each.num_computed > 0
         ]
@@ -163,7 +163,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         return [(parent, self.next_seq_id - 1, self.sequences[parent].num_computed)]
 
     def apply_forks(self, forks: list[tuple[int, int, int]], planned: PlannedStep) -> None:
-        """Copies what the plan says; a child without room is an error of its own."""
+        """Copies the blocks in the simulated memory. Without a free block only the child must fail."""
         copies = list(planned.block_copies)
         for parent_id, child_id, position in forks:
             has_part = position % self.block_size > 0
@@ -195,7 +195,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def draw_advance(
         self, data: st.DataObject, seq_id: int, drafts: dict[int, tuple[int, ...]]
     ) -> tuple[int, int]:
-        """(num_tokens, position); the tokens up to there come into being, unconfirmed. Drafts may follow them."""
+        """Draws (num_tokens, position), and new unconfirmed tokens for the sequence if it needs them. Adds drafts."""
         sequence = self.sequences[seq_id]
         left = len(sequence.tokens) - sequence.num_computed
         if left == 0:
@@ -216,7 +216,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         drafts: dict[int, tuple[int, ...]],
         is_lost: bool,
     ) -> None:
-        """Write every row's history to its slot, then let every sequence read all it attends to."""
+        """Writes every row's tokens to its slot, then checks all slots that each sequence reads."""
         row = 0
         null_slots = range(self.num_blocks * self.block_size, (self.num_blocks + 1) * self.block_size)
         assert step.num_tokens.tolist() == [num_tokens for _, num_tokens, _ in entries]
@@ -251,8 +251,8 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), has_changed=st.sampled_from([False, False, False, True]))
-    def come_back(self, data: st.DataObject, has_changed: bool) -> None:
-        """The dense worker died; the gateway submits a prefix of what exists, or (never, in truth) others."""
+    def resubmit(self, data: st.DataObject, has_changed: bool) -> None:
+        """The dense worker died. The gateway resubmits a prefix of the tokens, or others (real ones never do)."""
         seq_id = data.draw(st.sampled_from(sorted(self.sequences)))
         sequence = self.sequences[seq_id]
         length = data.draw(st.integers(sequence.num_prompt, len(sequence.tokens)))
@@ -273,7 +273,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 assert result.num_cached_tokens == kept
                 assert result.num_freed_blocks <= sequence.num_held - self.num_blocks_for(kept), "some may be shared"
         if has_changed and not disagrees:
-            # The cache cannot know better than the journal; what the memory holds is the journal's truth.
+            # The cache did not know the old tokens, so it must trust the journal.
             self.rewrite_memory(sequence, tokens, result.num_cached_tokens)
         assert result.num_held_blocks == self.num_blocks_for(result.num_cached_tokens)
         self.num_free += result.num_freed_blocks - result.num_pinned_blocks

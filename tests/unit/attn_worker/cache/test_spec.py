@@ -1,4 +1,4 @@
-"""What the KV cache takes: bytes by the definition, memory as promised."""
+"""The size of the KV cache: bytes by the definition, and the memory that is allocated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.common.errors import CapacityError
 from services.common.resolve import ResolvedModel, resolve_model
 
 CPU = torch.device("cpu")
-# Llama 3 8B: 128 KiB a token in 16 bits, as its users know.
+# Llama 3 8B needs 128 KiB per token in 16 bits.
 LLAMA = KVCacheSpec(100, 16, 8, 128, torch.bfloat16, (None,) * 32)
 
 
-def test_bytes_are_two_vectors_a_head_a_layer() -> None:
+def test_a_token_takes_two_vectors_per_kv_head_and_layer() -> None:
     assert (LLAMA.num_layers, LLAMA.kv_size) == (32, 1024)
     assert LLAMA.token_bytes == 128 * 1024
     assert LLAMA.block_bytes == 2 * 1024 * 1024
@@ -29,7 +29,7 @@ def test_bytes_are_two_vectors_a_head_a_layer() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_both_layouts_take_the_blocks_and_one_more(dtype: torch.dtype) -> None:
+def test_both_layouts_have_all_blocks_and_the_null_block(dtype: torch.dtype) -> None:
     spec = KVCacheSpec(5, 4, 2, 16, dtype, (None, 6, None))
     for shape in (spec.token_major_shape, spec.head_major_shape):
         cache = spec.allocate(shape, CPU)
@@ -38,7 +38,7 @@ def test_both_layouts_take_the_blocks_and_one_more(dtype: torch.dtype) -> None:
         assert cache.nbytes == spec.num_bytes + spec.block_bytes
 
 
-def test_a_cache_that_does_not_fit_names_its_size() -> None:
+def test_the_error_for_a_cache_that_does_not_fit_names_its_size() -> None:
     spec = dataclasses.replace(LLAMA, num_blocks=10**12)
     with pytest.raises(CapacityError, match=f"{10**12 + 1} KV blocks need {(10**12 + 1) * 2**21} bytes on cpu"):
         spec.allocate(spec.head_major_shape, CPU)
@@ -49,7 +49,7 @@ def model() -> ResolvedModel:
     return resolve_model(ModelSection(), "cpu")
 
 
-def test_as_many_blocks_as_fit_are_taken_and_logged(model: ResolvedModel) -> None:
+def test_the_cache_has_as_many_blocks_as_fit_and_logs_their_number(model: ResolvedModel) -> None:
     config = model.config
     block_bytes = 2 * config.num_layers * 16 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     with structlog.testing.capture_logs() as events:

@@ -1,4 +1,4 @@
-"""CudaBackend with its kernels by torch: which it launches, in which order, and that they compute the model."""
+"""CudaBackend with kernels computed by torch: which kernels it launches, in which order, and its logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.model_configs import VARIANTS, small_config
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 MAX_NUM_TOKENS = 100
-# What a step of n tokens and r sampled rows launches: its beginning, once per further layer, its end.
+# The launches of a step with n tokens and r sampled rows: at its beginning, in each further layer, and at its end.
 CUBLAS = """
 index_select {n}x64, add_rms_norm {n}x64, mm {n}x128
 mm {n}x64, add_rms_norm add {n}x64, mm {n}x192, silu_mul {n}x96, mm {n}x64, add_rms_norm add {n}x64, mm {n}x128
@@ -40,7 +40,7 @@ skinny_linear add {n}x64, add_rms_norm {n}x64, skinny_linear gated {n}x96, skinn
 index_select {r}x64, index_select {r}x64, skinny_linear add {r}x64, add_rms_norm {r}x64,\
  skinny_linear gated {r}x96, skinny_linear add {r}x64, add_rms_norm {r}x64, skinny_linear {r}x160
 """
-# A long prompt by cuBLAS, the one row of it that is sampled by the streaming kernels.
+# cuBLAS multiplies a long prompt; the streaming kernels multiply its single sampled row.
 LONG_PROMPT = """
 index_select {n}x64, add_rms_norm {n}x64, addmm {n}x128
 mm {n}x64, add_rms_norm add {n}x64, mm {n}x192, silu_mul {n}x96, mm {n}x64, add_rms_norm add {n}x64, addmm {n}x128
@@ -55,7 +55,7 @@ def launches() -> Iterator[LaunchRecorder]:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, kernel: LinearKernel) -> None:
-    """Whatever would be measured, every layer takes the one kernel."""
+    """Makes every layer use this kernel, without a measurement."""
     monkeypatch.setattr(LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, kernel))
 
 
@@ -88,7 +88,7 @@ def make_backend(weights: ModelWeights, config: ModelConfig) -> DenseBackend:
         ("qwen2", LinearKernel.STREAMED, 65, 1, LONG_PROMPT),
     ],
 )
-def test_a_step_launches_these_kernels_in_this_order(
+def test_a_step_launches_the_expected_kernels_in_order(
     launches: LaunchRecorder,
     monkeypatch: pytest.MonkeyPatch,
     variant: str,
@@ -129,8 +129,8 @@ def test_logits_are_those_of_the_torch_backend(
     assert run_step(backend, config, dtype, [1, 2], []).shape == (0, config.vocab_size)
 
 
-def test_steps_in_turn_do_not_disturb_each_other(launches: LaunchRecorder, kernel: LinearKernel) -> None:
-    """The backend keeps no residual: two steps under way, segment by segment, give what each gives alone."""
+def test_interleaved_steps_do_not_change_each_other(launches: LaunchRecorder, kernel: LinearKernel) -> None:
+    """The backend keeps no residual, so steps that run segment by segment in turn give the same logits as alone."""
     config, weights = make("qwen3")
     backend = make_backend(weights, config)
     inputs = [([5, 6, 7], [2, 0]), ([8], [0]), (list(range(70)), [69])]
@@ -143,7 +143,7 @@ def test_steps_in_turn_do_not_disturb_each_other(launches: LaunchRecorder, kerne
             step.middle(layer)
     for step, (_, rows), alone in zip(steps, inputs, expected, strict=True):
         assert torch.equal(step.logits(rows), alone)
-        assert torch.equal(step.logits(rows), alone), "asked again, as for a prompt's log-probabilities"
+        assert torch.equal(step.logits(rows), alone), "a second call, as for a prompt's log-probabilities"
 
 
 def test_a_step_beyond_the_workspaces_is_refused_before_it_runs(launches: LaunchRecorder) -> None:

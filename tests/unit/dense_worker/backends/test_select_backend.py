@@ -1,4 +1,4 @@
-"""Which backend the worker takes: by config, machine and measurement; and what it says when it cannot."""
+"""Which backend the worker selects by config, machine and measurement, and the errors if it cannot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = Limits(num_tokens=8, num_rows=4)
 
 
 class Machine:
-    """A machine with a GPU and the stand-in TensorRT, on which every TensorRT call takes `tensorrt_us`."""
+    """A machine with a GPU and a simulated TensorRT."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, plan_dir: Path) -> None:
         self.path, self.plan_dir = path, plan_dir
@@ -49,7 +49,7 @@ class Machine:
         self.trt: FakeTensorRT | None = make_tensorrt("10.0.1")
         self.gpu: Gpu | None = Gpu("NVIDIA H200", (9, 0), 132)
         self.num_timed = 0
-        self.lines: list[str] = []  # about the progress of builds
+        self.lines: list[str] = []  # messages about the progress of builds
         monkeypatch.setattr(select, "current_gpu", lambda device: self.gpu)
         monkeypatch.setattr(select, "load_tensorrt", self.load)
         monkeypatch.setattr(select, "current_stream", lambda: 7)
@@ -63,7 +63,7 @@ class Machine:
         return TensorRT(self.trt)
 
     def time(self, call: Any) -> float:
-        """TensorRT is faster for `first`, torch for the rest."""
+        """Simulated times: TensorRT is faster for `first`, torch for the other segments."""
         self.num_timed += 1
         num_calls = len(self.trt.calls)
         call()
@@ -91,7 +91,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, model_dir: Path, tmp_path: Path) ->
 
 
 def segments_run(machine: Machine, selected: SelectedBackend, num_tokens: int) -> list[str]:
-    """Which segments of one step TensorRT ran."""
+    """Runs one step; returns the segments that TensorRT ran."""
     assert isinstance(selected.backend, TensorRTBackend)
     config, backend = machine.config, selected.backend
     machine.trt.calls.clear()
@@ -103,7 +103,7 @@ def segments_run(machine: Machine, selected: SelectedBackend, num_tokens: int) -
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_without_a_gpu_it_is_torch_and_the_log_says_why(machine: Machine, backend: str) -> None:
+def test_without_a_gpu_torch_is_selected_and_the_reason_is_logged(machine: Machine, backend: str) -> None:
     machine.gpu = None
     with structlog.testing.capture_logs() as logs:
         selected = machine.select(backend=backend)
@@ -115,14 +115,14 @@ def test_without_a_gpu_it_is_torch_and_the_log_says_why(machine: Machine, backen
         assert len(reasons) == 1 and "TensorRT runs on a CUDA device" in reasons[0]
 
 
-def test_auto_without_tensorrt_is_torch_and_the_log_says_why(machine: Machine) -> None:
+def test_auto_without_tensorrt_selects_torch_and_logs_the_reason(machine: Machine) -> None:
     machine.trt = None
     with structlog.testing.capture_logs() as logs:
         assert machine.select(backend="auto").name == "torch"
     assert "TensorRT is not installed" in logs[0]["reason"]
 
 
-def test_tensorrt_asked_for_and_not_there_names_what_is_missing(
+def test_the_error_names_what_tensorrt_is_missing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.trt = None
@@ -155,13 +155,13 @@ def test_tensorrt_runs_every_segment_and_measures_nothing(machine: Machine) -> N
     assert machine.num_timed == 0
 
 
-def test_auto_runs_by_tensorrt_what_was_measured_faster(machine: Machine) -> None:
+def test_auto_runs_segments_by_the_faster_backend(machine: Machine) -> None:
     assert segments_run(machine, machine.select(backend="auto"), 3) == ["first"]
 
 
 def test_choice_is_stored_with_the_plans_and_measured_once(machine: Machine) -> None:
     machine.select(backend="auto")
-    # first, middle and last at 1, 2, 4, 8 tokens (last: 1, 2, 4), each by two
+    # first, middle and last with 1, 2, 4, 8 tokens (last: 1, 2, 4), each with both backends
     assert machine.num_timed == 2 * (4 + 4 + 3)
     selected = machine.select(backend="auto")
     assert machine.num_timed == 2 * (4 + 4 + 3)
@@ -170,7 +170,7 @@ def test_choice_is_stored_with_the_plans_and_measured_once(machine: Machine) -> 
     assert machine.num_timed > 2 * (4 + 4 + 3)
 
 
-def test_another_torch_is_measured_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_torch_is_measured_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.select(backend="auto")
     num_timed = machine.num_timed
     monkeypatch.setattr(measure.torch, "__version__", "9.9")
@@ -185,7 +185,7 @@ def test_second_start_builds_nothing(machine: Machine) -> None:
     assert len(machine.trt.named("build_serialized_network")) == 3
 
 
-def test_build_never_refuses_missing_plans_and_takes_those_there(machine: Machine) -> None:
+def test_build_never_refuses_missing_plans_and_uses_existing_ones(machine: Machine) -> None:
     with pytest.raises(
         ConfigError, match=r"no plan for the segment first \(no plan yet\).*build --model .*llama"
     ):
@@ -214,7 +214,7 @@ def refuse_to_write(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", fsync)
+    monkeypatch.setattr("services.dense_worker.tensorrt.files.atomic_file.os.fsync", fsync)
 
 
 def fail_call(name: str) -> Callable[[Machine, pytest.MonkeyPatch], None]:
@@ -229,7 +229,7 @@ def have_a_file_for_a_directory(machine: Machine, monkeypatch: pytest.MonkeyPatc
 
 
 def have_no_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.select(backend="tensorrt")  # plans are there
+    machine.select(backend="tensorrt")  # the plans exist
     machine.trt.has_gpu = False
 
     def fail() -> None:
@@ -274,7 +274,7 @@ def test_auto_falls_back_to_torch_with_one_reason_and_tensorrt_does_not(
     assert entry["event"] == "dense backend is torch" and re.search(message, entry["reason"])
 
 
-def test_auto_with_missing_plans_that_it_may_not_build_is_torch_and_names_the_command(machine: Machine) -> None:
+def test_auto_with_missing_plans_selects_torch_and_names_the_build_command(machine: Machine) -> None:
     with structlog.testing.capture_logs() as logs:
         assert machine.select(backend="auto", build="never").name == "torch"
     assert len(logs) == 1 and "services.dense_worker.tensorrt.build --model" in logs[0]["reason"]
@@ -326,7 +326,7 @@ def test_the_named_command_builds_exactly_the_missing_plans(
 def test_plans_are_built_before_the_weights_take_memory(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that is to replace another one has little memory, and a build needs much."""
+    """A worker that replaces another one has little memory, and a build needs much."""
     events: list[str] = []
     monkeypatch.setattr(dense_build, "load_weights", lambda *arguments: events.append("weights") or machine.weights)
     record = machine.trt.record

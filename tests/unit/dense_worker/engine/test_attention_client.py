@@ -1,4 +1,4 @@
-"""Sequences are opened by the stream of plans; devices that cannot meet are noticed at once."""
+"""The client of the attention worker: attaching, opening sequences by the stream of plans, and the end of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
 
 
 class Call:
-    """A stream of plans to an attention worker that opens what it is asked to, or refuses with `refusal`."""
+    """A stream of plans to an attention worker that opens every sequence, or refuses all with `refusal`."""
 
     def __init__(self, refusal: str | None) -> None:
         self._refusal = refusal
@@ -91,7 +91,7 @@ def make_client(attention: Attention) -> AttentionClient:
 
 
 def open_all(refusal: str | None) -> Listener:
-    """What the listener was told of NUM_SEQUENCES openings."""
+    """Opens NUM_SEQUENCES sequences; returns the listener with their answers."""
 
     async def run() -> Listener:
         listener: Any = Listener()
@@ -118,7 +118,7 @@ def test_a_refused_sequence_fails_alone() -> None:
     assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
 
 
-def test_gateways_are_welcome_once_the_engine_is_ready_and_not_by_word_of_an_earlier_attachment() -> None:
+def test_only_the_current_attachment_makes_the_worker_ready() -> None:
     async def test() -> None:
         client, watcher = make_client(Attention()), Watcher()
         serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), watcher))
@@ -133,8 +133,8 @@ def test_gateways_are_welcome_once_the_engine_is_ready_and_not_by_word_of_an_ear
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 
 
-def test_a_replaced_worker_knows_it_even_if_its_engine_saw_the_handoff_broken_off_first() -> None:
-    """Else it would attach again at once, and throw the other one out."""
+def test_a_replaced_worker_notices_it_even_after_an_aborted_handoff() -> None:
+    """Otherwise it would attach again at once and replace its successor."""
 
     class ReplacedCall(Call):
         async def __anext__(self) -> attn_pb2.PlanAnswer:
@@ -155,13 +155,13 @@ def test_a_replaced_worker_knows_it_even_if_its_engine_saw_the_handoff_broken_of
     asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
 
 
-def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
-    """Whoever stops a cluster stops both workers at the same time."""
+def test_a_client_can_be_stopped_while_its_attachment_ends() -> None:
+    """This happens because a cluster stops both workers at the same time."""
 
     async def test() -> None:
         client = make_client(Attention())
         serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), Watcher()))
-        await asyncio.sleep(0)  # it waits
+        await asyncio.sleep(0)  # until the client waits
         client.drop(ATTACHMENT, AttachmentEnd("the attention worker was asked to stop", is_crash=False))
         while client._inbox.empty():  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0)
@@ -175,7 +175,7 @@ def test_a_client_that_is_stopped_as_its_attachment_ends_stops() -> None:
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"])
-def test_an_attachment_that_was_broken_off_is_tried_again(code: str) -> None:
+def test_an_interrupted_attach_is_tried_again(code: str) -> None:
     class StoppingAttention(Attention):
         num_tries = 0
 
@@ -187,7 +187,7 @@ def test_an_attachment_that_was_broken_off_is_tried_again(code: str) -> None:
 
     async def test() -> None:
         attention = StoppingAttention()
-        with pytest.raises(ConfigError, match="cuda_ipc_queued"):  # the third answer, which cannot be used here
+        with pytest.raises(ConfigError, match="cuda_ipc_queued"):  # the third answer offers a wrong channel
             await make_client(attention)._attach()
         assert attention.num_tries == 3
 

@@ -1,4 +1,4 @@
-"""The engine thread against a scripted attention worker: whose tokens may be delivered, and when."""
+"""The engine thread with a scripted attention worker: which tokens may be delivered, and when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.scripted_attention import (
 
 
 @pytest.mark.parametrize("bad_step", [1, 2, 3])
-def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(bad_step: int) -> None:
+def test_a_token_of_a_failed_row_is_never_delivered(bad_step: int) -> None:
     reports: queue.Queue[StepReport] = queue.Queue()
     attention = FakeAttention(bad_step)
     engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S)
@@ -50,7 +50,7 @@ def test_a_row_without_meaning_is_never_delivered_however_late_the_result_comes(
 
 
 class SmallAttention(FakeAttention):
-    """Has four blocks, and a prefix of one for who is opened again; opens `second` between two steps of the first."""
+    """Has four blocks. Submits `second` when the first sequence is opened. A reopened one has a cached block."""
 
     def __init__(self, second: Sequence) -> None:
         super().__init__(bad_step=0)
@@ -75,7 +75,7 @@ class SmallAttention(FakeAttention):
             self.engine.on_answer(attachment, PlanAccepted(plan.step_id, num_freed))
 
 
-def test_a_sequence_that_was_preempted_before_its_first_step_is_told_of_when_it_starts() -> None:
+def test_a_sequence_preempted_before_its_first_step_is_reported_as_started_once() -> None:
     attention = SmallAttention(Sequence(2, "r2", [5] * 12, SamplingParams(), max_tokens=2))
     reports: queue.Queue[StepReport] = queue.Queue()
     limits = SchedulerLimits(4, 4, 64, 100, "max_utilization")
@@ -92,7 +92,7 @@ def test_a_sequence_that_was_preempted_before_its_first_step_is_told_of_when_it_
     assert started == ended == [1, 2]
 
 
-def test_a_sequence_that_comes_while_a_step_runs_is_opened_before_that_step_ends() -> None:
+def test_a_sequence_that_arrives_during_a_step_is_opened_before_the_step_ends() -> None:
     runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))

@@ -1,4 +1,4 @@
-"""The engine thread and its attachment: when it is ready, when it is given up, and what then becomes of its steps."""
+"""The engine thread and its attachment: when the engine is ready, when it drops the attachment, and lost steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
     engine.stop(TIMEOUT_S)
 
 
-def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> None:
+def test_published_steps_are_delivered_before_the_engine_leaves() -> None:
     runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
@@ -52,15 +52,15 @@ def test_steps_that_are_published_are_delivered_before_the_engine_leaves() -> No
         runner.launched.get(timeout=TIMEOUT_S)
     engine.leave()
     time.sleep(DELAY_S)
-    assert attention.dropped.empty(), "two steps are under way"
+    assert attention.dropped.empty(), "the engine left while two steps were under way"
     runner.has_ended.set()
     assert attention.dropped.get(timeout=TIMEOUT_S) == "another dense worker takes over"
     engine.stop(TIMEOUT_S)
-    assert runner.launched.empty(), "nothing new was planned"
+    assert runner.launched.empty(), "no further step may be planned"
     assert [output.token_ids for report in reports.queue for output in report.outputs] == [[9], [9]]
 
 
-def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> None:
+def test_steps_lost_with_an_attachment_are_run_again_by_the_next() -> None:
     runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
     engine = started_engine(runner, attention, reports, TIMEOUT_S)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
@@ -75,12 +75,12 @@ def test_an_attachment_that_ends_while_a_step_runs_is_followed_by_another() -> N
         for output in reports.get(timeout=TIMEOUT_S).outputs:
             tokens += output.token_ids
     engine.stop(TIMEOUT_S)
-    assert tokens == [9, 9, 9] and reports.empty(), "lost steps are run again, and told once"
+    assert tokens == [9, 9, 9] and reports.empty(), "lost steps are run again and reported once"
     assert list(attention.opened.queue) == [1, 1]
 
 
-def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_another() -> None:
-    """A step is under way: the channel is aborted first, so that a GPU ends it."""
+def test_an_ended_attachment_is_unmapped_before_the_next_one() -> None:
+    """The channel is aborted before that, so that the GPU ends the running step."""
     runner, attention = SlowRunner(), RecordingAttention()
     actions: queue.Queue[str] = queue.Queue()
     attention.channel.abort = lambda: (actions.put("abort"), runner.has_ended.set())
@@ -93,12 +93,12 @@ def test_the_region_of_an_attachment_that_ends_is_unmapped_before_there_is_anoth
     assert engine.spans_under_way() == {1: range(4)}, "the prompt's three tokens, and the one sampled from it"
     engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
     assert [actions.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
-    assert engine.spans_under_way() == {1: range(4)}, "gateways are told afterwards"
+    assert engine.spans_under_way() == {1: range(4)}, "they are needed for the farewell to gateways"
     engine.stop(TIMEOUT_S)
-    assert "close" not in actions.queue, "once is enough"
+    assert "close" not in actions.queue, "the channel was closed twice"
 
 
-def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
+def test_a_step_that_never_ends_drops_the_attachment() -> None:
     attention = RecordingAttention()
     engine = started_engine(SlowRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
@@ -106,29 +106,29 @@ def test_a_step_that_never_ends_gives_the_attachment_up() -> None:
     engine.stop(TIMEOUT_S)
 
 
-def test_a_step_that_never_ends_gives_the_attachment_up_however_much_comes_meanwhile() -> None:
-    class TalkingStep(FakeStep):
-        """Whenever it is looked at, something new has come."""
+def test_a_step_that_never_ends_drops_the_attachment_of_a_busy_engine() -> None:
+    class BusyStep(FakeStep):
+        """A step that never ends. Every check adds a call to the engine's queue."""
 
         def is_done(self) -> bool:
             assert attention.engine is not None
             attention.engine.cancel(seq_id=99)
             return False
 
-    class TalkingRunner(FakeRunner):
-        def launch(self, plan: StepPlan, channel: object) -> TalkingStep:
-            return TalkingStep(plan)
+    class BusyRunner(FakeRunner):
+        def launch(self, plan: StepPlan, channel: object) -> BusyStep:
+            return BusyStep(plan)
 
     attention = RecordingAttention()
-    engine = started_engine(TalkingRunner(), attention, queue.Queue(), timeout_s=0.05)
+    engine = started_engine(BusyRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert "step 1 has not ended after 0.05 s" in attention.dropped.get(timeout=TIMEOUT_S)
     engine.stop(TIMEOUT_S)
 
 
-def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_meanwhile() -> None:
-    class TalkingChannel(SimpleNamespace):
-        """Whenever it is asked for its errors, something new has come."""
+def test_an_error_that_is_never_reported_drops_the_attachment_of_a_busy_engine() -> None:
+    class BusyChannel(SimpleNamespace):
+        """Counts an error that is never reported. Every check adds a call to the engine's queue."""
 
         @property
         def num_errors(self) -> int:
@@ -137,7 +137,7 @@ def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_
             return 1
 
     attention = RecordingAttention()
-    attention.channel = TalkingChannel(
+    attention.channel = BusyChannel(
         num_waits=None, is_waiting=False, waited_s=0.0, abort=lambda: None, close=lambda: None
     )
     engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
@@ -146,7 +146,7 @@ def test_an_error_that_is_never_told_gives_the_attachment_up_however_much_comes_
     engine.stop(TIMEOUT_S)
 
 
-def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
+def test_an_opening_without_an_answer_drops_the_attachment() -> None:
     attention = SilentAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), timeout_s=0.05)
     engine.submit(Sequence(0xAB, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
@@ -158,10 +158,10 @@ def test_an_opening_that_is_never_answered_gives_the_attachment_up() -> None:
 
 
 @pytest.mark.parametrize("answer", [SequenceOpened(0xAB), PlanAccepted(7)])
-def test_an_answer_that_nobody_waits_for_gives_the_attachment_up(answer: SequenceOpened | PlanAccepted) -> None:
+def test_an_unexpected_answer_drops_the_attachment(answer: SequenceOpened | PlanAccepted) -> None:
     attention = RecordingAttention()
     engine = started_engine(FakeRunner(), attention, queue.Queue(), TIMEOUT_S)
-    engine.on_answer(make_attachment(attention, 2), answer)  # of another attachment: nobody's business
+    engine.on_answer(make_attachment(attention, 2), answer)  # of another attachment, so the engine ignores it
     attachment = make_attachment(attention, 3)
     engine.on_attached(attachment)
     engine.on_answer(attachment, answer)

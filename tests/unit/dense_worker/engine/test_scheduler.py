@@ -1,4 +1,4 @@
-"""The scheduler against the real KV cache accounting, without a model: tokens are a function of position."""
+"""The scheduler with the real KV cache accounting, without a model: tokens are a function of position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOP_TOKEN = 7
 
 
 def next_token(seq_id: int, position: int) -> int:
-    """What the imaginary model samples; few values, so that sequences share prefixes and stop by chance."""
+    """The token that the simulated model samples. There are few values, so that sequences stop by chance."""
     return (seq_id * 31 + position * 17) % 11
 
 
@@ -51,13 +51,13 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 
 
 def new_session(cache: KVCache) -> Session:
-    """An attachment to this cache, as it is now."""
+    """A new attachment to this cache."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
     return Session(Attachment(1, 1, {}, *counts, cache.held_blocks))
 
 
 def sample(plan: StepPlan) -> StepResult:
-    """What the imaginary model samples for each entry, as far as its drafts are right."""
+    """The tokens that the simulated model samples for each entry: the right drafts, and one more."""
     token_ids: list[list[int]] = []
     for entry in plan.entries:
         first = entry.position + entry.num_tokens - entry.num_logits + 1
@@ -69,7 +69,7 @@ def sample(plan: StepPlan) -> StepResult:
 
 
 class Cluster:
-    """A scheduler and a KV cache, joined as the engines join them: one plan ahead, opens answered late."""
+    """A scheduler and a KV cache, connected as in the engines: one plan ahead, and openings may be answered late."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Cluster:
         self._opening: deque[Sequence] = deque()
 
     def step(self, *, answer_opens: bool = True) -> None:
-        """What `Engine._step` does, with the attention worker's part in between."""
+        """Does the work of `Engine._step` and of the attention worker."""
         scheduler = self.scheduler
         self._opening.extend(scheduler.next_to_open())
         if answer_opens:
@@ -108,11 +108,11 @@ class Cluster:
         self.check_ledger()
 
     def attach_again(self) -> None:
-        """The stream broke: the plan in flight is lost, the attention worker keeps what it has."""
+        """The stream broke: the plan in flight is lost, and the attention worker keeps its sequences."""
         self.in_flight = None
         self._opening.clear()
         self.scheduler.begin(new_session(self.cache))
-        self.scheduler.close_unclaimed()  # whose closing was lost with the plan
+        self.scheduler.close_unclaimed()  # sequences whose closing was lost with the plan
 
     def answer_opens(self) -> None:
         while self._opening:
@@ -139,7 +139,7 @@ class Cluster:
         assert len({entry.seq_id for entry in plan.entries}) == len(plan.entries)
         sizes = [entry.num_tokens - len(entry.draft_token_ids) == 1 for entry in plan.entries]
         assert all(entry.num_tokens >= 1 for entry in plan.entries)
-        if False in sizes:  # single tokens go first; only the last prefill may be cut down to one
+        if False in sizes:  # single tokens come first; only the last prefill may be cut to one token
             assert True not in sizes[sizes.index(False) : -1]
 
     def check_ledger(self) -> None:
@@ -169,7 +169,7 @@ requests = st.lists(
         st.integers(1, 24),  # max_tokens
         st.booleans(),  # can stop
         st.integers(0, 3),  # steps before the next request
-        st.one_of(st.none(), st.integers(0, 12)),  # cancelled after so many steps
+        st.one_of(st.none(), st.integers(0, 12)),  # the number of steps after which it is cancelled
     ),
     min_size=1,
     max_size=14,
@@ -185,7 +185,7 @@ requests = st.lists(
     st.integers(6, 40),
     st.integers(1, 3),
 )
-def test_every_sequence_gets_its_tokens_and_every_block_returns(
+def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     arrivals: list[tuple[int, int, bool, int, int | None]],
     policy: Policy,
     num_blocks: int,
@@ -225,7 +225,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_returns(
             assert delivered[sequence.seq_id] == expected_output(sequence)
 
 
-def test_running_streams_keep_their_pace_beside_a_long_prompt() -> None:
+def test_a_long_prompt_does_not_delay_running_streams() -> None:
     cluster = Cluster(num_blocks=64, max_num_batched_tokens=8)
     cluster.scheduler.add(make_sequence(1, 2, 40))
     for _ in range(4):
@@ -237,7 +237,7 @@ def test_running_streams_keep_their_pace_beside_a_long_prompt() -> None:
     for plan in cluster.plans[before:]:
         assert 1 in [entry.seq_id for entry in plan.entries], "a decode was left out of a step"
     chunks = [entry.num_tokens for plan in cluster.plans for entry in plan.entries if entry.seq_id == 2]
-    assert max(chunks) == 7 and sum(chunks[:6]) == 40, "the prompt takes what the budget leaves"
+    assert max(chunks) == 7 and sum(chunks[:6]) == 40, "the prompt gets the rest of the budget"
 
 
 def test_a_late_short_request_ends_before_an_early_long_one() -> None:
@@ -251,11 +251,11 @@ def test_a_late_short_request_ends_before_an_early_long_one() -> None:
     assert ends == [2, 1]
 
 
-def test_sequences_are_opened_in_arrival_order_and_no_small_one_overtakes() -> None:
+def test_sequences_are_opened_in_arrival_order_even_if_a_later_one_would_fit() -> None:
     cluster = Cluster(num_blocks=16, max_num_seqs=4)
     cluster.scheduler.add(make_sequence(1, 20, 20))  # 10 blocks
-    cluster.scheduler.add(make_sequence(2, 30, 10))  # 10 blocks: has to wait
-    cluster.scheduler.add(make_sequence(3, 2, 2))  # would fit
+    cluster.scheduler.add(make_sequence(2, 30, 10))  # 10 blocks, so it must wait
+    cluster.scheduler.add(make_sequence(3, 2, 2))  # this one would fit
     assert [sequence.seq_id for sequence in cluster.scheduler.next_to_open()] == [1]
 
 
@@ -268,7 +268,7 @@ def test_guaranteed_policy_never_preempts_and_utilization_policy_does() -> None:
         assert bool(cluster.scheduler.num_preemptions) is expects_preemption
 
 
-def test_a_plan_is_published_while_the_step_before_it_is_unfinished() -> None:
+def test_a_plan_is_published_before_the_previous_step_ends() -> None:
     cluster, sequence = Cluster(), make_sequence(1, 3, 10)
     cluster.scheduler.add(sequence)
     cluster.step()
@@ -277,7 +277,7 @@ def test_a_plan_is_published_while_the_step_before_it_is_unfinished() -> None:
     assert sequence.num_computed_tokens == 4
 
 
-def test_the_end_of_a_stopped_sequence_costs_one_wasted_token_at_most() -> None:
+def test_a_stopped_sequence_wastes_at_most_one_token() -> None:
     cluster = Cluster()
     seq_id = next(i for i in range(1, 50) if STOP_TOKEN in [next_token(i, 3 + n) for n in range(10)])
     sequence = make_sequence(seq_id, 3, 30, can_stop=True)
@@ -299,7 +299,7 @@ def test_cancelled_request_frees_its_blocks_within_one_step() -> None:
     assert cluster.cache.num_used_blocks == 0
 
 
-def test_resubmission_after_a_new_attachment_continues_where_the_blocks_are() -> None:
+def test_after_a_new_attachment_a_sequence_continues_with_its_blocks() -> None:
     cluster = Cluster()
     sequence = make_sequence(1, 10, 20)
     cluster.scheduler.add(sequence)
@@ -314,7 +314,7 @@ def test_resubmission_after_a_new_attachment_continues_where_the_blocks_are() ->
     assert sequence.output_token_ids == expected_output(sequence)
 
 
-def test_held_blocks_whose_tokens_disagree_are_given_up_and_found_again_by_their_prefix() -> None:
+def test_blocks_with_other_tokens_are_released_and_their_prefix_is_found_again() -> None:
     cluster = Cluster(num_blocks=8)
     sequence = make_sequence(1, 16, 8)
     cluster.cache.open_sequence(1, [*sequence.prompt_token_ids, 9, 9, 9, 9], 16)
@@ -337,7 +337,7 @@ def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     cluster.run_until_idle()
 
 
-def test_a_sequence_the_attention_worker_cannot_run_fails_alone() -> None:
+def test_if_the_attention_worker_cannot_run_a_sequence_only_that_one_fails() -> None:
     cluster = Cluster()
     first, second = make_sequence(1, 4, 8), make_sequence(2, 4, 8)
     cluster.scheduler.add(first)
@@ -353,7 +353,7 @@ def test_a_sequence_the_attention_worker_cannot_run_fails_alone() -> None:
     ]
 
 
-def test_blocks_of_a_step_that_the_attention_worker_refused_are_free_again() -> None:
+def test_blocks_of_a_refused_step_are_free_again() -> None:
     cluster = Cluster()
     cluster.scheduler.add(make_sequence(1, 8, 4))
     cluster.step()
@@ -371,14 +371,14 @@ def test_blocks_of_a_step_that_the_attention_worker_refused_are_free_again() -> 
         (make_sequence(1, 30, 20), CapacityError, "13 KV cache blocks, the cache has 8"),
     ],
 )
-def test_what_can_never_run_is_refused_with_value_and_limit(
+def test_a_sequence_that_can_never_run_is_refused_with_value_and_limit(
     sequence: Sequence, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         Cluster(num_blocks=8).scheduler.add(sequence)
 
 
-def test_a_full_queue_refuses_and_says_how_full() -> None:
+def test_a_full_queue_refuses_with_its_length_and_limit() -> None:
     cluster = Cluster(max_num_waiting=2)
     cluster.scheduler.add(make_sequence(1, 4, 4))
     cluster.scheduler.add(make_sequence(2, 4, 4))

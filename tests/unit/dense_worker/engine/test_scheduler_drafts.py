@@ -1,4 +1,4 @@
-"""Drafts change how many steps a text takes, never the text; and they take nothing from anybody else."""
+"""Drafts change the number of steps, but never the text, and they take nothing from other sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.unit.dense_worker.engine.test_scheduler import (
 
 
 class Guesses:
-    """Right guesses, but for one in `one_wrong_in` of them, if any."""
+    """Proposes right drafts, except for every `one_wrong_in`-th position."""
 
     def __init__(self, num_tokens: int, one_wrong_in: int | None = None) -> None:
         self._num_tokens = num_tokens
         self._one_wrong_in = one_wrong_in
 
     def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
-        assert not sequence.num_pending_tokens, "the tokens before are not known"
+        assert not sequence.num_pending_tokens, "the previous tokens are not known yet"
         first = sequence.num_tokens
         drafts = []
         for position in range(first, first + min(self._num_tokens, max_num_tokens)):
@@ -46,7 +46,7 @@ class Guesses:
     st.one_of(st.none(), st.integers(1, 5)),
     st.sets(st.integers(1, 40), max_size=3),
 )
-def test_every_sequence_gets_its_tokens_whatever_is_guessed(
+def test_every_sequence_gets_its_tokens_with_any_drafts(
     arrivals: list[tuple[int, int, bool, int, int | None]],
     policy: Policy,
     num_blocks: int,
@@ -79,8 +79,8 @@ def test_every_sequence_gets_its_tokens_whatever_is_guessed(
 
 
 @pytest.mark.parametrize(("num_drafts", "num_steps"), [(0, 24), (1, 12), (3, 6), (5, 4), (23, 1)])
-def test_right_guesses_save_steps(num_drafts: int, num_steps: int) -> None:
-    """Each step yields one more token than it has drafts."""
+def test_right_drafts_save_steps(num_drafts: int, num_steps: int) -> None:
+    """Each step returns one more token than it has drafts."""
     cluster = Cluster(num_blocks=32, max_num_seqs=24, max_num_batched_tokens=64, drafts=Guesses(num_drafts))
     sequence = make_sequence(1, 3, 24)
     cluster.scheduler.add(sequence)
@@ -90,7 +90,7 @@ def test_right_guesses_save_steps(num_drafts: int, num_steps: int) -> None:
     assert sum(plan.num_tokens for plan in cluster.plans) == 3 + 24 - 1, "no token is computed twice"
 
 
-def test_wrong_guesses_cost_no_step() -> None:
+def test_wrong_drafts_cost_no_step() -> None:
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3, one_wrong_in=1))
     sequence = make_sequence(1, 3, 24)
     cluster.scheduler.add(sequence)
@@ -103,7 +103,7 @@ def test_wrong_guesses_cost_no_step() -> None:
     "sampling",
     [SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.5), SamplingParams(bad_words=((5, 6),))],
 )
-def test_who_depends_on_the_tokens_before_gets_no_drafts(sampling: SamplingParams) -> None:
+def test_sequences_whose_logits_depend_on_previous_tokens_get_no_drafts(sampling: SamplingParams) -> None:
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3))
     sequence = make_sequence(1, 3, 8)
     sequence.sampling = sampling
@@ -112,7 +112,7 @@ def test_who_depends_on_the_tokens_before_gets_no_drafts(sampling: SamplingParam
     assert not any(plan.has_drafts for plan in cluster.plans)
 
 
-def test_a_full_batch_leaves_no_room_for_drafts() -> None:
+def test_a_full_batch_has_no_drafts() -> None:
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64, num_blocks=64, drafts=Guesses(3))
     for seq_id in range(1, 5):
         cluster.scheduler.add(make_sequence(seq_id, 3, 12))

@@ -1,4 +1,4 @@
-"""What comes while a step runs: openings, answers and cancellations between two plans and the tokens of the first."""
+"""Openings, answers and cancellations that arrive at any time while a step runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_NUM_STEPS = 5_000
 
 
 class Cluster:
-    """A scheduler and a KV cache, joined by two streams whose messages come in order, but at any time."""
+    """A scheduler and a KV cache, connected by two streams. Messages arrive in order, but at random times."""
 
     def __init__(self, policy: Policy, num_blocks: int, max_num_seqs: int, budget: int, random: Random) -> None:
         self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
@@ -46,7 +46,7 @@ class Cluster:
         return is_quiet and not (self.scheduler.num_running or self.scheduler.num_waiting)
 
     def step(self) -> None:
-        """What `Engine._step` does, with more or less of everything else before the step ahead has ended."""
+        """Does the work of `Engine._step`. In between, random events happen before the step in flight has ended."""
         self._let_things_happen()
         self._to_attention.extend(self.scheduler.next_to_open())
         plan = self.scheduler.schedule()
@@ -110,7 +110,7 @@ class Cluster:
     st.integers(6, 40),
     st.integers(0, 2**32),
 )
-def test_whenever_answers_and_cancellations_come_tokens_are_right_and_blocks_return(
+def test_tokens_are_right_and_blocks_are_freed_with_events_at_any_time(
     arrivals: list[tuple[int, int, bool, bool]],
     policy: Policy,
     num_blocks: int,
@@ -130,7 +130,7 @@ def test_whenever_answers_and_cancellations_come_tokens_are_right_and_blocks_ret
     for _ in range(MAX_NUM_STEPS):
         was_idle = cluster.is_idle and not cluster.to_cancel
         cluster.step()
-        if was_idle and cluster.is_idle:  # nor was there anything left to close
+        if was_idle and cluster.is_idle:  # and no sequence had to be closed
             break
     else:
         raise AssertionError(f"not idle after {MAX_NUM_STEPS} steps")

@@ -1,4 +1,4 @@
-"""A sequence's spans: one for its life, and one for each part of it that it came to."""
+"""The spans of a sequence: one for the whole, and one for each part that it reached: queue, prefill, decode."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def begin() -> tuple[SequenceTracer, Sequence, RecordingTracer]:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_a_sequence_has_the_parts_that_it_came_to(num_parts: int) -> None:
+def test_a_sequence_has_a_span_for_each_part_that_it_reached(num_parts: int) -> None:
     sequences, sequence, tracer = begin()
     assert sequence.traceparent == "parent/sequence"
     if num_parts > 1:
@@ -63,7 +63,7 @@ def test_a_sequence_has_the_parts_that_it_came_to(num_parts: int) -> None:
     assert span.ends == [(None, {"outcome": "cancelled", "num_output_tokens": 0, "num_cached_tokens": 0})]
 
 
-def test_a_sequence_ends_once_and_unknown_ones_never() -> None:
+def test_only_known_sequences_end_and_only_once() -> None:
     sequences, _, tracer = begin()
     sequences.end(2, "stop")
     sequences.end(1, "error", "no room")
@@ -71,7 +71,7 @@ def test_a_sequence_ends_once_and_unknown_ones_never() -> None:
     assert [end[0] for end in tracer.spans[0].ends] == ["no room"]
 
 
-def test_one_that_is_submitted_again_replaces_the_first() -> None:
+def test_a_resubmitted_sequence_replaces_the_first_one() -> None:
     sequences, sequence, tracer = begin()
     sequences.begin(sequence, "parent")
     assert [len(span.ends) for span in tracer.spans] == [1, 0]

@@ -1,4 +1,4 @@
-"""One line a step, written beside the engine thread, which never waits for it."""
+"""The step log has one line per step. Another thread writes it, so the engine thread never waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_line_has_batch_tokens_blocks_and_times() -> None:
     }
 
 
-def test_the_log_is_appended_to(tmp_path: Path) -> None:
+def test_an_existing_log_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     for _ in range(2):
         with writing_step_log(path) as logs:
@@ -65,13 +65,13 @@ def test_without_a_path_there_is_no_log() -> None:
         assert logs == []
 
 
-def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)), writing_step_log(tmp_path):
         pass
 
 
 class SlowFile:
-    """Does not write before it may."""
+    """A file whose writes wait for `may_write`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -82,7 +82,7 @@ class SlowFile:
         self.lines.append(line)
 
 
-def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
+def test_lines_beyond_the_limit_are_dropped_and_counted() -> None:
     file = SlowFile()
     step_log = StepLog(file.write, max_num_pending=4)
     step_log.start()
@@ -102,7 +102,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
     assert lines[-1]["num_dropped_lines"] > 40
 
 
-def test_a_full_disk_costs_lines_alone_and_is_told_once(tmp_path: Path) -> None:
+def test_a_full_disk_loses_only_lines_and_is_logged_once(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.symlink_to("/dev/full")
     with capture_logs() as events, writing_step_log(path) as [step_log]:
@@ -113,7 +113,7 @@ def test_a_full_disk_costs_lines_alone_and_is_told_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_disk_that_tells_only_at_the_close_that_it_is_full_costs_nothing_else(
+def test_an_error_at_the_close_of_the_log_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, close, is_told = tmp_path / "steps.jsonl", os.close, threading.Event()
@@ -131,7 +131,7 @@ def test_a_disk_that_tells_only_at_the_close_that_it_is_full_costs_nothing_else(
     assert is_told.is_set() and len(path.read_text().splitlines()) == 1
 
 
-def test_a_disk_that_has_room_again_is_written_to_and_the_gap_told() -> None:
+def test_after_a_full_disk_the_number_of_lost_lines_is_written() -> None:
     written: list[str] = []
     num_tries = 0
 

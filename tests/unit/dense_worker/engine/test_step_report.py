@@ -1,4 +1,4 @@
-"""What a step tells of its sequences' prompts."""
+"""The log-probabilities of prompts in the report of a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.dense_worker.engine.step_report import record_prompt_logprobs
 from services.step import PromptLogprobs
 
 
-def test_prompt_logprobs_of_the_living_are_taken_and_not_wanted_again_once_told_to_the_end() -> None:
-    def told(seq_id: int, status: SequenceStatus, start: int, count: int) -> tuple[Sequence, PromptLogprobs]:
+def test_live_sequences_report_their_prompt_logprobs_once() -> None:
+    def found_for(seq_id: int, status: SequenceStatus, start: int, count: int) -> tuple[Sequence, PromptLogprobs]:
         sequence = Sequence(seq_id, "r", [5, 6, 7, 8], SamplingParams(), max_tokens=6, num_prompt_logprobs=1)
         sequence.status = status
         return sequence, PromptLogprobs(seq_id, start, [TokenLogprobs(-1.0, ((3, -0.5),))] * count)
 
-    partly, wholly = told(1, SequenceStatus.RUNNING, 1, 2), told(2, SequenceStatus.WAITING, 3, 1)
-    sequences, found = zip(partly, told(3, SequenceStatus.FINISHED, 1, 3), wholly, strict=True)
-    assert record_prompt_logprobs(sequences, found) == [partly, wholly]
-    assert partly[0].num_prompt_logprobs == 1
-    assert wholly[0].num_prompt_logprobs is None
+    partial, complete = found_for(1, SequenceStatus.RUNNING, 1, 2), found_for(2, SequenceStatus.WAITING, 3, 1)
+    sequences, found = zip(partial, found_for(3, SequenceStatus.FINISHED, 1, 3), complete, strict=True)
+    assert record_prompt_logprobs(sequences, found) == [partial, complete]
+    assert partial[0].num_prompt_logprobs == 1
+    assert complete[0].num_prompt_logprobs is None

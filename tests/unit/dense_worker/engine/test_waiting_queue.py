@@ -1,4 +1,4 @@
-"""Who goes first, for how long somebody can be overtaken, who waits too long, and how many may wait."""
+"""The order of the queue, the limit on overtaking, timeouts, and how many sequences may wait."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ arrivals = st.lists(st.tuples(st.floats(0, 300), st.integers(-100, 100)), min_si
 
 
 @given(arrivals, st.floats(0, 10))
-def test_who_goes_first_is_whose_arrival_and_priority_say_so(
+def test_the_order_follows_arrival_and_priority(
     times: list[tuple[float, int]], ageing_s: float
 ) -> None:
     queue = WaitingQueue(100, 10_000, ageing_s)
     for seq_id, (arrival_s, priority) in enumerate(times):
         queue.admit(sequence := arriving(seq_id, arrival_s, priority))
         queue.push(sequence)
-    expected = sorted(range(len(times)), key=lambda i: times[i][0] + times[i][1] * ageing_s)  # stable: as they came
+    expected = sorted(range(len(times)), key=lambda i: times[i][0] + times[i][1] * ageing_s)  # stable
     assert drain(queue) == expected
 
 
 @given(arrivals, st.floats(0, 10))
-def test_nobody_is_overtaken_from_beyond_the_stated_bound(times: list[tuple[float, int]], ageing_s: float) -> None:
+def test_overtaking_ends_at_the_stated_bound(times: list[tuple[float, int]], ageing_s: float) -> None:
     times.sort()
     queue = WaitingQueue(100, 10_000, ageing_s)
     for seq_id, (arrival_s, priority) in enumerate(times):
@@ -68,12 +68,15 @@ def test_nobody_is_overtaken_from_beyond_the_stated_bound(times: list[tuple[floa
         assert all(times[earlier][0] <= latest * (1 + 1e-9) for earlier in served[:position])
 
 
-def test_the_bound_in_seconds_is_that_of_the_documented_range() -> None:
+def test_the_range_of_priorities_is_documented() -> None:
     assert "In [-100, 100]." in " ".join(PROTO.read_text().split("int32 priority")[0].splitlines()[-3:])
 
 
-def test_an_unimportant_sequence_runs_although_important_ones_never_stop_coming() -> None:
-    """One place, one second a sequence, one urgent newcomer a second: without ageing it would wait for ever."""
+def test_an_unimportant_sequence_runs_although_important_ones_keep_arriving() -> None:
+    """One sequence runs at a time, for one second, and an urgent one arrives every second.
+
+    Without ageing the unimportant sequence would wait for ever.
+    """
     cluster = Cluster(max_num_seqs=1, priority_ageing_s=1.0)
     patient = arriving(1, 0.0, 20)
     cluster.scheduler.add(patient)
@@ -86,7 +89,7 @@ def test_an_unimportant_sequence_runs_although_important_ones_never_stop_coming(
         if patient.status is not SequenceStatus.WAITING:
             break
         num_served += 1
-    assert num_served == pytest.approx(30, abs=2)  # it is overtaken for 20 - (-10) seconds
+    assert num_served == pytest.approx(30, abs=2)  # the unimportant sequence is overtaken for 20 - (-10) seconds
 
 
 @settings(max_examples=150, deadline=None)
@@ -123,7 +126,7 @@ def test_with_priorities_and_new_attachments_every_sequence_gets_its_tokens(
         else:
             cluster.step()
             if was_running:
-                assert first.status is not SequenceStatus.WAITING, "the first of all was preempted"
+                assert first.status is not SequenceStatus.WAITING, "the first sequence in order was preempted"
         running = [each.order for each in cluster.scheduler.session.running]
         assert running == sorted(running)
 
@@ -141,8 +144,8 @@ def test_with_priorities_and_new_attachments_every_sequence_gets_its_tokens(
         assert sequence.output_token_ids == expected_output(sequence)
 
 
-def test_kept_blocks_are_taken_up_before_more_important_newcomers_need_them() -> None:
-    """After a new attachment an important sequence must not wait for blocks that a later one in order holds."""
+def test_kept_blocks_are_used_before_more_important_sequences_need_them() -> None:
+    """After a new attachment an important sequence must not wait for blocks of a sequence that is later in order."""
     cluster = Cluster(num_blocks=8)
     holder = arriving(1, 0.0, 50, num_tokens=20, max_tokens=12)
     cluster.scheduler.add(holder)
@@ -160,8 +163,8 @@ def test_kept_blocks_are_taken_up_before_more_important_newcomers_need_them() ->
 
 
 @pytest.mark.parametrize("num_steps", range(4, 40))
-def test_sequences_that_fill_the_cache_when_the_attachment_ends_go_on(num_steps: int) -> None:
-    """With every block held and none free, the first could not grow by a block: the last has to give its own up."""
+def test_sequences_that_filled_the_cache_continue_after_a_new_attachment(num_steps: int) -> None:
+    """All blocks are held and none is free, so the first sequence can grow only if the last one releases its blocks."""
     cluster = Cluster("max_utilization", num_blocks=8)
     sequences = [arriving(seq_id, num_tokens=4, max_tokens=26) for seq_id in (1, 2)]
     for sequence in sequences:
@@ -184,7 +187,7 @@ def test_blocks_kept_by_a_sequence_that_is_cancelled_while_it_waits_are_closed()
     cluster.run_until_idle()
 
 
-def test_a_sequence_that_waits_too_long_fails_with_both_numbers() -> None:
+def test_a_sequence_that_waits_too_long_fails_with_its_time_and_the_limit() -> None:
     cluster = Cluster(max_num_seqs=1)
     cluster.scheduler.add(arriving(1, 10.0, max_tokens=30))
     cluster.step()
@@ -211,25 +214,25 @@ def test_a_sequence_that_has_run_once_never_expires() -> None:
     assert cluster.scheduler.num_waiting == 1
     assert cluster.scheduler.expire(1000.0) == []
     resubmitted = arriving(3, timeout_s=5.0)
-    resubmitted.output_token_ids = [1]  # by an earlier dense worker
+    resubmitted.output_token_ids = [1]  # computed by an earlier dense worker
     cluster.scheduler.add(resubmitted)
     assert cluster.scheduler.expire(2000.0) == []
 
 
-def test_a_queue_full_of_tokens_refuses_and_says_how_many() -> None:
+def test_a_queue_full_of_tokens_refuses_with_their_number() -> None:
     cluster = Cluster(max_num_waiting_tokens=50)
-    cluster.scheduler.add(arriving(1, num_tokens=60, max_tokens=4))  # alone it may be longer than the limit
+    cluster.scheduler.add(arriving(1, num_tokens=60, max_tokens=4))  # a single prompt may be longer than the limit
     cluster.scheduler.cancel(1)
     cluster.scheduler.add(arriving(2, num_tokens=30))
     cluster.scheduler.add(arriving(3, num_tokens=20))
     with pytest.raises(CapacityError, match="prompt of 1 tokens 51 would be waiting, the limit is 50"):
         cluster.scheduler.add(arriving(4, num_tokens=1))
-    cluster.step()  # both run
+    cluster.step()  # now both run
     cluster.scheduler.add(arriving(5, num_tokens=40))
     cluster.run_until_idle()
 
 
-def test_a_full_queue_takes_back_what_an_earlier_dense_worker_ran() -> None:
+def test_a_full_queue_accepts_resubmitted_sequences() -> None:
     cluster = Cluster(max_num_waiting=1)
     cluster.scheduler.add(arriving(1))
     resubmitted = arriving(2)
@@ -242,7 +245,7 @@ def test_a_full_queue_takes_back_what_an_earlier_dense_worker_ran() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["add", "step", "cancel", "reset", "expire"]), max_size=60))
-def test_the_limits_count_exactly_those_that_never_ran(actions: list[str]) -> None:
+def test_the_limits_count_only_sequences_that_never_ran(actions: list[str]) -> None:
     cluster = Cluster("max_utilization", num_blocks=12, max_num_seqs=2)
     sequences: list[Sequence] = []
     for number, action in enumerate(actions, start=1):

@@ -1,4 +1,4 @@
-"""A family and a weight format that only this test knows: parts put together anew run by torch, ONNX and on CUDA."""
+"""A model family and a weight format that exist only here. Their parts run by torch, ONNX and the CUDA backend."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCALE = 8.0
 
 @dataclass(frozen=True, slots=True)
 class ParallelResidual:
-    """As GPT-NeoX has it: the MLP is of the layer's input, not of the sum with what attention gives."""
+    """Like GPT-NeoX: the MLP's input is the layer's input, without the output of attention."""
 
     o: Linear
     mlp: Mlp
@@ -61,7 +61,7 @@ class ParallelResidual:
 
 @dataclass(frozen=True, slots=True)
 class PlainMlp:
-    """Without a gate: down(SiLU(up(x)))."""
+    """An MLP without a gate: down(SiLU(up(x)))."""
 
     norm: RmsNorm
     up: Linear
@@ -74,7 +74,7 @@ class PlainMlp:
 
 @dataclass(frozen=True, slots=True)
 class ScaledEmbedding:
-    """As Gemma has it."""
+    """An embedding multiplied by a constant, like Gemma's."""
 
     table: Parameter
 
@@ -101,7 +101,7 @@ def build_parallel(config: ModelConfig, allocator: WeightAllocator) -> ModelWeig
 
 
 def parallel_formula(weights: ModelWeights, config: ModelConfig) -> torch.Tensor:
-    """The logits, in float64, from the tensors by their names alone."""
+    """The logits in float64, computed from the tensors by their names."""
     w = {name: tensor.double() for name, tensor in weights.named_tensors()}
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def by_cuda(weights: ModelWeights, config: ModelConfig) -> Iterator[DenseBackend
         yield CudaBackend(weights, config, 64)
 
 
-BACKENDS: dict[str, tuple[Callable, torch.dtype, float]] = {  # dtype and bound of the relative error
+BACKENDS: dict[str, tuple[Callable, torch.dtype, float]] = {  # dtype and limit of the relative error
     "torch": (by_torch, torch.float32, 1e-5),
     "onnx": (by_onnx, torch.float32, 1e-5),
     "cuda, by references": (by_cuda, torch.float32, 1e-5),
@@ -144,7 +144,7 @@ BACKENDS: dict[str, tuple[Callable, torch.dtype, float]] = {  # dtype and bound 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_another_family_is_another_arrangement_of_parts(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_family_needs_only_new_parts(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BUILDERS, "parallel", build_parallel)
     make, dtype, tolerance = BACKENDS[backend]
     config = replace(small_config("llama"), family="parallel")
@@ -156,7 +156,7 @@ def test_another_family_is_another_arrangement_of_parts(backend: str, monkeypatc
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A weight in float16 with a scale for each row: dequantized, then multiplied."""
+    """A weight in float16 with a scale for each row. It is dequantized before the multiplication."""
 
     matrix: Parameter  # float16 [out_features, in_features]
     scale: Parameter  # [out_features, 1]
@@ -173,7 +173,7 @@ class ScaledWeight:
 
 
 class ScaledAllocator(WeightAllocator):
-    """Gives every linear layer that format, but for the lm_head."""
+    """Gives this format to every linear layer except lm_head."""
 
     def weight(self, name: str, in_features: int, merged_from: tuple[Projection, ...]) -> ScaledWeight:
         if name == "lm_head":
@@ -185,7 +185,7 @@ class ScaledAllocator(WeightAllocator):
 
 
 def quantize_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """Rewrites the checkpoint in the format; returns what it holds dequantized, as a plain checkpoint would."""
+    """Rewrites the checkpoint in this format; returns the dequantized tensors of an equal plain checkpoint."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     stored, plain = dict(tensors), dict(tensors)
@@ -199,7 +199,7 @@ def quantize_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "onnx", "cuda, by references"])
-def test_another_weight_format_is_loaded_and_multiplied_without_a_change_of_the_layer(
+def test_a_new_weight_format_needs_no_change_of_the_layer(
     backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = make_model_dir(tmp_path, "qwen2")
@@ -221,7 +221,7 @@ def test_another_weight_format_is_loaded_and_multiplied_without_a_change_of_the_
     assert relative_error(found, expected) < 1e-5
 
 
-def test_linear_layers_know_what_they_were_merged_from() -> None:
+def test_linear_layers_know_their_merged_projections() -> None:
     config = small_config("qwen2", tie_word_embeddings=True)
     weights = make_noisy(empty_weights(config, torch.float32, CPU))
     linears = {linear.name: linear for linear in parts_of_type(Linear, (weights.layers[1], weights.head))}
@@ -241,8 +241,8 @@ def test_linear_layers_know_what_they_were_merged_from() -> None:
 
 
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
-def test_layers_cut_as_they_say_give_together_what_the_whole_gives(name: str) -> None:
-    """Two parts of each layer, as two GPUs would have them: columns of the result side by side, or a sum."""
+def test_the_parts_of_a_cut_layer_give_the_result_of_the_whole(name: str) -> None:
+    """Cuts each layer into two parts, as for two GPUs. The results are concatenated or added."""
     config = small_config("llama", attention_bias=True, mlp_bias=True)
     weights = make_noisy(empty_weights(config, torch.float32, CPU))
     [linear] = [each for each in parts_of_type(Linear, weights.layers[0]) if each.name == name]

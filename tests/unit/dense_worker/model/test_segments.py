@@ -1,4 +1,4 @@
-"""Segments and TorchBackend against whole transformers models, attention supplied by the test."""
+"""Segments and TorchBackend, compared with whole transformers models. The test computes attention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class HuggingFaceAttention:
-    """The other stroke for one sequence: transformers' rotary module, torch's SDPA."""
+    """Attention for one sequence, by the rotary module of transformers and torch's SDPA."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         self.model, self.config = model, config
@@ -69,7 +69,7 @@ def load_truth(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 def logits_by_backend(
     path: Path, model: PreTrainedModel, token_ids: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """One step of the backend through buffers shaped like a channel's: larger than the step, and stale."""
+    """Runs one step of the backend with buffers like a channel's: larger than the step, with old contents."""
     config = load_model_config(path)
     backend = TorchBackend(load_weights(path, config, dtype, CPU))
     attention = HuggingFaceAttention(model, config)
@@ -103,7 +103,7 @@ def test_backend_gives_the_logits_of_transformers(
     with mode(), torch.no_grad():
         found = logits_by_backend(path, model, token_ids, torch.arange(NUM_TOKENS), torch.float32)
     assert found.dtype == torch.float32
-    # The same operations in float32: only the order of sums differs. The logits' deviation is 0.6 to 0.9.
+    # In float32 only the order of sums differs. The standard deviation of the logits is 0.6 to 0.9.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -113,23 +113,23 @@ def root_mean_square(x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_is_as_exact_as_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_as_accurate_as_transformers(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     path = make_model_dir(tmp_path, family)
     model, token_ids = load_truth(path, dtype), random_prompt()
     with torch.inference_mode():
         exact = load_truth(path).to(dtype).float()(token_ids[None]).logits[0]
         expected = model(token_ids[None]).logits[0].float()
         found = logits_by_backend(path, model, token_ids, torch.arange(NUM_TOKENS), dtype)
-    # Roundings are at the same places, but sums in another order flip last bits. So both must be equally
-    # close to float32 arithmetic on the same rounded weights, and to each other; root mean squares, as
-    # single logits scatter. Ratios measured over seeds: 0.84 to 1.22.
+    # Both round after the same operations, but another order of sums changes the last bits. So both must be equally
+    # close to float32 arithmetic with the same rounded weights, and to each other. Root mean squares are compared,
+    # because single logits scatter. Over several seeds the ratios were 0.84 to 1.22.
     transformers_error = root_mean_square(expected - exact)
     assert root_mean_square(found - exact) <= 1.4 * transformers_error
     assert root_mean_square(found - expected) <= 1.4 * transformers_error
     assert found.dtype == torch.float32
 
 
-def test_last_computes_only_the_rows_asked_for(tmp_path: Path) -> None:
+def test_last_computes_only_the_requested_rows(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, "qwen2")
     model, token_ids = load_truth(path), random_prompt()
     rows = torch.tensor([NUM_TOKENS - 1, 4, 4])
@@ -141,7 +141,7 @@ def test_last_computes_only_the_rows_asked_for(tmp_path: Path) -> None:
     assert none.shape == (0, 160)
 
 
-def test_cut_model_equals_transformers_with_fewer_layers(tmp_path: Path) -> None:
+def test_shortened_model_equals_transformers_with_fewer_layers(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, "qwen3")
     model, token_ids = load_truth(path), random_prompt()
     model.model.layers = model.model.layers[:2]
@@ -159,7 +159,7 @@ def test_cut_model_equals_transformers_with_fewer_layers(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_qkv_is_the_same_written_in_place_and_returned(tmp_path: Path, family: str) -> None:
+def test_qkv_written_in_place_equals_returned_qkv(tmp_path: Path, family: str) -> None:
     path = make_model_dir(tmp_path, family)
     config = load_model_config(path)
     weights = load_weights(path, config, torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""Loaded weights against the state dict of transformers; damaged checkpoints against clear errors."""
+"""Loaded weights, compared with the state dict of transformers, and the errors of damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_dir(llama_dir: Path, tmp_path: Path) -> Path:
-    """A Llama checkpoint in one file, the test's own to damage."""
+    """A Llama checkpoint in one file, which the test may damage."""
     return shutil.copytree(llama_dir, tmp_path / "model")
 
 
@@ -214,7 +214,7 @@ def test_random_weights_have_the_shapes_of_the_checkpoint(tmp_path: Path, family
     assert shapes == {name: (t.shape, t.dtype) for name, t in load(path, torch.bfloat16).named_tensors()}
 
 
-def test_random_weights_follow_the_seed_and_nothing_else(llama_dir: Path) -> None:
+def test_random_weights_depend_only_on_the_seed(llama_dir: Path) -> None:
     def draw(seed: int) -> torch.Tensor:
         weights = random_weights(load_model_config(llama_dir), torch.float32, CPU, seed)
         return torch.cat([tensor.flatten() for _, tensor in weights.named_tensors()])
@@ -234,7 +234,7 @@ def test_random_weights_are_small_and_norms_are_one(tmp_path: Path) -> None:
     for name, tensor in weights.named_tensors():
         if tensor.dim() == 1:
             assert torch.all(tensor == 1), name
-        else:  # at least 4096 samples: the estimates are off by 1.1 % and by std / 64
+        else:  # with 4096 samples or more the estimates have errors of 1.1 % and std / 64
             assert tensor.std().item() == pytest.approx(0.02, rel=0.06), name
             assert abs(tensor.mean().item()) < 0.002, name
 
@@ -253,7 +253,7 @@ def test_hash_changes_with_any_byte_of_a_small_file(model_dir: Path, offset: flo
     file = model_dir / "model.safetensors"
     content = bytearray(file.read_bytes())
     before = digest(model_dir)
-    content = content[: 256 * 1024]  # up to here the samples cover all
+    content = content[: 256 * 1024]  # the samples cover the whole file up to this size
     file.write_bytes(content)
     cut = digest(model_dir)
     content[int(offset * (len(content) - 1))] ^= 1
@@ -289,7 +289,7 @@ def test_hash_changes_with_names_and_order_of_shards(tmp_path: Path) -> None:
     second.write_bytes(contents[0])
     seen.add(digest(path))
     index = path / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace(first.name, "a.safetensors"))  # still the first by name
+    index.write_text(index.read_text().replace(first.name, "a.safetensors"))  # still the first one by name
     first.rename(path / "a.safetensors")
     seen.add(digest(path))
     assert len(seen) == 3

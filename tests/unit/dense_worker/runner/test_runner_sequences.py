@@ -1,4 +1,4 @@
-"""The runner knows sequences by plans alone: forks, closings and the same id again, with steps still under way."""
+"""The runner learns of sequences only from plans: drafts, forks, closings, and reused ids while steps are running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANNEL: Any = SimpleNamespace(
 
 
 class NextNumber:
-    """A `DenseBackend` whose model counts: after token t comes t + 1. Notes what it is fed."""
+    """A `DenseBackend` whose model counts: after token t comes t + 1. Records its inputs."""
 
     def __init__(self) -> None:
         self.fed: list[list[int]] = []
@@ -59,13 +59,13 @@ def new(seq_id: int, *token_ids: int) -> NewSequence:
     return NewSequence(seq_id, f"r{seq_id}", token_ids, len(token_ids), SamplingParams(temperature=0.0))
 
 
-def test_drafts_are_fed_and_kept_as_far_as_they_are_right() -> None:
+def test_right_drafts_are_kept_and_wrong_ones_are_rolled_back() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
     plan = StepPlan(1, (PlanEntry(1, 0, 5, 4, (7, 8, 30)),))
     assert runner.launch(plan, CHANNEL).collect().token_ids == [[7, 8, 9]]
     assert backend.fed == [[5, 6, 7, 8, 30]]
-    plan = StepPlan(2, (PlanEntry(1, 4, 2, 2, (10,)),))  # goes back to the token after the last right draft
+    plan = StepPlan(2, (PlanEntry(1, 4, 2, 2, (10,)),))  # back to the token after the last right draft
     assert runner.launch(plan, CHANNEL).collect().token_ids == [[10, 11]]
     assert backend.fed[1] == [9, 10]
 
@@ -74,13 +74,13 @@ def test_drafts_are_fed_and_kept_as_far_as_they_are_right() -> None:
     ("drafts", "sampled", "accepted"),
     [((), [4], [4]), ((4,), [4, 5], [4, 5]), ((4, 9), [4, 5, 6], [4, 5]), ((9, 5), [4, 5, 6], [4]), ((), [], [])],
 )
-def test_a_row_counts_only_if_every_draft_before_it_was_chosen(
+def test_a_row_counts_only_if_all_previous_drafts_are_right(
     drafts: tuple[int, ...], sampled: list[int], accepted: list[int]
 ) -> None:
     assert verify(drafts, sampled) == accepted
 
 
-def test_a_fork_goes_on_from_its_parents_tokens_with_a_slot_of_its_own() -> None:
+def test_a_fork_continues_its_parents_tokens_in_its_own_slot() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
     runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL).collect()
@@ -91,8 +91,8 @@ def test_a_fork_goes_on_from_its_parents_tokens_with_a_slot_of_its_own() -> None
     assert backend.begun == [(1, 2), (2, 3), (3, 1)]
 
 
-def test_an_id_that_is_used_again_while_a_step_of_its_first_use_is_under_way_is_another_sequence() -> None:
-    """A plan is bound to its sequences when it is published, and may be run after the id means another one."""
+def test_an_id_can_be_reused_while_a_step_of_the_first_sequence_runs() -> None:
+    """A plan keeps the sequences that its ids meant when it was published, even if it runs later."""
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
     first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL)
@@ -102,10 +102,10 @@ def test_an_id_that_is_used_again_while_a_step_of_its_first_use_is_under_way_is_
     assert closing.collect().token_ids == ()
     assert runner.launch(StepPlan(3, (PlanEntry(1, 0, 3, 1),)), CHANNEL).collect().token_ids == [[43]]
     assert backend.fed == [[5, 6], [40, 41, 42]]
-    assert backend.begun == [(1, 2), (3, 3)], "a plan that only closes runs nothing"
+    assert backend.begun == [(1, 2), (3, 3)], "a plan that only closes sequences runs no step"
 
 
-def test_slots_of_closed_sequences_are_used_again_and_one_that_never_ran_has_none() -> None:
+def test_slots_of_closed_sequences_are_reused() -> None:
     runner, _ = make_runner(max_num_seqs=1)
     for seq_id in range(1, 6):
         runner.open(new(seq_id, seq_id))
@@ -115,8 +115,8 @@ def test_slots_of_closed_sequences_are_used_again_and_one_that_never_ran_has_non
         runner.launch(StepPlan(10 + seq_id, close_seq_ids=(seq_id, 100 + seq_id)), CHANNEL).collect()
 
 
-def test_each_row_is_sampled_for_the_place_of_the_token_after_it() -> None:
-    """A seed's noise is keyed by that place, and `min_tokens` counts by it: drafts must not shift either."""
+def test_each_row_is_sampled_with_the_position_of_the_next_token() -> None:
+    """Noise and `min_tokens` depend on this position, so drafts must not shift it."""
     runner, _ = make_runner()
     runner.open(new(1, 5, 6, 7))
     step = runner.prepare(runner.bind(StepPlan(1, (PlanEntry(1, 1, 4, 3, (20, 21)),))))

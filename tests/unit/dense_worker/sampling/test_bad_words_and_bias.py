@@ -1,4 +1,4 @@
-"""Bad words and biases against a plain reading of their definitions, however a request came to its tokens."""
+"""Bad words and biases, compared with a direct implementation of their definitions, also for resumed requests."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from services.common.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
 from services.dense_worker.sampling.sampler import Sampler
 
-VOCAB_SIZE = 12  # so small that words of a few tokens are common
+VOCAB_SIZE = 12  # so small that words of a few tokens occur often
 NUM_TOKENS = 40
 PROMPT = [1, 2, 3]
 
 WORD = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4).map(tuple)
-WORDS = st.lists(WORD, min_size=1, max_size=9).map(tuple)  # fewer than tokens: one is always left
+WORDS = st.lists(WORD, min_size=1, max_size=9).map(tuple)  # fewer words than tokens, so one token is always allowed
 
 
 def random_logits(seed: int) -> torch.Tensor:
-    """float32 [NUM_TOKENS, VOCAB_SIZE], flat enough that every token is chosen now and then."""
+    """float32 [NUM_TOKENS, VOCAB_SIZE], flat enough that every token is sometimes chosen."""
     return torch.randn(NUM_TOKENS, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def generate(
     params: SamplingParams, logits: torch.Tensor, output: list[int], sampler: Sampler | None = None, slot: int = 0
 ) -> list[int]:
-    """Goes on from `output` to the end of the logits."""
+    """Continues `output` to the end of the logits."""
     sampler = sampler or Sampler(1, VOCAB_SIZE, "cpu")
     sampler.add(slot, params, PROMPT, output, [])
     output = list(output)
@@ -39,7 +39,7 @@ def generate(
 
 
 def allowed_tokens(words: tuple[tuple[int, ...], ...], output: list[int]) -> list[int]:
-    """Tokens that complete no bad word, read off the definition."""
+    """The tokens that complete no bad word, by the definition."""
     return [
         token_id
         for token_id in range(VOCAB_SIZE)
@@ -49,7 +49,7 @@ def allowed_tokens(words: tuple[tuple[int, ...], ...], output: list[int]) -> lis
 
 @settings(max_examples=80, deadline=None)
 @given(words=WORDS, seed=st.integers(0, 2**31))
-def test_output_is_the_likeliest_that_completes_no_bad_word(words: tuple[tuple[int, ...], ...], seed: int) -> None:
+def test_greedy_output_is_the_most_likely_without_bad_words(words: tuple[tuple[int, ...], ...], seed: int) -> None:
     logits = random_logits(seed)
     output = generate(SamplingParams(temperature=0.0, bad_words=words), logits, [])
     expected: list[int] = []
@@ -69,28 +69,28 @@ def test_sampled_output_is_the_same_when_resumed_and_has_no_bad_word(
     whole = generate(params, logits, [])
     for end in range(NUM_TOKENS):
         assert whole[end] in allowed_tokens(words, whole[:end])
-    # In a used sampler, and another slot: as after a preemption or in a new process.
+    # Resumed in another slot of a used sampler, as after a preemption.
     sampler = Sampler(3, VOCAB_SIZE, "cpu")
     generate(SamplingParams(bad_words=((3, 4, 5, 6, 7), (8,)), logit_bias=((1, 50.0),)), logits, [], sampler, slot=2)
     assert generate(params, logits, whole[:num_before], sampler, slot=2) == whole
 
 
-def test_word_that_the_prompt_began_may_be_ended() -> None:
+def test_a_bad_word_that_begins_in_the_prompt_is_allowed() -> None:
     params = SamplingParams(temperature=0.0, bad_words=((PROMPT[-1], 7),))
     logits = torch.zeros(2, VOCAB_SIZE)
     logits[0, 7], logits[1, 9] = 1.0, 1.0
     assert generate(params, logits, []) == [7, 9]
 
 
-def test_longest_word_is_forbidden_at_its_last_token_alone() -> None:
+def test_only_the_last_token_of_the_longest_word_is_forbidden() -> None:
     word = tuple(i % 5 for i in range(MAX_BAD_WORD_TOKENS))
     logits = torch.nn.functional.one_hot(torch.tensor(word), VOCAB_SIZE).float()
-    logits[:, 11] += 0.5  # the second choice
+    logits[:, 11] += 0.5  # the second most likely token
     output = generate(SamplingParams(temperature=0.0, bad_words=(word,)), logits, [])
     assert output == [*word[:-1], 11]
 
 
-def test_neighbours_keep_their_tokens_though_the_tables_grow() -> None:
+def test_growing_tables_do_not_change_other_sequences() -> None:
     sampler = Sampler(3, VOCAB_SIZE, "cpu")
     logits = torch.arange(float(VOCAB_SIZE)).repeat(3, 1)
 
@@ -108,7 +108,7 @@ def test_neighbours_keep_their_tokens_though_the_tables_grow() -> None:
     assert step([0]) == [9]
 
 
-def test_as_many_biases_as_allowed_are_added() -> None:
+def test_the_maximum_number_of_biases_is_added() -> None:
     vocab_size = MAX_LOGIT_BIASES + 10
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0))
     bias = tuple((token_id, (token_id % 7) / 4.0) for token_id in range(10, vocab_size))

@@ -1,4 +1,4 @@
-"""The list of editors: composed in order over several steps, called for those who need them, open to new ones."""
+"""The list of editors: their order over several steps, calls only for rows that need them, and a new editor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARAMS = st.builds(
 def edit_by_definition(
     params: SamplingParams, prompt: list[int], output: list[int], logits: list[float]
 ) -> list[float]:
-    """Logits after all options, in the order that `SamplingParams` states, token by token."""
+    """The logits after all options, token by token, in the order stated by `SamplingParams`."""
     bias, edited = dict(params.logit_bias), []
     for token_id, logit in enumerate(logits):
         logit += bias.get(token_id, 0.0)
@@ -76,7 +76,7 @@ def test_editors_compose_in_order_over_the_steps_of_a_mixed_batch(
             edit_by_definition(params, prompt, output, row)
             for (params, prompt), output, row in zip(batch, outputs, logits.tolist(), strict=True)
         ]
-        slots = torch.randperm(len(batch), generator=generator).tolist()  # another order of rows in every step
+        slots = torch.randperm(len(batch), generator=generator).tolist()  # a different order of rows in every step
         edited = logits[slots]
         sampled = sampler.sample(edited, slots, np.full(len(batch), 9), np.full(len(batch), step)).token_ids.tolist()
         torch.testing.assert_close(edited, torch.tensor(expected)[slots], rtol=1e-5, atol=1e-5)
@@ -85,7 +85,7 @@ def test_editors_compose_in_order_over_the_steps_of_a_mixed_batch(
 
 
 class Countdown:
-    """An editor that the sampler does not know: forces one token less than the newest, for even seeds alone."""
+    """An additional editor. It forces the newest token minus 1, only for even seeds."""
 
     made: Countdown
 
@@ -111,21 +111,21 @@ class Countdown:
 
 
 def sample_greedily(sampler: Sampler, slots: list[int], output_len: int) -> list[int]:
-    """Of logits that grow with the token."""
+    """Samples greedily from logits that increase with the token id."""
     logits = torch.arange(float(VOCAB_SIZE)).repeat(len(slots), 1)
     return sampler.sample(
         logits, slots, np.full(len(slots), 3), np.full(len(slots), output_len)
     ).token_ids.tolist()
 
 
-def test_one_more_editor_takes_its_place_in_the_list_and_nothing_else() -> None:
+def test_an_additional_editor_only_needs_to_be_in_the_list() -> None:
     sampler = Sampler(4, VOCAB_SIZE, "cpu", [*EDITORS, Countdown])
     penalized = SamplingParams(temperature=0.0, frequency_penalty=0.75, seed=1)
     sampler.add(3, SamplingParams(temperature=0.0, seed=0), [1, 8], [], [])
     sampler.add(0, penalized, [4], [], [])
     sampler.add(1, SamplingParams(temperature=0.7, seed=2, logit_bias=((9, 50.0),)), [2], [6], [])
     steps = [sample_greedily(sampler, [0, 1, 3], step) for step in range(3)]
-    assert steps == [[10, 5, 7], [10, 4, 6], [9, 3, 5]], "the penalty is felt after two, the last editor wins"
+    assert steps == [[10, 5, 7], [10, 4, 6], [9, 3, 5]], "the penalty works after two tokens, the last editor wins"
     assert Countdown.made.calls == [("apply", [1, 2], [1, 3]), ("append", [1, 2], [1, 3])] * 3
 
 
@@ -144,8 +144,8 @@ def test_editor_is_called_only_while_a_row_of_the_step_needs_it() -> None:
     assert Countdown.made.calls == []
 
 
-def test_rows_of_one_sequence_are_edited_each_by_its_own_length() -> None:
-    """Where drafts are verified, a step has several rows of a sequence."""
+def test_each_row_of_a_sequence_is_edited_by_its_own_length() -> None:
+    """A step that verifies drafts has several rows of one sequence."""
     sampler = Sampler(2, VOCAB_SIZE, "cpu")
     sampler.add(1, SamplingParams(temperature=0.0, min_tokens=3, logit_bias=((5, 20.0),)), [1], [2], STOP)
     logits = torch.arange(float(VOCAB_SIZE)).repeat(4, 1)
@@ -153,7 +153,7 @@ def test_rows_of_one_sequence_are_edited_each_by_its_own_length() -> None:
     assert sampled.token_ids.tolist() == [10, 10, 5, 5]
 
 
-def test_editors_take_no_memory_for_vocabularies_before_they_are_needed() -> None:
+def test_editors_allocate_memory_only_when_needed() -> None:
     num_slots, vocab_size = 10_000, 10**10  # a byte for every pair would be 100 TB
     sampler = Sampler(num_slots, vocab_size, "cpu")
     sampler.add(0, SamplingParams(temperature=0.0), [1], [], STOP)

@@ -1,4 +1,4 @@
-"""The draw: its distribution against softmax, its noise against a formula, and how seldom rounding changes it."""
+"""Drawing tokens: the distribution compared with softmax, the noise with a formula, and the effect of rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def draw_all(logits: torch.Tensor, temperature: float, first_seed: int = 0, position: int = 5) -> torch.Tensor:
-    """One token a row, each with a seed of its own."""
+    """Draws one token per row, each with its own seed."""
     num_rows = len(logits)
     return draw(
         logits,
@@ -39,7 +39,7 @@ def test_frequencies_follow_softmax(temperature: float) -> None:
 
 
 def test_large_vocabulary_is_drawn_evenly() -> None:
-    """Tokens of one probability, in all columns and rows of what is computed at a time."""
+    """All tokens have the same probability. The sizes exceed those that are computed at a time."""
     vocab_size, num_draws = 20_001, 3_000
     drawn = draw_all(torch.zeros(1, vocab_size).expand(num_draws, -1), 1.0)
     counts = np.histogram(drawn.numpy(), bins=50, range=(0, vocab_size))[0]
@@ -47,8 +47,8 @@ def test_large_vocabulary_is_drawn_evenly() -> None:
     assert chi_square < 95  # 49 degrees of freedom: above with probability 1e-4
 
 
-def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
-    """100,000 tokens of probability 1e-7 each beside a likely one: together 1 %."""
+def test_rare_tokens_are_drawn_with_their_probability() -> None:
+    """Besides one likely token there are 100,000 tokens of probability 1e-7, together 1 %."""
     num_rare, num_draws = 100_000, 4_000
     logits = torch.zeros(1, 1 + num_rare)
     logits[0, 0] = math.log(0.99 / (0.01 / num_rare))
@@ -74,7 +74,7 @@ def test_equal_scores_give_the_lowest_token() -> None:
 
 
 def bfloat16_logits(num_rows: int, vocab_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a spread like a language model's, rounded twice as by two kernels that add in different order."""
+    """Logits distributed like a language model's, rounded in two ways, as by kernels that add in different orders."""
     generator = torch.Generator().manual_seed(seed)
     exact = torch.randn(num_rows, vocab_size, generator=generator) * 2.5
     half_units = [torch.rand(exact.shape, generator=generator) - 0.5 for _ in range(2)]
@@ -89,8 +89,9 @@ def inverted_cdf(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(4_000, 4_096), (1_500, 32_768)])
 def test_rounding_changes_few_tokens(num_rows: int, vocab_size: int) -> None:
-    """Two draws of one token each from p and q differ with probability TV(p, q) at least, whoever draws, and
-    2 TV / (1 + TV) at most by Gumbel-max with common noise; inverting the CDF has no such bound."""
+    """Draws from p and q differ with a probability of at least TV(p, q), for every method of drawing. With Gumbel-max
+    and common noise it is at most 2 TV / (1 + TV). Inverting the CDF has no such limit.
+    """
     flips, flips_of_cdf, total_variation = 0, 0, 0.0
     generator = torch.Generator().manual_seed(1)
     for first_seed in range(0, num_rows, 100):
@@ -110,7 +111,7 @@ def test_rounding_changes_few_tokens(num_rows: int, vocab_size: int) -> None:
     "options", [{"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50}, {"top_k": 20, "top_p": 0.95}], ids=str
 )
 def test_rounding_changes_few_tokens_of_filtered_distributions(options: dict[str, float]) -> None:
-    """Rounding also moves the borders of the filters and tokens over them, which the bound above leaves out."""
+    """Rounding also changes which tokens the filters keep. The limit above does not contain this effect."""
     num_batches, num_rows, vocab_size = 20, 100, 4_096
     positions, output_lens = np.full(num_rows, 5), np.zeros(num_rows, dtype=np.int64)
     flips = 0

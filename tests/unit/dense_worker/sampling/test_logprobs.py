@@ -1,4 +1,4 @@
-"""Log-probabilities against float64, and which rows get them."""
+"""Log-probabilities, compared with float64, and which rows get them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry
 
 VOCAB_SIZE = 50
-# float32 has 24 bits: a logarithm of up to 30 is exact to 2e-6, the sum of the exponentials to a few units.
+# float32 has 24 bits. A logarithm up to 30 has an error of up to 2e-6, the sum of exponentials a few units more.
 TOLERANCE = 1e-5
 
 
@@ -47,7 +47,7 @@ def test_ranked_tokens_equal_log_softmax_in_float64(num_rows: int, num_top: int)
     wanted=st.lists(st.none() | st.integers(0, 8), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
 )
-def test_rows_that_ask_get_the_models_own_logprobs_whatever_their_options(wanted: list[int | None], seed: int) -> None:
+def test_requested_logprobs_are_the_models_own_with_any_options(wanted: list[int | None], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(wanted), VOCAB_SIZE, generator=generator) * 3.0
     params = SamplingParams(
@@ -79,7 +79,7 @@ def test_rows_that_ask_get_the_models_own_logprobs_whatever_their_options(wanted
         assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[: asking[row]].tolist()
 
 
-def test_tokens_are_the_same_whether_logprobs_are_wanted_or_not() -> None:
+def test_logprobs_do_not_change_the_tokens() -> None:
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
 
     def draw(num_logprobs: int | None) -> list[int]:
@@ -98,7 +98,7 @@ def prompt_sequence(num_prompt_tokens: int, num_prompt_logprobs: int, seq_id: in
 
 
 class RowBackend:
-    """`last` gives logits that are a function of the row alone."""
+    """A backend whose logits depend only on the row."""
 
     def __init__(self, num_rows: int) -> None:
         self.logits = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
@@ -116,13 +116,13 @@ class RowBackend:
     first_row=st.integers(0, 5),
     max_num_rows=st.integers(1, 7),
 )
-def test_chunks_tell_of_every_prompt_token_but_the_first_once(
+def test_chunks_report_every_prompt_token_except_the_first_once(
     chunks: list[int], num_output_rows: int, first_row: int, max_num_rows: int
 ) -> None:
-    """`num_output_rows`: tokens after the prompt that the last chunk computes again, as after a preemption."""
+    """`num_output_rows`: output tokens that the last chunk computes again, as after a preemption."""
     sequence = prompt_sequence(sum(chunks), 2)
     chunks[-1] += num_output_rows
-    told: list[int] = []
+    reported: list[int] = []
     start = 0
     for num_tokens in chunks:
         entry = PlanEntry(sequence.seq_id, start, num_tokens, num_logits=0)
@@ -136,12 +136,12 @@ def test_chunks_tell_of_every_prompt_token_but_the_first_once(
                 row = first_row + index - 1 - start
                 assert token.logprob == pytest.approx(expected[row, sequence.token_ids[index]], abs=TOLERANCE)
                 assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[:2].tolist()
-                told.append(index)
+                reported.append(index)
         start += num_tokens
-    assert told == list(range(1, sequence.num_prompt_tokens))
+    assert reported == list(range(1, sequence.num_prompt_tokens))
 
 
-def test_prompts_of_one_step_keep_their_own_number_of_likeliest_tokens() -> None:
+def test_each_prompt_of_a_step_has_its_own_number_of_top_tokens() -> None:
     first, second = prompt_sequence(4, 0, seq_id=1), prompt_sequence(6, 3, seq_id=2)
     spans = [
         find_span(PlanEntry(1, 0, 4, num_logits=1), first, 2),

@@ -1,4 +1,4 @@
-"""The generator against published vectors and a textbook one, and which token gets which of its bits."""
+"""The random generator, compared with published vectors and a textbook version, and the bits of each token."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from services.dense_worker.sampling.philox import token_words
 
 WORDS_64 = st.integers(0, 2**64 - 1)
-# Multipliers and key steps, from the paper.
+# Multipliers and key increments from the paper.
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 
 
 def textbook_philox(counter: list[int], key: list[int]) -> list[int]:
-    """One block of Philox4x64-10 in Python integers, word by word as the paper writes it."""
+    """One block of Philox4x64-10 in Python integers, as described in the paper."""
     modulus = 2**64
     for round_index in range(10):
         key_0, key_1 = ((k + round_index * step) % modulus for k, step in zip(key, KEY_STEPS, strict=True))
@@ -62,13 +62,13 @@ def test_textbook_gives_the_known_answers_of_random123(counter: str, key: str, e
 
 @settings(deadline=None)
 @given(seed=WORDS_64, position=WORDS_64, vocab_size=st.integers(1, 70))
-def test_tokens_get_the_halves_of_the_textbooks_words_in_order(seed: int, position: int, vocab_size: int) -> None:
+def test_tokens_get_the_halves_of_the_textbook_words_in_order(seed: int, position: int, vocab_size: int) -> None:
     assert words_of(seed, position, vocab_size) == textbook_words(seed, position, vocab_size)
 
 
 @settings(deadline=None)
 @given(keys=st.lists(st.tuples(WORDS_64, WORDS_64), min_size=1, max_size=6), vocab_size=st.integers(1, 70))
-def test_rows_are_what_they_are_alone_and_with_any_vocabulary(keys: list[tuple[int, int]], vocab_size: int) -> None:
+def test_rows_do_not_depend_on_other_rows_or_on_the_vocabulary(keys: list[tuple[int, int]], vocab_size: int) -> None:
     seeds, positions = np.array(keys, dtype=np.uint64).T
     words = token_words(seeds, positions, vocab_size)
     assert words.dtype == np.uint32

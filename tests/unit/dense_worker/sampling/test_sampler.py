@@ -1,4 +1,4 @@
-"""The sampler against transformers' logits processors, written formulas, and itself in other company."""
+"""The sampler, compared with the logits processors of transformers, with formulas, and between different batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from services.dense_worker.sampling.token_filters import WEIGHT_ONE, keep_min_p,
 
 VOCAB_SIZE = 97
 NO_TOKENS = torch.zeros((1, 0), dtype=torch.int64)
-MARGIN = 1e-5  # float32 may fall either side of a border, or of another score, that float64 comes this close to
+MARGIN = 1e-5  # if float64 values are closer than this, float32 may order them differently
 
 torch.set_num_threads(1)
 
@@ -62,7 +62,7 @@ def random_bias(rng: np.random.Generator) -> tuple[tuple[int, float], ...]:
 
 
 def random_bad_words(rng: np.random.Generator, output: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Of 1 to 6 tokens; about half of the long ones end what the output ends with, so that they apply."""
+    """Words of 1 to 6 tokens. About half of the long ones begin with the end of the output, so that they apply."""
     words = []
     for _ in range(rng.integers(1, 10)):
         num_before = int(rng.integers(0, 6))
@@ -78,7 +78,7 @@ def random_allowed_tokens(rng: np.random.Generator) -> tuple[int, ...]:
 
 
 def random_request(rng: np.random.Generator) -> Request:
-    """Every option on or off by chance."""
+    """A request in which every option is set or not at random."""
 
     def maybe(value: float, neutral: float) -> float:
         return value if rng.random() < 0.4 else neutral
@@ -108,7 +108,7 @@ def random_request(rng: np.random.Generator) -> Request:
 
 
 def edit_by_hugging_face(request: Request) -> torch.Tensor:
-    """float64 [1, VOCAB_SIZE]; presence and frequency, which transformers lacks, by OpenAI's formula."""
+    """Edited logits, float64 [1, VOCAB_SIZE]. Transformers lacks presence and frequency penalties: OpenAI's formula."""
     params, scores = request.params, request.logits.double()[None]
     ids = torch.tensor([request.prompt + request.output])
     if params.logit_bias:
@@ -119,7 +119,7 @@ def edit_by_hugging_face(request: Request) -> torch.Tensor:
         scores[0, token_id] -= params.presence_penalty
         scores[0, token_id] -= params.frequency_penalty * request.output.count(token_id)
     if params.bad_words:
-        # transformers looks for words in the prompt, too: it gets a place where none can begin instead.
+        # transformers also searches the prompt for words, so it gets a prompt in which none can begin.
         output = torch.tensor([[VOCAB_SIZE] * len(request.prompt) + request.output])
         scores = NoBadWordsLogitsProcessor([list(word) for word in params.bad_words])(output, scores)
     if request.stop:
@@ -128,13 +128,13 @@ def edit_by_hugging_face(request: Request) -> torch.Tensor:
     if params.allowed_token_ids:
         allowed = list(params.allowed_token_ids)
         if scores[0, allowed].max() == -torch.inf:
-            scores[0, allowed] = 0.0  # then all of them are equally likely
+            scores[0, allowed] = 0.0  # all of them become equally likely
         scores = PrefixConstrainedLogitsProcessor(lambda batch, tokens: allowed, 1)(ids, scores)
     return scores
 
 
 def filter_by_hugging_face(params: SamplingParams, scores: torch.Tensor) -> torch.Tensor:
-    """Probabilities, float64 [VOCAB_SIZE]."""
+    """The probabilities after the filters, float64 [VOCAB_SIZE]."""
     scores = TemperatureLogitsWarper(params.temperature)(NO_TOKENS, scores)
     if params.top_k is not None:
         scores = TopKLogitsWarper(params.top_k)(NO_TOKENS, scores)
@@ -144,13 +144,13 @@ def filter_by_hugging_face(params: SamplingParams, scores: torch.Tensor) -> torc
 
 
 def reject_close_borders(params: SamplingParams, scores: torch.Tensor) -> None:
-    """Rejects examples in which a border of top-p or min-p is too close to a token to call."""
+    """Rejects examples in which a token is too close to the limit of top-p or min-p to decide whether it is kept."""
     without_top_p = dataclasses.replace(params, top_p=1.0, min_p=0.0)
     cumulative = filter_by_hugging_face(without_top_p, scores).sort().values.cumsum(-1)
     assume(params.top_p == 1.0 or not ((cumulative - (1.0 - params.top_p)).abs() < MARGIN).any())
     probabilities = filter_by_hugging_face(dataclasses.replace(params, min_p=0.0), scores)
     relative = probabilities / probabilities.max()
-    relative = relative[(relative > 0.0) & (relative < 1.0)]  # ties with the highest are kept at any min_p
+    relative = relative[(relative > 0.0) & (relative < 1.0)]  # those equal to the highest are always kept
     assume(params.min_p == 0.0 or not ((relative - params.min_p).abs() < MARGIN).any())
 
 
@@ -182,7 +182,7 @@ def gumbel_noise(seed: int, position: int) -> torch.Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    quarters=st.lists(st.integers(-20, 20), min_size=1, max_size=40),  # coarse, so that many logits tie
+    quarters=st.lists(st.integers(-20, 20), min_size=1, max_size=40),  # few values, so that many logits are equal
     temperature=st.floats(0.1, 5.0),
     top_k=st.none() | st.integers(1, 50),
     top_p=st.just(1.0) | st.floats(0.01, 1.0),
@@ -204,7 +204,7 @@ def test_filters_keep_the_tokens_that_hugging_face_keeps(
     filtered = keep_min_p(filtered, temperatures, torch.tensor([[min_p]], dtype=torch.float64))
     assert torch.equal(filtered[filtered > -torch.inf], logits[filtered > -torch.inf])
     probabilities = (filtered[0].double() / temperature).softmax(-1)
-    # Which of equally likely tokens top-p keeps depends on the sort in transformers, so ids may differ.
+    # Which of several equally likely tokens top-p keeps depends on the sort in transformers, so the ids may differ.
     is_expected = expected >= (expected.max() / WEIGHT_ONE if top_p < 1.0 else torch.finfo(expected.dtype).tiny)
     assert torch.equal(filtered[0][filtered[0] > -torch.inf].sort().values, logits[0][is_expected].sort().values)
     torch.testing.assert_close(probabilities.sort().values, expected.sort().values, rtol=0, atol=1e-6)
@@ -212,8 +212,8 @@ def test_filters_keep_the_tokens_that_hugging_face_keeps(
 
 def test_top_p_keeps_the_lowest_ids_of_tied_tokens() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0]])
-    share = (np.e + 1.5) / (np.e + 4)  # the likeliest, one of the four that tie, and half of another
-    top_k, top_p = torch.tensor([[5]]), torch.tensor([[share]], dtype=torch.float64)
+    limit = (np.e + 1.5) / (np.e + 4)  # the most likely token, one of the four equal ones, and half of another
+    top_k, top_p = torch.tensor([[5]]), torch.tensor([[limit]], dtype=torch.float64)
     kept = keep_top(logits, torch.ones(1, 1), top_k, top_p, 5, has_top_p=True)
     assert (kept[0] > -torch.inf).tolist() == [True, True, True, False, False]
 
@@ -229,7 +229,7 @@ def test_token_is_the_same_alone_and_in_any_batch_and_slot(seed: int, num_rows: 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_what_edits_logits_equals_hugging_face(seed: int) -> None:
+def test_edited_logits_equal_those_of_hugging_face(seed: int) -> None:
     request = random_request(np.random.default_rng(seed))
     sampler = Sampler(1, VOCAB_SIZE, "cpu")
     sampler.add(0, request.params, request.prompt, request.output, request.stop)
@@ -265,14 +265,14 @@ def test_frequencies_follow_the_filtered_distribution(options: dict[str, float])
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_filter_that_keeps_the_token_does_not_change_it(seed: int) -> None:
-    """Noise belongs to a token, not to its place among those that are kept."""
+    """The noise depends on the token id, not on the index among the kept tokens."""
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=float(rng.uniform(0.5, 2.0)), seed=seed)
     request = Request(params, [0], [], [], torch.from_numpy(rng.normal(0.0, 2.0, VOCAB_SIZE)).float())
     token_id = sample_batch([request], [0]).item()
     rank = int((request.logits > request.logits[token_id]).sum()) + 1
-    share = float((request.logits / params.temperature).softmax(-1).sort(descending=True).values[:rank].sum())
-    for options in ({"top_k": rank}, {"top_k": rank + 5}, {"top_p": min(share + 1e-4, 1.0)}, {"min_p": 1e-9}):
+    mass = float((request.logits / params.temperature).softmax(-1).sort(descending=True).values[:rank].sum())
+    for options in ({"top_k": rank}, {"top_k": rank + 5}, {"top_p": min(mass + 1e-4, 1.0)}, {"min_p": 1e-9}):
         filtered = dataclasses.replace(request, params=dataclasses.replace(params, **options))
         assert sample_batch([filtered], [0]).item() == token_id
 
@@ -293,7 +293,7 @@ def test_same_seed_repeats_and_other_seeds_and_positions_differ() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 7, 25])
-def test_resumed_request_samples_the_tokens_it_would_have(num_before: int) -> None:
+def test_resumed_request_samples_the_same_tokens(num_before: int) -> None:
     params = SamplingParams(
         repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.7, top_k=30, min_tokens=20, seed=3
     )
@@ -314,7 +314,7 @@ def test_resumed_request_samples_the_tokens_it_would_have(num_before: int) -> No
     assert generate(whole[:num_before]) == whole
 
 
-def test_stop_tokens_come_only_after_min_tokens() -> None:
+def test_stop_tokens_are_sampled_only_after_min_tokens() -> None:
     sampler = Sampler(2, 6, "cpu")
     sampler.add(0, SamplingParams(temperature=0.0, min_tokens=2), [0], [], [5, 4, 3, 999])
     sampler.add(1, SamplingParams(temperature=0.0), [0], [], [5])
@@ -335,7 +335,7 @@ def test_next_step_finds_the_token_in_its_slot() -> None:
     assert sampler.last_token.tolist() == [6, 2, 4, 7]
 
 
-def test_reused_slot_remembers_nothing() -> None:
+def test_reused_slot_has_nothing_of_the_previous_sequence() -> None:
     request = random_request(np.random.default_rng(1))
     heavy = SamplingParams(repetition_penalty=2.0, frequency_penalty=2.0, min_tokens=50, seed=1)
     light = dataclasses.replace(heavy, frequency_penalty=0.1)
@@ -365,7 +365,7 @@ def test_extreme_logits_and_temperatures_give_tokens_of_nonzero_probability(
         assert token_id == 49 or (logits[0, 49] - logits[0, token_id]) / temperature < 5.0
 
 
-def test_logits_that_are_not_numbers_leave_the_other_rows_alone() -> None:
+def test_nan_logits_do_not_change_other_rows() -> None:
     rng = np.random.default_rng(2)
     requests = [random_request(rng) for _ in range(6)]
     expected = sample_batch(requests, list(range(6))).tolist()
@@ -382,7 +382,7 @@ def test_logits_that_are_not_numbers_leave_the_other_rows_alone() -> None:
         assert sampled[broken + 1 :] == expected[broken + 1 :]
 
 
-def test_where_bad_words_leave_no_allowed_token_one_of_them_is_chosen() -> None:
+def test_if_bad_words_forbid_all_allowed_tokens_one_of_them_is_chosen() -> None:
     words = ((1, 7), (1, 8))
     logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
 
@@ -390,7 +390,7 @@ def test_where_bad_words_leave_no_allowed_token_one_of_them_is_chosen() -> None:
         params = SamplingParams(bad_words=words, allowed_token_ids=(7, 8), **options)
         return int(sample_batch([Request(params, [5], output, [], logits.clone())], [0]).item())
 
-    assert choose([1], temperature=0.0) == 7, "of equal ones the first"
+    assert choose([1], temperature=0.0) == 7, "the first one of equal tokens"
     assert choose([2], temperature=0.0) == max((7, 8), key=lambda token_id: logits[token_id])
     drawn = [choose([1], seed=seed) for seed in range(200)]
     assert set(drawn) == {7, 8}

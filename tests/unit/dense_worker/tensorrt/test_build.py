@@ -23,12 +23,12 @@ from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.support.model_configs import VARIANTS, small_config, write_config
-from tests.support.workers import fake_tensorrt, fake_tensorrt_runtime
+from tests.support.workers import fake_tensorrt, fake_tensorrt_runtime, fake_tensorrt_weights
 from tests.support.workers.fake_tensorrt import make_tensorrt
 
 torch.set_num_threads(1)
 H200 = Gpu("NVIDIA H200", (9, 0), 132)
-DESIGN_PROFILES = "1-16,17-128,129-512,513-8192"
+DESIGN_PROFILES = "1-1,2-16@16,17-128,129-512,513-8192"
 
 
 class Recorder:
@@ -95,6 +95,7 @@ def test_33_layers_build_what_3_layers_build(tmp_path: Path, capsys: pytest.Capt
 def test_stand_in_has_no_name_that_the_real_tensorrt_rtx_lacks() -> None:
     real, fake = tensorrt_rtx_bindings, make_tensorrt("1.7.1", is_rtx=True)
     own = {"calls", "fail", "gpu", "major", "has_gpu", "is_rtx", "record", "named", "timings_header"}
+    own |= {"is_capturing", "num_contexts", "runs"}
     for name in {name for name in dir(fake) if not name.startswith("_")} - own:
         assert hasattr(real, name), name
     for name in vars(fake.BuilderFlag):
@@ -104,6 +105,8 @@ def test_stand_in_has_no_name_that_the_real_tensorrt_rtx_lacks() -> None:
         (fake_tensorrt._BuilderConfig, real.IBuilderConfig),
         (fake_tensorrt._Profile, real.IOptimizationProfile),
         (fake_tensorrt._Parser, real.OnnxParser),
+        (fake_tensorrt._Network, real.INetworkDefinition),
+        (fake_tensorrt_weights.FakeRefitter, real.Refitter),
         (fake_tensorrt_runtime.FakeRuntime, real.Runtime),
         (fake_tensorrt_runtime.Engine11, real.ICudaEngine),
         (fake_tensorrt_runtime.Context11, real.IExecutionContext),
@@ -207,7 +210,7 @@ def test_an_interrupted_build_leaves_no_half_plan(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", interrupt)
+        patch.setattr("services.dense_worker.tensorrt.files.atomic_file.os.fsync", interrupt)
         recorder.run(networks)
     assert [path.name for path in tmp_path.iterdir()] == ["build.lock"]
     recorder.run(networks)
@@ -313,7 +316,7 @@ def test_command_says_that_the_disk_is_full(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("services.dense_worker.tensorrt.atomic_file.os.fsync", full)
+    monkeypatch.setattr("services.dense_worker.tensorrt.files.atomic_file.os.fsync", full)
     model = write_config(tmp_path / "model", "llama")
     arguments = (
         "--model",

@@ -29,7 +29,7 @@ from services.dense_worker.model.traced_segment import TracedSegment
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.tensorrt import build, export
 from services.dense_worker.tensorrt.export_check import OneSequenceAttention, greedy, load_hugging_face
-from services.dense_worker.tensorrt.manifest import read_manifest, read_networks
+from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.onnx_segments import export_networks, export_segment
 from tests.support.dense.steps import make_noisy, relative_error
 from tests.support.model_configs import VARIANTS, small_config, write_config

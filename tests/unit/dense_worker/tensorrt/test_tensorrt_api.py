@@ -49,6 +49,16 @@ def test_8_6_may_use_float16_but_not_in_the_norms() -> None:
     assert {call[1] for call in trt.named("set_output_type")} == in_float32
 
 
+def test_builds_try_the_most_kernels_except_rtx_which_chooses_them_later() -> None:
+    for version in ("8.6.0", "10.0.1", "11.4.0"):
+        trt = make_tensorrt(version)
+        build(trt, torch.float32)
+        assert trt.named("builder_optimization_level") == [("builder_optimization_level", 5)]
+    rtx = make_tensorrt("1.7.1", is_rtx=True)
+    build(rtx, torch.float32)
+    assert not rtx.named("builder_optimization_level")
+
+
 def test_8_6_in_float32_uses_neither_float16_nor_tf32() -> None:
     trt = make_tensorrt("8.6.0")
     build(trt, torch.float32)

@@ -16,7 +16,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.tensorrt import engine_segments
+from services.dense_worker.tensorrt import engine_contexts, engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
@@ -188,6 +188,58 @@ def test_a_second_step_of_the_same_size_changes_no_shape(
     assert not trt.named("set_input_shape")
     run_once(backend, config, 6, [2])
     assert {call[1] for call in trt.named("set_input_shape")} == {"first", "middle", "last"}
+
+
+def capture(
+    trt: FakeTensorRT, monkeypatch: pytest.MonkeyPatch, backend: TensorRTBackend, config: ModelConfig, num_tokens: int
+) -> list[int]:
+    """Runs and then captures a step; returns the numbers of the contexts that the graph depends on."""
+    run_once(backend, config, num_tokens, [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(trt, "is_capturing", True)
+        patch.setattr(engine_contexts, "is_capturing", lambda: True)
+        trt.calls.clear()
+        trt.runs.clear()
+        run_once(backend, config, num_tokens, [0])
+    assert {call[0] for call in trt.calls} == {"set_tensor_address", "execute_async_v3"}  # what a graph can hold
+    return list(trt.runs)
+
+
+def test_graphs_of_different_sizes_have_contexts_of_their_own(
+    trt: FakeTensorRT, segments: TensorRTSegments, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in refuses any change to the shapes of a context that a graph depends on."""
+    backend = TensorRTBackend(segments)
+    contexts = {size: set(capture(trt, monkeypatch, backend, config, size)) for size in (4, 3, 1, 16, 5)}
+    for size, own in contexts.items():
+        assert len(own) == 3  # first, middle (for all layers), last
+        for other, others in contexts.items():
+            assert size == other or not own & others
+    trt.runs.clear()
+    for num_tokens in (5, 2, 16, 3):
+        run_once(backend, config, num_tokens, [0])
+    assert trt.runs and not set(trt.runs) & set.union(*contexts.values())
+
+
+def test_a_second_capture_of_a_size_makes_no_further_context(
+    trt: FakeTensorRT, segments: TensorRTSegments, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TensorRTBackend(segments)
+    sizes = (4, 3, 16)
+    contexts = {size: capture(trt, monkeypatch, backend, config, size) for size in sizes}
+    num_created = trt.num_contexts
+    assert {size: capture(trt, monkeypatch, backend, config, size) for size in sizes} == contexts
+    assert trt.num_contexts - num_created <= 5  # for uncaptured runs: first and middle in two profiles, last in one
+
+
+def test_a_size_must_run_before_it_is_captured(
+    trt: FakeTensorRT, segments: TensorRTSegments, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = TensorRTBackend(segments)
+    run_once(backend, config, 4, [0])
+    monkeypatch.setattr(engine_contexts, "is_capturing", lambda: True)
+    with pytest.raises(AssertionError, match=r"sizes \(3,\) did not run before their capture"):
+        run_once(backend, config, 3, [0])
 
 
 @pytest.mark.parametrize("call", ["set_input_shape", "set_tensor_address", "execute_async_v3"])

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from services.common.errors import CapacityError
-from services.dense_worker.tensorrt import timing_cache
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.files import timing_cache
+from services.dense_worker.tensorrt.files.timing_cache import TimingOrigin, read_timings, write_timings
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import parse_profiles
-from services.dense_worker.tensorrt.timing_cache import TimingOrigin, read_timings, write_timings
 from tests.support.model_configs import small_config
 from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
 

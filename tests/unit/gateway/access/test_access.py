@@ -1,4 +1,4 @@
-"""Keys in files and in the environment, and who a header makes one."""
+"""API keys in files and in the environment, and the caller that a header identifies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY_A, KEY_B = "sk-aaaaaaaaaaaaaaaaaaaa", "sk-bbbbbbbbbbbbbbbbbbbb"
 
 
 def write(file: Path, text: str) -> Path:
-    """A new file in place of the old one, as editors and Kubernetes do it."""
+    """Replaces the file by a new one, as editors and Kubernetes do."""
     fresh = file.with_suffix(".new")
     fresh.write_text(text)
     os.replace(fresh, file)
@@ -39,7 +39,7 @@ def make_caller(**fields: object) -> Caller:
     return Caller(key, Usage(key.name, key.limits))
 
 
-def test_a_file_and_the_environment_together(tmp_path: Path) -> None:
+def test_keys_of_a_file_and_of_the_environment_are_combined(tmp_path: Path) -> None:
     digest = hashlib.sha256(KEY_B.encode()).hexdigest()
     text = entry("a", KEY_A, "max_concurrent_answers = 3\nrequests_per_minute = 60\npriority = 5")
     file = write(tmp_path / "keys.toml", text + f'[[keys]]\nname = "b"\nkey_sha256 = "{digest}"\n')
@@ -63,7 +63,7 @@ def test_a_file_and_the_environment_together(tmp_path: Path) -> None:
         ("Bearer \udcff", "unknown"),
     ],
 )
-def test_whoever_has_no_key_stays_out(tmp_path: Path, header: str | None, words: str) -> None:
+def test_a_caller_without_a_valid_key_is_refused(tmp_path: Path, header: str | None, words: str) -> None:
     access = Access(write(tmp_path / "keys.toml", entry("a", KEY_A)), "")
     with pytest.raises(Unauthenticated, match=words) as refused:
         access.identify(header)
@@ -71,7 +71,7 @@ def test_whoever_has_no_key_stays_out(tmp_path: Path, header: str | None, words:
 
 
 @pytest.mark.parametrize("header", ["bearer {}", "Bearer  {} ", "BEARER {}"])
-def test_the_scheme_is_read_as_http_defines_it(tmp_path: Path, header: str) -> None:
+def test_the_authorization_scheme_is_not_case_sensitive(tmp_path: Path, header: str) -> None:
     access = Access(write(tmp_path / "keys.toml", entry("a", KEY_A)), "")
     assert access.identify(header.format(KEY_A)).name == "a"
 
@@ -102,7 +102,7 @@ def test_without_keys_everybody_is_anonymous() -> None:
         (entry("a", KEY_A, f'key_sha256 = "{"0" * 64}"'), "one is enough"),
     ],
 )
-def test_a_wrong_file_is_refused_by_name_and_without_its_keys(tmp_path: Path, text: str, words: str) -> None:
+def test_the_error_of_a_wrong_file_names_the_file_and_shows_no_key(tmp_path: Path, text: str, words: str) -> None:
     file = write(tmp_path / "keys.toml", text)
     with pytest.raises(ConfigError, match=words) as refused:
         read_api_keys(file, "")
@@ -111,7 +111,7 @@ def test_a_wrong_file_is_refused_by_name_and_without_its_keys(tmp_path: Path, te
 
 
 @pytest.mark.parametrize("pairs", ["nokey", "a=short", "a b=" + KEY_A, f"a={KEY_A},a={KEY_B}"])
-def test_a_wrong_environment_is_refused_without_its_keys(pairs: str) -> None:
+def test_the_error_of_a_wrong_environment_shows_no_key(pairs: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_api_keys(None, pairs)
     assert KEY_A not in str(refused.value)
@@ -122,7 +122,7 @@ def test_a_missing_file_is_named() -> None:
         Access(Path("/nowhere/keys.toml"), "")
 
 
-def test_a_changed_file_counts_at_once_and_keeps_what_is_open(tmp_path: Path) -> None:
+def test_a_changed_file_applies_at_once_and_keeps_open_requests(tmp_path: Path) -> None:
     file = write(tmp_path / "keys.toml", entry("a", KEY_A))
     access = Access(file, "")
     caller_of(access, KEY_A).usage.open_request()
@@ -134,7 +134,7 @@ def test_a_changed_file_counts_at_once_and_keeps_what_is_open(tmp_path: Path) ->
         caller_of(access, KEY_B).usage.open_request()
 
 
-def test_a_broken_or_missing_file_changes_nothing_but_the_log(tmp_path: Path) -> None:
+def test_a_broken_or_missing_file_is_logged_and_the_old_keys_stay(tmp_path: Path) -> None:
     file = write(tmp_path / "keys.toml", entry("a", KEY_A))
     access = Access(file, "")
     for break_it in (lambda: write(file, f"[[keys]\nkey = '{KEY_B}'"), file.unlink):
@@ -150,7 +150,7 @@ def test_a_broken_or_missing_file_changes_nothing_but_the_log(tmp_path: Path) ->
     assert caller_of(access, KEY_B).name == "a"
 
 
-def test_tenants_never_share_a_salt_whatever_they_send() -> None:
+def test_salts_of_different_tenants_always_differ() -> None:
     def salt(name: str, sent: str, **fields: object) -> str:
         return make_caller(name=name, **fields).adapt(make_request(cache_salt=sent)).cache_salt
 
@@ -163,7 +163,7 @@ def test_tenants_never_share_a_salt_whatever_they_send() -> None:
     assert len(everything) == 12
 
 
-def test_priorities_are_the_keys_unless_a_request_names_a_less_urgent_one() -> None:
+def test_a_request_may_only_lower_the_urgency_of_its_key() -> None:
     caller = make_caller(priority=5)
     assert caller.adapt(make_request()).priority == 5
     assert caller.adapt(make_request(priority=9)).priority == 9

@@ -1,4 +1,4 @@
-"""How full the queue may be, what leaves it, and the way out."""
+"""The limits of the queue, what counts in it, and draining."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANYBODY = Access(None, "").identify(None)
 
 
 class Queue:
-    """An admission and the journal whose length it bounds, as `Frontend` joins them."""
+    """An `Admission` and its `Journal`, connected as in `Frontend`."""
 
     def __init__(self, max_num_waiting: int = 3, max_num_waiting_tokens: int = 100) -> None:
         self.journal = Journal()
@@ -40,7 +40,7 @@ class Queue:
         return ticket, self.journal.open(request, UpdateQueue())
 
 
-def test_only_what_has_not_started_counts() -> None:
+def test_only_waiting_answers_count() -> None:
     queue = Queue(max_num_waiting=3)
     entered = [queue.enter() for _ in range(3)]
     with pytest.raises(CapacityError, match="3 answers are waiting to start, 1 more would exceed the limit of 3"):
@@ -63,7 +63,7 @@ def test_every_answer_of_a_request_counts() -> None:
     queue.enter()
 
 
-def test_tokens_count_too_but_never_refuse_the_only_one() -> None:
+def test_waiting_tokens_are_limited_but_a_single_prompt_may_exceed_the_limit() -> None:
     queue = Queue(max_num_waiting=10, max_num_waiting_tokens=100)
     _, [long] = queue.enter(num_tokens=500)
     with pytest.raises(CapacityError, match="500 prompt tokens are waiting, 1 more would exceed the limit"):
@@ -80,32 +80,32 @@ def test_requests_that_are_being_tokenized_count() -> None:
     tickets = [queue.admission.open(ANYBODY) for _ in range(2)]
     with pytest.raises(CapacityError):
         queue.admission.open(ANYBODY)
-    tickets[0].close()  # it was not valid
+    tickets[0].close()  # the request was not valid
     tickets[0].close()
     queue.admission.open(ANYBODY)
     with pytest.raises(CapacityError):
         queue.admission.open(ANYBODY)
 
 
-def test_when_to_come_back_follows_the_pace_of_the_queue() -> None:
+def test_the_retry_delay_follows_the_speed_of_the_queue() -> None:
     queue = Queue(max_num_waiting=40)
     for _ in range(40):
         queue.enter()
     with pytest.raises(CapacityError) as refused:
         queue.enter()
-    assert refused.value.retry_after_s == 10.0, "nothing moves yet"
+    assert refused.value.retry_after_s == 10.0, "no request has left the queue yet"
     now = time.monotonic()
-    queue.journal.left_at.extend(now - 9 + i / 2 for i in range(18))  # two a second or so
+    queue.journal.left_at.extend(now - 9 + i / 2 for i in range(18))  # about two per second
     with pytest.raises(CapacityError) as refused:
         queue.enter()
     assert refused.value.retry_after_s == pytest.approx(40 / 1.8, rel=0.05)
-    queue.journal.left_at.extend(now - 1 + i / 300 for i in range(300))  # 256 are remembered, of the last 0.85 s
+    queue.journal.left_at.extend(now - 1 + i / 300 for i in range(300))  # only the last 256 count, within 0.85 s
     with pytest.raises(CapacityError) as refused:
         queue.enter()
-    assert refused.value.retry_after_s == 1.0, "300 a second; no client should come back within less than a second"
+    assert refused.value.retry_after_s == 1.0, "300 leave per second, but no client should retry within a second"
 
 
-def test_a_caller_gives_its_place_back_when_the_last_token_is_there() -> None:
+def test_an_answer_no_longer_counts_for_its_caller_after_its_last_token() -> None:
     queue = Queue(max_num_waiting=10)
     caller = Caller(None, Usage("team", RateLimits(max_concurrent_answers=2)))
     ticket, _ = queue.enter(best_of=2, caller=caller)
@@ -120,11 +120,11 @@ def test_a_caller_gives_its_place_back_when_the_last_token_is_there() -> None:
     assert caller.usage.num_open_answers == 1
 
 
-def test_a_refused_request_leaves_nothing_behind() -> None:
+def test_a_refused_request_does_not_count_for_its_caller() -> None:
     queue = Queue()
     caller = Caller(None, Usage("team", RateLimits(max_concurrent_answers=1)))
     for _ in range(5):
-        with pytest.raises(PermissionDenied):  # it would never fit
+        with pytest.raises(PermissionDenied):  # it exceeds the limit by itself
             queue.enter(best_of=2, caller=caller)
     queue.enter(caller=caller)
     for _ in range(5):
@@ -133,7 +133,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     assert caller.usage.num_open_answers == 1
 
 
-def test_draining_refuses_newcomers_and_waits_for_the_others() -> None:
+def test_draining_refuses_new_requests_and_waits_for_running_ones() -> None:
     async def test() -> None:
         queue = Queue()
         ticket, _ = queue.enter()
@@ -151,7 +151,7 @@ def test_draining_refuses_newcomers_and_waits_for_the_others() -> None:
     asyncio.run(test())
 
 
-def test_draining_takes_no_longer_than_it_may() -> None:
+def test_draining_ends_at_its_time_limit() -> None:
     async def test() -> None:
         queue = Queue()
         queue.enter()

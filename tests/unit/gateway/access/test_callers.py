@@ -1,4 +1,4 @@
-"""What one API key may learn of another one's requests, and what its limits cover beside generations."""
+"""Requests of different API keys are separate, and a key's limits also cover tokenize and detokenize."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_limits_of_a_key_cover_tokenize_and_detokenize(tmp_path: Path) -> None:
     with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path, "requests_per_minute = 4"))
 
 
-def test_each_text_of_a_list_counts(tmp_path: Path) -> None:
+def test_each_text_of_a_list_counts_as_one_request(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         async with async_client(gateway.http_address) as client:
 

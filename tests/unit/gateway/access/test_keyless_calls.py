@@ -1,4 +1,4 @@
-"""gRPC calls that need no API key, health and reflection: few at once, and one client's leave room for others'."""
+"""gRPC calls without an API key (health and reflection): few at once, and no client can use all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIST = reflection_pb2.ServerReflectionRequest(list_services="")
 
 @contextlib.asynccontextmanager
 async def connection(gateway: RunningGateway) -> AsyncIterator[grpc.aio.Channel]:
-    """One of its own."""
+    """A separate connection."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(gateway.address, options) as channel:
         yield channel
@@ -37,14 +37,14 @@ async def open_watch(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall:
     return watch
 
 
-async def assert_refused(channel: grpc.aio.Channel, share: int) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=rf"^[\s\S]*the limit is {share}\b") as refused:
+async def assert_refused(channel: grpc.aio.Channel, limit: int) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=rf"^[\s\S]*the limit is {limit}\b") as refused:
         await open_watch(channel)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def with_tcp_gateway(tmp_path: Path, dense: FakeDense, test, **options: int) -> None:  # noqa: ANN001
-    """At TCP, where each connection has an address."""
+    """Runs `test` against a gateway on TCP, where each connection has an address."""
 
     async def body() -> None:
         address = f"127.0.0.1:{free_port()}"
@@ -54,7 +54,7 @@ def with_tcp_gateway(tmp_path: Path, dense: FakeDense, test, **options: int) -> 
     run(body())
 
 
-def test_one_connection_does_not_open_all_that_it_likes(tmp_path: Path) -> None:
+def test_the_calls_of_one_connection_are_limited(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         async with connection(gateway) as greedy, connection(gateway) as modest:
             watches = await asyncio.gather(*(open_watch(greedy) for _ in range(MAX_KEYLESS_CALLS)))
@@ -69,12 +69,12 @@ def test_one_connection_does_not_open_all_that_it_likes(tmp_path: Path) -> None:
             for watch in watches[MAX_KEYLESS_CALLS // 2 - 1 :]:
                 watch.cancel()
             while await health_pb2_grpc.HealthStub(greedy).Check(ASK).code() is not grpc.StatusCode.OK:
-                pass  # until the server has noticed
+                pass  # until the server has seen the cancellations
 
     with_tcp_gateway(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
-def test_each_of_many_connections_has_some(tmp_path: Path) -> None:
+def test_each_of_many_connections_may_make_some_calls(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         num_connections = MAX_KEYLESS_CALLS // MIN_KEYLESS_CALLS + 1
         async with contextlib.AsyncExitStack() as stack:
@@ -88,7 +88,7 @@ def test_each_of_many_connections_has_some(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-def test_an_answer_that_is_not_taken_counts(tmp_path: Path, method: str) -> None:
+def test_an_answer_that_the_client_does_not_read_counts(tmp_path: Path, method: str) -> None:
     async def test(gateway: RunningGateway) -> None:
         host, _, port = gateway.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -117,7 +117,7 @@ def test_calls_that_have_ended_are_not_counted(tmp_path: Path) -> None:
     with_tcp_gateway(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
-def test_calls_beyond_those_of_one_connection_wait_in_the_client(tmp_path: Path) -> None:
+def test_calls_beyond_the_stream_limit_wait_in_the_client(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         async with connection(gateway) as channel, connection(gateway) as other:
             watches = [await open_watch(channel) for _ in range(2)]

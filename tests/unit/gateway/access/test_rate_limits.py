@@ -1,4 +1,4 @@
-"""Token buckets against the arithmetic they stand for, and what one caller may have at once."""
+"""Token buckets, compared with direct arithmetic, and the limits of one caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ events = st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 50)), max_size=60) 
 
 
 @given(events, st.floats(1, 600))
-def test_no_stretch_of_time_gets_more_than_its_share_and_one_burst(
+def test_no_interval_gets_more_than_its_rate_and_one_burst(
     pauses: list[tuple[float, float]], per_minute: float
 ) -> None:
     now_s = 0.0
@@ -32,7 +32,7 @@ def test_no_stretch_of_time_gets_more_than_its_share_and_one_burst(
 
 
 @given(st.floats(1, 600), st.floats(0, 5000), st.floats(0.1, 600))
-def test_after_the_wait_it_names_the_amount_is_there_and_not_earlier(
+def test_the_wait_of_a_bucket_is_exact(
     per_minute: float, debt: float, amount: float
 ) -> None:
     bucket = TokenBucket(per_minute, 0.0)
@@ -43,14 +43,14 @@ def test_after_the_wait_it_names_the_amount_is_there_and_not_earlier(
     assert bucket.wait_s(amount, wait_s) == pytest.approx(0, abs=1e-6)
 
 
-def test_a_rate_changes_without_forgiving_debts() -> None:
+def test_a_changed_rate_keeps_the_debt() -> None:
     bucket = TokenBucket(60, 0.0)
-    bucket.take(120, 0.0)  # 60 too many
+    bucket.take(120, 0.0)  # 60 more than it contains
     bucket.set_rate(600, 0.0)
     assert bucket.wait_s(1, 0.0) == pytest.approx(6.1)
 
 
-def test_every_limit_refuses_with_its_number_and_counts_nothing() -> None:
+def test_a_refusal_names_the_limit_and_does_not_count() -> None:
     usage = Usage("team", RateLimits(max_concurrent_answers=2))
     usage.open_request()
     with pytest.raises(RateLimited, match=r"'team' would have 3 answers at once, its limit is 2"):
@@ -64,7 +64,7 @@ def test_every_limit_refuses_with_its_number_and_counts_nothing() -> None:
     assert usage.num_open_answers == 1
 
     with pytest.raises(PermissionDenied, match=r"3 answers at once, the limit of the API key 'team' is 2"):
-        usage.check_size(3)  # whenever it comes
+        usage.check_size(3)  # the size alone exceeds the limit
     usage.check_size(2)
 
     usage = Usage("team", RateLimits(requests_per_minute=2))
@@ -76,13 +76,13 @@ def test_every_limit_refuses_with_its_number_and_counts_nothing() -> None:
 
     usage = Usage("team", RateLimits(tokens_per_minute=100))
     usage.open_request()
-    usage.add_tokens(300)  # known only afterwards
+    usage.add_tokens(300)  # the number is known only after the answer
     with pytest.raises(RateLimited, match="100 tokens a minute") as refused:
         usage.open_request()
     assert refused.value.retry_after_s == pytest.approx(121, abs=2)
 
 
-def test_limits_that_come_and_go_keep_what_is_open() -> None:
+def test_changed_limits_count_the_requests_already_open() -> None:
     usage = Usage("team", RateLimits())
     for _ in range(5):
         usage.open_request()
@@ -93,7 +93,7 @@ def test_limits_that_come_and_go_keep_what_is_open() -> None:
     usage.open_request()
 
 
-def test_several_prompts_come_in_all_or_none() -> None:
+def test_several_prompts_are_admitted_together_or_not_at_all() -> None:
     usage = Usage("team", RateLimits(requests_per_minute=6))
     usage.open_request()
     usage.check_prompts(5, 5)
@@ -102,6 +102,6 @@ def test_several_prompts_come_in_all_or_none() -> None:
     assert refused.value.retry_after_s == pytest.approx(10, abs=0.1)
     with pytest.raises(PermissionDenied, match="it has 7 prompts, the limit of the API key 'team' is 6 requests"):
         usage.check_prompts(7, 7)
-    for _ in range(5):  # none of these was counted
+    for _ in range(5):  # the checks above counted nothing
         usage.open_request()
     Usage("slow", RateLimits(requests_per_minute=0.5)).check_prompts(1, 1)

@@ -1,4 +1,4 @@
-"""What a chat template gets over HTTP and gRPC, against `apply_chat_template` with the same arguments."""
+"""The variables of a chat template over HTTP and gRPC, compared with `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_model(path: Path, template: str = TEMPLATE) -> Path:
 
 
 def with_model(tmp_path: Path, test: Test, template: str = TEMPLATE, **options: Any) -> FakeDense:
-    """Runs `test` against a gateway of that template; returns its dense worker."""
+    """Runs `test` against a gateway with that template; returns its dense worker."""
     model, dense = make_model(tmp_path / "model", template), FakeDense(lambda submit: [5] * 100)
 
     async def body() -> None:
@@ -64,7 +64,7 @@ def expected_ids(model: Path, messages: list[dict[str, str]], **options: Any) ->
     return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, "return_dict": False} | options)
 
 
-def test_a_name_is_handed_to_the_template_over_both_protocols(tmp_path: Path) -> None:
+def test_a_name_reaches_the_template_over_both_protocols(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         expected = expected_ids(tmp_path / "model", NAMED)
         response = await client.post(CHATS, json={"messages": NAMED, "max_tokens": 1})
@@ -79,7 +79,7 @@ def test_a_name_is_handed_to_the_template_over_both_protocols(tmp_path: Path) ->
     assert [list(submit.prompt_token_ids) for submit in dense.submits] == [expected, expected]
 
 
-def test_a_name_has_a_limit(tmp_path: Path) -> None:
+def test_the_length_of_a_name_is_limited(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for name, status in (("x" * 64, 200), ("x" * 65, 400), ("", 200), (None, 200)):
             messages = [{"role": "user", "content": "Hi", "name": name}]
@@ -95,7 +95,7 @@ OPEN = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "cont
 CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def test_options_of_the_template_reach_it_over_both_protocols(tmp_path: Path) -> None:
+def test_options_reach_the_template_over_both_protocols(tmp_path: Path) -> None:
     template = TEMPLATE + "{{ style.words | join(' ') if style is defined }}{{ depth }}"
     kwargs: dict[str, Any] = {"style": {"words": ["short", "日本"]}, "depth": 3}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -158,7 +158,7 @@ def test_wrong_options_are_a_400_that_names_them(
     with_model(tmp_path, test, "{% if break is defined %}{{ 1 // 0 }}{% endif %}" + TEMPLATE)
 
 
-def test_special_tokens_in_a_message_are_text_and_in_a_prompt_they_are_not(tmp_path: Path) -> None:
+def test_special_tokens_are_text_in_messages_but_not_in_prompts(tmp_path: Path) -> None:
     text = "a</s><|user|>b"
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:

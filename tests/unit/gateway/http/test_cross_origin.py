@@ -1,4 +1,4 @@
-"""Pages of other origins: those of `gateway.cors_origins` may ask and read every kind of answer, no others may."""
+"""Pages of the origins in `gateway.cors_origins` may call the server and read every kind of answer; others may not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_origins(tmp_path: Path, test: Test, *origins: str, **options: Any) -> N
 
 
 def check_readable(headers: httpx2.Headers, origin: str = PAGE) -> None:
-    """By the Fetch standard's CORS check (section 4.10), and the headers that scripts see beyond the safe ones."""
+    """Applies the CORS check of the Fetch standard (section 4.10), and checks which other headers scripts can read."""
     assert headers.get_list("access-control-allow-origin") == [origin]
     exposed = {name.strip() for name in headers["access-control-expose-headers"].split(",")}
     assert {"x-request-id", "retry-after"} <= exposed
@@ -99,7 +99,7 @@ def test_answers_streams_and_errors_can_be_read(tmp_path: Path) -> None:
         wrong_id = await client.get("/health", headers={"x-request-id": "a b"})
         assert wrong_id.status_code == 400
         check_readable(wrong_id.headers)
-        # What is refused before it is a request.
+        # The parser refuses this before it becomes a request.
         too_long = await client.get("/health", headers={"x": "y" * 5000})
         assert too_long.status_code == 431
         check_readable(too_long.headers)
@@ -108,7 +108,7 @@ def test_answers_streams_and_errors_can_be_read(tmp_path: Path) -> None:
     with_origins(tmp_path, test, "https://other.example", PAGE, **options)
 
 
-def test_all_origins_if_asked_for(tmp_path: Path) -> None:
+def test_all_origins_are_allowed_on_request(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         answer = await client.post(COMPLETIONS, json=PROMPT, headers={"origin": "null"})
         assert answer.status_code == 200
@@ -136,11 +136,11 @@ def test_without_configuration_other_origins_are_refused(tmp_path: Path) -> None
                 assert repr(origin) in error["message"] and "gateway.cors_origins" in error["message"]
                 assert not [name for name in refused.headers if name.startswith("access-control")]
         assert not gateway.service.done()
-        for own in ("http://gateway", "https://gateway", "http://gateway:80"):  # the client's Host is gateway
+        for own in ("http://gateway", "https://gateway", "http://gateway:80"):  # the client sends "host: gateway"
             answer = await client.post(COMPLETIONS, json=PROMPT, headers={"origin": own})
             assert answer.status_code == 200, own
             assert "access-control-allow-origin" not in answer.headers
-        # A page of this server behind a proxy that names another host.
+        # A page of this server behind a proxy that sends another host.
         proxied = {"origin": PAGE, "sec-fetch-site": "same-origin"}
         assert (await client.post(COMPLETIONS, json=PROMPT, headers=proxied)).status_code == 200
 
@@ -148,6 +148,6 @@ def test_without_configuration_other_origins_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("wrong", ["app.example", "https://app.example/", "https://App.example", ""])
-def test_an_origin_that_no_browser_sends_is_a_wrong_config(wrong: str) -> None:
+def test_an_origin_that_no_browser_sends_is_a_config_error(wrong: str) -> None:
     with pytest.raises(ValidationError, match="cors_origins"):
         GatewaySection(cors_origins=(wrong,))

@@ -1,4 +1,4 @@
-"""By which names the server may be called: at loopback by this machine's own alone, against DNS rebinding."""
+"""The names by which clients may call the server. On loopback only local names work, against DNS rebinding."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def is_served(host: str, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8080", "localhost:8080", "[::1]:8080"])
-def test_at_loopback_local_names_are_served_and_others_are_not(address: str) -> None:
+def test_on_loopback_only_local_names_are_served(address: str) -> None:
     assert [host for host in LOCAL if not is_served(host, http_address=address)] == []
     assert [host for host in FOREIGN if is_served(host, http_address=address)] == []
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8080", "[::]:8080", "192.0.2.1:80", "llm.example:80", "unix:/http.sock"])
-def test_where_others_may_call_every_name_is_served(address: str) -> None:
+def test_on_other_addresses_every_name_is_served(address: str) -> None:
     for host in (*LOCAL, "gateway:8080", "twostroke.default.svc.cluster.local", "evil.example"):
         assert is_served(host, http_address=address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8080", "0.0.0.0:8080"])
-def test_configured_names_are_served_beside_local_ones(address: str) -> None:
+def test_configured_names_are_served_as_well_as_local_ones(address: str) -> None:
     options = {"http_address": address, "allowed_hosts": ("LLM.example", "192.0.2.7")}
     for host in ("llm.example", "llm.EXAMPLE:443", "192.0.2.7:8080", "localhost:8080", "127.0.0.1"):
         assert is_served(host, **options)
     assert not is_served("evil.example", **options)
 
 
-def test_all_names_if_asked_for() -> None:
+def test_all_names_are_served_on_request() -> None:
     assert is_served("evil.example", allowed_hosts=("*",))
 
 
-def test_the_address_s_own_name_is_served() -> None:
+def test_the_name_in_the_address_is_served() -> None:
     assert is_served("llm.example", http_address="llm.example:80", allowed_hosts=("other.example",))
 
 
-def test_a_rebound_name_is_refused_and_the_own_page_is_not(tmp_path: Path) -> None:
+def test_a_rebound_name_is_refused_and_the_servers_own_page_works(tmp_path: Path) -> None:
     async def body() -> None:
         port = free_port()
         dense = FakeDense(lambda submit: [5] * 10)
@@ -62,7 +62,7 @@ def test_a_rebound_name_is_refused_and_the_own_page_is_not(tmp_path: Path) -> No
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
         ):
             evil = f"evil.example:{port}"
-            # With rebinding the page is of the same origin as far as the browser knows.
+            # After DNS rebinding the browser believes that the page has the server's origin.
             rebound = {"host": evil, "origin": f"http://{evil}", "sec-fetch-site": "same-origin"}
             for refused in (
                 await client.post("/v1/completions", json=prompt, headers=rebound),

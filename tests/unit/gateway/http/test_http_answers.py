@@ -16,7 +16,7 @@ from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 
-def test_a_completion_is_openais_object(tmp_path: Path) -> None:
+def test_a_completion_has_openais_format(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(
             "/v1/completions",
@@ -58,7 +58,7 @@ def test_a_completion_is_openais_object(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
-def test_a_streamed_completion_is_events_and_then_done(tmp_path: Path) -> None:
+def test_a_streamed_completion_consists_of_events_and_done(tmp_path: Path) -> None:
     text = " Łódź, 東京 🙂🙃 cities."
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
@@ -73,7 +73,7 @@ def test_a_streamed_completion_is_events_and_then_done(tmp_path: Path) -> None:
         assert "".join(piece["choices"][0]["text"] for piece in pieces) == text
         assert len(pieces) > 1
         assert all(piece["choices"][0]["finish_reason"] is None and piece["usage"] is None for piece in pieces)
-        assert finish["choices"] == [  # the chunk of EOS, which has no text
+        assert finish["choices"] == [  # the chunk of EOS has no text
             {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         ]
         assert usage["choices"] == []
@@ -109,7 +109,7 @@ def test_a_chat_stream_begins_with_the_role_of_every_answer(tmp_path: Path) -> N
     with_client(tmp_path, FakeDense(say(" one two three four")), test)
 
 
-def test_content_parts_are_one_message(tmp_path: Path) -> None:
+def test_content_parts_form_one_message(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         parts = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "more"}]
         for content in ("Tell me more", parts):
@@ -128,7 +128,7 @@ def test_content_parts_are_one_message(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
-def test_an_assistant_may_have_said_nothing(tmp_path: Path) -> None:
+def test_a_message_of_an_assistant_may_be_empty(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         question = {"role": "user", "content": "Why?"}
         for silence in ({"content": None}, {}, {"content": ""}, {"content": None, "tool_calls": []}):
@@ -167,10 +167,10 @@ def test_choices_are_numbered_prompt_by_prompt(kind: str, is_stream: bool, tmp_p
         for each in objects:
             for choice in each["choices"]:
                 token_ids.setdefault(choice["index"], []).extend(choice.get("token_ids", ()))
-        # The script answers with the prompt's first token and the number of its tokens.
+        # Each answer consists of the prompt's first token and its number of tokens.
         assert token_ids == {
-            place * n + j: [prompt_ids[0], len(prompt_ids)]
-            for place, prompt_ids in enumerate(expected)
+            index * n + j: [prompt_ids[0], len(prompt_ids)]
+            for index, prompt_ids in enumerate(expected)
             for j in range(n)
         }
         assert objects[-1]["usage"]["prompt_tokens"] == sum(map(len, expected))
@@ -244,7 +244,7 @@ def test_nulls_and_neutral_values_are_defaults(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
-def test_a_long_prompt_without_max_tokens_is_answered_with_what_the_context_leaves(tmp_path: Path) -> None:
+def test_without_max_tokens_a_long_prompt_gets_the_rest_of_the_context(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post("/v1/completions", json={"prompt": [70] * 2040})
         assert response.status_code == 200, response.text
@@ -254,7 +254,7 @@ def test_a_long_prompt_without_max_tokens_is_answered_with_what_the_context_leav
 
 
 @pytest.mark.parametrize("max_tokens", [8, 9, 2**62])
-def test_max_tokens_beyond_the_context_is_what_the_context_leaves(max_tokens: int, tmp_path: Path) -> None:
+def test_max_tokens_beyond_the_context_is_lowered(max_tokens: int, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": [70] * 2040, "max_tokens": max_tokens}
         answer = (await client.post("/v1/completions", json=body)).json()
@@ -281,31 +281,31 @@ def test_stop_strings_end_the_answer_and_are_named(stop: str | list[str], tmp_pa
     with_client(tmp_path, dense, test)
 
 
-def test_an_aborted_answer_says_so(tmp_path: Path) -> None:
+def test_an_aborted_answer_has_its_own_finish_reason(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"messages": USER, "stream": True}
         answer = asyncio.create_task(
             client.post("/v1/chat/completions", json=body, headers={"x-request-id": "to-abort"})
         )
         await until(lambda: bool(dense.submits))
-        await asyncio.sleep(0.1)  # until its tokens are out
+        await asyncio.sleep(0.1)  # until its tokens are sent
         assert (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running
         choices = [choice for chunk in events((await answer).text) for choice in chunk["choices"]]
         assert choices[-1]["finish_reason"] == "abort"
         assert "".join(choice["delta"].get("content", "") for choice in choices) == " one two"
 
-    dense = FakeDense(say(" one two"))  # then it hangs
+    dense = FakeDense(say(" one two"))  # and then no more tokens
     with_client(tmp_path, dense, test)
 
 
-def test_what_a_slow_reader_missed_comes_in_few_events(tmp_path: Path) -> None:
+def test_a_slow_reader_gets_all_tokens(tmp_path: Path) -> None:
     token_ids = [5] * 2000
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": "a", "max_tokens": len(token_ids), "stream": True, "return_token_ids": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
-            await until(lambda: not dense.running)  # nobody has read until now
+            await until(lambda: not dense.running)  # the client has not read anything yet
             chunks = events((await response.aread()).decode())
         received = [token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", ())]
         assert received == token_ids

@@ -1,4 +1,4 @@
-"""Refusals: the right status, OpenAI's error object, and nothing left behind."""
+"""Refused requests get the right status and OpenAI's error object, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_an_unknown_model_is_a_404(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(lambda submit: [5] * 3000), test)
 
 
-def test_paths_and_methods_that_are_not_there(tmp_path: Path) -> None:
+def test_unknown_paths_and_methods_are_refused(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         check_error(await client.get("/v1/nothing"), 404, None)
         check_error(await client.get(COMPLETIONS), 405, None)
-        # No redirect: it would lead to whatever host the request names.
+        # No redirect, because it would lead to the host that the request names.
         check_error(await client.post(f"{COMPLETIONS}/", json=PROMPT), 404, None)
         check_error(await client.request("BREW", "/health"), 400, None)  # the parser knows no such method
 
@@ -59,7 +59,7 @@ def test_a_request_id_is_checked_and_may_not_be_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}, {"prompt": ["a", "b"], "n": 2}])
-def test_what_a_key_never_admits_is_not_worth_a_retry(body: dict[str, Any], tmp_path: Path) -> None:
+def test_a_request_beyond_its_keys_limits_is_not_worth_a_retry(body: dict[str, Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "team"\nkey = "0123456789abcdef"\nmax_concurrent_answers = 2\n')
 
@@ -76,7 +76,7 @@ def test_what_a_key_never_admits_is_not_worth_a_retry(body: dict[str, Any], tmp_
     with_client(tmp_path, dense, test, api_keys_file=keys)
 
 
-def test_prompts_beyond_a_rate_use_up_nothing_of_it(tmp_path: Path) -> None:
+def test_prompts_refused_by_a_rate_limit_do_not_count(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "team"\nkey = "0123456789abcdef"\nrequests_per_minute = 4\n')
 
@@ -90,7 +90,7 @@ def test_prompts_beyond_a_rate_use_up_nothing_of_it(tmp_path: Path) -> None:
         assert (await ask(1)).status_code == 200
         refused = await ask(4)
         assert refused.status_code == 429
-        assert 10 < int(refused.headers["retry-after"]) <= 15  # then there is room for all four
+        assert 10 < int(refused.headers["retry-after"]) <= 15  # after that time all four would be admitted
         assert (await ask(3)).status_code == 200
         assert len(dense.submits) == 4
 
@@ -122,26 +122,26 @@ def test_an_error_within_a_stream_is_its_last_event(tmp_path: Path) -> None:
             assert response.status_code == 200
             lines = response.aiter_lines()
             assert (await anext(lines)).startswith("data: ")
-            await dense.kill()  # for longer than the gateway waits
+            await dense.kill()  # and it does not return while the gateway waits
             text = "\n".join([line async for line in lines])
         *_, last = text.strip().split("\n\n")
         error = json.loads(last.removeprefix("data: "))["error"]
         assert (error["type"], error["code"]) == ("server_error", "unavailable")
-        assert "[DONE]" not in text  # nobody must take this for a whole answer
+        assert "[DONE]" not in text  # so no client mistakes this for a whole answer
 
     dense = FakeDense(lambda submit: [70] * 3)
     with_client(tmp_path, dense, test, connect_timeout_s=0.5)
 
 
-def test_a_stream_that_waits_gets_its_status_in_bounded_time(tmp_path: Path) -> None:
+def test_a_waiting_stream_gets_its_status_in_bounded_time(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         async with client.stream("POST", CHATS, json=CHAT | {"stream": True}) as response:
             assert response.status_code == 200
             first = await anext(response.aiter_lines())
             assert '"role":"assistant"' in first
-        await until(lambda: not dense.running)  # and the client that left is noticed before any token
+        await until(lambda: not dense.running)  # the gateway notices the disconnect before any token
 
-    dense = FakeDense(lambda submit: [])  # never a token
+    dense = FakeDense(lambda submit: [])  # no tokens
     with_client(tmp_path, dense, test, first_token_timeout_s=0.1)
 
 
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_frees_its_requests(prompt: str | list[str], is_str
         await until(lambda: not dense.running)
         assert len(dense.cancelled_seq_ids) == expected
 
-    dense = FakeDense(lambda submit: [5] * 10)  # then it hangs
+    dense = FakeDense(lambda submit: [5] * 10)  # and then no more tokens
     with_client(tmp_path, dense, test)
 
 
@@ -196,7 +196,7 @@ def test_health_is_503_with_a_reason_until_requests_can_run(tmp_path: Path) -> N
 
     async def body() -> None:
         async with running_gateway(tmp_path, None) as gateway, async_client(gateway.http_address) as client:
-            for _ in range(200):  # until it listens
+            for _ in range(200):  # until the gateway listens
                 if Path(gateway.http_address.removeprefix("unix:")).exists():
                     break
                 await asyncio.sleep(0.05)
@@ -205,7 +205,7 @@ def test_health_is_503_with_a_reason_until_requests_can_run(tmp_path: Path) -> N
     run(body())
 
 
-def test_tokens_of_texts_and_chats_and_back(tmp_path: Path) -> None:
+def test_texts_and_chats_are_tokenized_and_detokenized(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         answer = (await client.post("/tokenize", json={"prompt": "Łódź 🙂", "return_token_strs": True})).json()
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -219,7 +219,7 @@ def test_tokens_of_texts_and_chats_and_back(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
-def test_the_document_names_every_field(tmp_path: Path) -> None:
+def test_the_openapi_document_names_every_field(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         document = (await client.get("/openapi.json")).json()
         fields = document["components"]["schemas"]["ChatRequest"]["properties"]
@@ -232,7 +232,7 @@ def test_the_document_names_every_field(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(lambda submit: [50]), test)
 
 
-def test_answers_to_all_prompts_together_are_bounded(tmp_path: Path) -> None:
+def test_the_total_number_of_answers_is_limited(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
         response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 5, "n": 4})
         check_error(response, 400, "n", "5 prompts", "20 answers", "gateway.max_answers is 19")

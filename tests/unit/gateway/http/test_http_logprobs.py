@@ -26,7 +26,7 @@ def test_an_answer_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs
         body = {"prompt": [70, 80, 90], **options}
         answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={"x-request-id": "to-abort"}))
         while not (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running:
-            pass  # it is on its way
+            pass  # the request has not arrived yet
         [choice] = (await answer).json()["choices"]
         assert choice["finish_reason"] == "abort"
         if "echo" in options:
@@ -68,7 +68,7 @@ def test_legacy_logprobs_are_aligned_with_the_text(is_stream: bool, tmp_path: Pa
     with_client(tmp_path, FakeDense(lambda submit: token_ids), test)
 
 
-def test_chat_logprobs_have_bytes_and_the_likeliest_tokens(tmp_path: Path) -> None:
+def test_chat_logprobs_have_bytes_and_the_most_likely_tokens(tmp_path: Path) -> None:
     text = " Łódź 🙂"
     token_ids = ids(text)
 
@@ -90,7 +90,7 @@ def test_chat_logprobs_have_bytes_and_the_likeliest_tokens(tmp_path: Path) -> No
     with_client(tmp_path, FakeDense(lambda submit: token_ids), test)
 
 
-def test_prompt_logprobs_are_by_token_id(tmp_path: Path) -> None:
+def test_prompt_logprobs_are_keyed_by_token_id(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": [70, 80, 90], "max_tokens": 1, "prompt_logprobs": 2}
         [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
@@ -105,7 +105,7 @@ def test_prompt_logprobs_are_by_token_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("output", [EOS, 99])  # what the model would have said
+@pytest.mark.parametrize("output", [EOS, 99])  # the token that the model would generate
 def test_a_prompt_alone_can_be_scored(is_stream: bool, output: int, tmp_path: Path) -> None:
     prompts = [ids("Tell me more"), ids("Why not?"), [EOS, EOS]]  # the last has no text
 
@@ -152,7 +152,7 @@ def test_the_prompt_of_a_chat_can_be_scored(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
-def test_best_of_returns_the_likeliest(tmp_path: Path) -> None:
+def test_best_of_returns_the_most_likely_answers(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": "a", "max_tokens": 2, "n": 2, "best_of": 3, "return_token_ids": True, "seed": 10}
         choices = (await client.post("/v1/completions", json=body)).json()["choices"]

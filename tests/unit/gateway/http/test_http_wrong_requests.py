@@ -1,4 +1,4 @@
-"""Requests that are wrong in themselves: each is refused by the field that is wrong."""
+"""Wrong requests are refused with an error that names the wrong field."""
 
 from __future__ import annotations
 
@@ -102,16 +102,16 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (CHATS, {"messages": [*USER, {"role": "system"}]}, "messages[1].content", ("required", "system")),
     (CHATS, {"messages": [*USER, {"role": "assistant", "content": 5}]}, "messages[1].content", ("5",)),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", ()),
-    (CHATS, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ("'tool'",)),
-    (CHATS, {"messages": [*USER, {"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[1].tool_calls", ()),
+    (CHATS, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", ("required",)),
+    (CHATS, {"messages": [*USER, {"role": "assistant", "tool_calls": [1]}]}, "messages[1].tool_calls[0]", ("1",)),
     (CHATS, {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
     (CHATS, CHAT | {"top_logprobs": 2}, "top_logprobs", ("logprobs is true",)),
     (CHATS, CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ("21", "20")),
     (CHATS, CHAT | {"logprobs": True, "top_logprobs": -1}, "top_logprobs", ("32000", "20")),
     (CHATS, CHAT | {"logprobs": 1}, "logprobs", ()),
     (CHATS, CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", ("1", "2")),
-    (CHATS, CHAT | {"tools": [{"type": "function"}]}, "tools", ("not supported",)),
-    (CHATS, CHAT | {"tool_choice": "auto"}, "tool_choice", ("not supported",)),
+    (CHATS, CHAT | {"tools": [{"type": "function"}]}, "tools[0].function", ("missing",)),
+    (CHATS, CHAT | {"tool_choice": "auto"}, "tool_choice", ("there are no tools",)),
     (CHATS, CHAT | {"functions": [{}]}, "functions", ("not supported",)),
     (CHATS, CHAT | {"audio": {}}, "audio", ("not supported",)),
     (CHATS, CHAT | {"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
@@ -125,7 +125,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_and_do_not_disturb_a_stream(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         async with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "beside"}) as stream:
@@ -143,7 +143,7 @@ def test_wrong_requests_are_refused_by_field_while_a_stream_goes_on(tmp_path: Pa
     with_client(tmp_path, dense, test)
 
 
-def test_of_several_prompts_the_wrong_one_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_wrong_one_of_several_prompts(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(COMPLETIONS, json={"prompt": [[5], [6, 32_000]]})
         check_error(response, 400, "prompt", "prompt[1][1] is 32000, out of vocabulary")
@@ -176,7 +176,7 @@ def test_broken_json_is_a_400(path: str, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for name, data in BROKEN_BODIES.items():
             if name == "infinity" and "token" in path:
-                continue  # well-formed JSON, of an unknown field there
+                continue  # here this is well-formed JSON with an unknown field
             response = await client.post(path, content=data, headers={"content-type": "application/json"})
             assert response.status_code == 400, name
             assert response.json()["error"]["message"]
@@ -202,7 +202,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_a_context_overflow_is_one_that_clients_recognise(tmp_path: Path) -> None:
+def test_a_context_overflow_has_the_error_that_clients_recognise(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path, body, param in TOO_LONG:
             response = await client.post(path, json=body)
@@ -230,7 +230,7 @@ LONG_TEXT = "é" * 500_000
         {"temperature": [[[[["x" * 60] * 6] * 6] * 6] * 6] * 6},
     ],
 )
-def test_little_of_what_a_client_sent_comes_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_an_error_repeats_little_of_the_request(tmp_path: Path, fields: dict[str, Any]) -> None:
     async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
         response = await client.post(COMPLETIONS, json={**PROMPT, **fields})
         assert response.status_code in (400, 404)

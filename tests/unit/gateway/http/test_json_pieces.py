@@ -1,4 +1,4 @@
-"""JSON in pieces against JSON in one piece."""
+"""JSON encoded in pieces equals JSON encoded at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES | st.fixed_dictionaries({"id": st.text(), "choices": st.lists(VALUES), "usage": VALUES}))
-def test_the_pieces_are_the_whole(value: Any) -> None:
+def test_the_pieces_together_are_the_whole_json(value: Any) -> None:
     assert b"".join(json_pieces(value)) == to_json(value)
 
 

@@ -1,4 +1,4 @@
-"""What is in a body is counted before it is parsed: in one call, which nobody can interrupt."""
+"""The values in a body are counted before it is parsed, because parsing is one call that cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_what_stands_in_strings_is_not_counted(value: Any) -> None:
+def test_characters_within_strings_are_not_counted(value: Any) -> None:
     num_commas = num_strings = 0
     values = [value]
     while values:
@@ -39,7 +39,7 @@ def test_what_stands_in_strings_is_not_counted(value: Any) -> None:
 
 
 MANY = 2**18
-TOO_MANY = {  # of which the body itself has an object and a key
+TOO_MANY = {  # the counts include the object and the key of the body itself
     "values": (b"[" + b"1," * MAX_VALUES + b"1]", f"{MAX_VALUES + 1} values"),
     "lists": (b"[" + b"[]," * MANY + b"[]]", f"{MANY + 4} strings, lists and objects"),
     "objects": (b"[" + b"{}," * MANY + b"{}]", f"{MANY + 4} strings, lists and objects"),
@@ -53,7 +53,7 @@ TOO_MANY = {  # of which the body itself has an object and a key
 
 @pytest.mark.parametrize(("prompt", "count"), TOO_MANY.values(), ids=TOO_MANY)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_body_with_too_much_in_it_is_not_parsed(
+def test_a_body_with_too_many_values_is_not_parsed(
     tmp_path: Path, path: str, prompt: bytes, count: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.http.json_route.from_json", None)
@@ -73,13 +73,13 @@ LEGAL = {
 
 
 @pytest.mark.parametrize("body", LEGAL.values(), ids=LEGAL)
-def test_whatever_a_request_may_have_is_within_the_limits(tmp_path: Path, body: dict[str, Any]) -> None:
+def test_every_valid_request_is_within_the_limits(tmp_path: Path, body: dict[str, Any]) -> None:
     content = json.dumps({**body, "max_tokens": 1}, separators=(",", ":")).encode()
     response = post(tmp_path, "/v1/completions", content, max_body_bytes=4 * 2**20)
     assert response.status_code == 200, response.text[:500]
 
 
-def test_a_chat_may_have_all_its_messages_each_of_one_part(tmp_path: Path) -> None:
+def test_a_chat_may_have_the_maximum_of_messages_with_one_part_each(tmp_path: Path) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}
     content = json.dumps({"messages": [message] * 4096, "truncate_prompt_tokens": 5, "max_tokens": 1}).encode()
     assert post(tmp_path, "/v1/chat/completions", content).status_code == 200
@@ -96,7 +96,7 @@ def test_parts_of_all_messages_are_counted_together(tmp_path: Path) -> None:
 
 
 def post(tmp_path: Path, path: str, content: bytes, **options: Any) -> httpx2.Response:
-    """What a gateway answers."""
+    """Sends a body to a gateway; returns the response."""
     responses = []
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""One model under several names, or under any: who lists them, who takes them, and which one an answer says."""
+"""A model with several names, or with any name: which names are listed and accepted, and the name in an answer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def with_gateway(
     run(body())
 
 
-async def said_name(client: httpx2.AsyncClient, path: str, model: str | None) -> set[str]:
-    """What the whole answer, and every chunk of a streamed one, calls the model."""
+async def names_in_answers(client: httpx2.AsyncClient, path: str, model: str | None) -> set[str]:
+    """The names of the model in a whole answer and in all chunks of a streamed one."""
     body = BODIES[path] | {"model": model}
     whole = await client.post(path, json=body)
     assert whole.status_code == 200, whole.text
@@ -50,7 +50,7 @@ async def said_name(client: httpx2.AsyncClient, path: str, model: str | None) ->
     return {whole.json()["model"], *(chunk["model"] for chunk in chunks)}
 
 
-def test_every_name_is_listed_and_taken_and_said_again(tmp_path: Path) -> None:
+def test_every_name_is_listed_and_accepted_and_appears_in_the_answer(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         api = openai.AsyncOpenAI(api_key="none needed", base_url="http://gateway/v1", http_client=client, max_retries=0)
         models = (await api.models.list()).data
@@ -59,12 +59,12 @@ def test_every_name_is_listed_and_taken_and_said_again(tmp_path: Path) -> None:
         for name in NAMES:
             assert (await api.models.retrieve(name)).id == name
             for path in (COMPLETIONS, CHATS):
-                assert await said_name(client, path, name) == {name}
+                assert await names_in_answers(client, path, name) == {name}
             for path in ("/tokenize", "/detokenize"):
                 assert (await client.post(path, json=BODIES[path] | {"model": name})).status_code == 200
         for path in (COMPLETIONS, CHATS):
             for nothing in (None, ""):
-                assert await said_name(client, path, nothing) == {NAMES[0]}
+                assert await names_in_answers(client, path, nothing) == {NAMES[0]}
         for path, body in BODIES.items():
             response = await client.post(path, json=body | {"model": EMBEDDED_MODEL.name})
             assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
@@ -81,11 +81,11 @@ def test_every_name_is_listed_and_taken_and_said_again(tmp_path: Path) -> None:
     with_gateway(tmp_path, test, served_model_names=(*NAMES, NAMES[0]))
 
 
-def test_any_name_is_taken_where_the_server_says_so(tmp_path: Path) -> None:
+def test_any_name_is_accepted_if_configured(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path in (COMPLETIONS, CHATS):
-            assert await said_name(client, path, "gpt-5") == {"gpt-5"}
-            assert await said_name(client, path, None) == {EMBEDDED_MODEL.name}
+            assert await names_in_answers(client, path, "gpt-5") == {"gpt-5"}
+            assert await names_in_answers(client, path, None) == {EMBEDDED_MODEL.name}
         assert (await client.get("/v1/models/gpt-5")).json()["id"] == "gpt-5"
         assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == [EMBEDDED_MODEL.name]
         message = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1, model="gpt-5")
@@ -95,7 +95,7 @@ def test_any_name_is_taken_where_the_server_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accepts_any", [False, True])
-def test_a_name_without_end_is_not_said_again(accepts_any: bool, tmp_path: Path) -> None:
+def test_a_very_long_name_is_refused_and_not_repeated(accepts_any: bool, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path, body in BODIES.items():
             response = await client.post(path, json=body | {"model": "x" * 1_000_000})

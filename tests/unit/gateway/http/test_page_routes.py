@@ -1,4 +1,4 @@
-"""GET / and GET /stats of a gateway whose workers are scripted or away."""
+"""GET / and GET /stats of a gateway whose workers are scripted or missing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.workers.fake_dense import FakeDense
 
 
 async def get(gateway: RunningGateway, path: str) -> httpx2.Response:
-    """Of a gateway that may still be starting."""
+    """Sends a GET request to a gateway that may still be starting."""
     await until(Path(socket_path(gateway.http_address)).exists)
     async with async_client(gateway.http_address) as client:
         return await client.get(path)
 
 
 class Parts(HTMLParser):
-    """Inline scripts and styles, and every address that the page names."""
+    """The inline scripts and styles of a page, and all addresses in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Parts(HTMLParser):
             self.inline[self._tag].append(data)
 
 
-def test_the_policy_allows_the_page_itself_and_nothing_else(tmp_path: Path) -> None:
+def test_the_content_security_policy_allows_only_the_page_itself(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, None) as gateway:
             response = await get(gateway, "/")
@@ -68,7 +68,7 @@ def test_the_policy_allows_the_page_itself_and_nothing_else(tmp_path: Path) -> N
     run(test())
 
 
-def test_stats_without_workers_says_what_is_missing(tmp_path: Path) -> None:
+def test_stats_without_workers_name_the_reason(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, None) as gateway:
             response = await get(gateway, "/stats")
@@ -81,7 +81,7 @@ def test_stats_without_workers_says_what_is_missing(tmp_path: Path) -> None:
     run(test())
 
 
-def test_stats_of_a_server_that_is_ready_gives_no_reason(tmp_path: Path) -> None:
+def test_stats_of_a_ready_server_have_no_reason(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, FakeDense(lambda _: [])) as gateway:
             response = await get(gateway, "/stats")

@@ -1,4 +1,4 @@
-"""How many log-probabilities one request may ask for, all its answers together."""
+"""The limit on the log-probabilities of a request, summed over all its answers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.unit.gateway.http.test_http_errors import CHAT, CHATS, COMPLETIONS, c
         (CHATS, {**CHAT, "max_tokens": 10, "n": 5, "logprobs": True, "top_logprobs": 1}, 5 * 10 * 2),
     ],
 )
-def test_log_probabilities_of_all_answers_together_are_bounded(
+def test_the_total_number_of_log_probabilities_is_limited(
     tmp_path: Path, path: str, body: dict[str, Any], count: int
 ) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(path, json=body)
         param = "top_logprobs" if path == CHATS else "logprobs"
         check_error(response, 400, param, f"{count} log-prob", "gateway.max_request_logprobs is 99")
-        await until(lambda: not dense.running)  # those of the prompts before are stopped
+        await until(lambda: not dense.running)  # the previous prompts are cancelled
         fields = {key: value - 1 for key, value in body.items() if key == "max_tokens" and value > 1}
         fewer = {**body, **fields} if fields else {**body, "prompt": [5] * 19}
         assert (await client.post(path, json=fewer)).status_code == 200
@@ -40,7 +40,7 @@ def test_log_probabilities_of_all_answers_together_are_bounded(
     with_client(tmp_path, dense, test, max_request_logprobs=99)
 
 
-def test_requests_without_log_probabilities_are_not_bounded_by_them(tmp_path: Path) -> None:
+def test_the_limit_does_not_apply_to_requests_without_log_probabilities(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
         response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 4, "n": 4, "max_tokens": 100})
         assert response.status_code == 200

@@ -1,4 +1,4 @@
-"""What each chunk of a streamed answer carries: counts, the end, the prompt; and the same of whole answers."""
+"""Token counts, finish reason, token ids and prompt in the chunks of a streamed answer, and in whole answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def post(
     max_logprobs: int = 20,
     **body: Any,
 ) -> list[Any]:
-    """The answer to one request whose every sequence gets `token_ids`: events if streamed, else one object."""
+    """Sends a request whose sequences all get `token_ids`. Returns the events of a stream, or else one object."""
     objects: list[Any] = []
 
     async def test() -> None:
@@ -86,7 +86,7 @@ def test_tokens_whose_text_is_held_back_count_in_the_next_chunk(tmp_path: Path) 
     token_ids = ids("🙂🙃")
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = post(tmp_path, "/v1/completions", token_ids, stream=True, stream_options=options, echo=True)
-    assert len(chunks) < len(token_ids), "a character of several tokens comes in one chunk"
+    assert len(chunks) < len(token_ids), "a character of several tokens must be in one chunk"
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(set(counts))
     assert counts[-1] == len(token_ids) == last["usage"]["completion_tokens"]
@@ -101,12 +101,12 @@ def test_continuous_usage_needs_include_usage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("end", ["length", "stop string", "EOS"])
-def test_the_finish_reason_is_on_the_last_tokens_chunk(path: str, end: str, tmp_path: Path) -> None:
+def test_the_chunk_of_the_last_token_has_the_finish_reason(path: str, end: str, tmp_path: Path) -> None:
     token_ids = ids(" one two three") + [EOS] * (end == "EOS")
     body: dict[str, Any] = {"stop": " three"} if end == "stop string" else {}
     chunks = post(tmp_path, path, token_ids, stream=True, return_token_ids=True, **body)
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0].get("token_ids")]
-    assert chunks[-1]["choices"][0] is choices[-1], "no chunk follows that of the last token"
+    assert chunks[-1]["choices"][0] is choices[-1], "a chunk follows that of the last token"
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
     assert choices[-1]["finish_reason"] == ("length" if end == "length" else "stop")
     assert choices[-1]["stop_reason"] == (" three" if end == "stop string" else None)
@@ -115,7 +115,7 @@ def test_the_finish_reason_is_on_the_last_tokens_chunk(path: str, end: str, tmp_
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_return_token_ids_gives_those_of_the_prompt_once(path: str, tmp_path: Path) -> None:
+def test_return_token_ids_includes_those_of_the_prompt_once(path: str, tmp_path: Path) -> None:
     token_ids, expected = ids(" one two"), prompt_ids(path)
     is_chat = path == "/v1/chat/completions"
     [whole] = post(tmp_path, path, token_ids, n=2, return_token_ids=True)
@@ -133,14 +133,14 @@ def test_return_token_ids_gives_those_of_the_prompt_once(path: str, tmp_path: Pa
     assert "prompt_token_ids" not in str(post(tmp_path, path, token_ids, n=2))
 
 
-def test_token_ids_of_several_prompts_are_with_their_choices(tmp_path: Path) -> None:
+def test_every_choice_has_the_token_ids_of_its_prompt(tmp_path: Path) -> None:
     prompts = [[70, 71], [80]]
     [whole] = post(tmp_path, "/v1/completions", [5], prompt=prompts, n=2, return_token_ids=True)
     assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [[70, 71]] * 2 + [[80]] * 2
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_tokens_are_named_by_their_ids_on_request(is_stream: bool, tmp_path: Path) -> None:
+def test_tokens_can_be_named_by_their_ids(is_stream: bool, tmp_path: Path) -> None:
     token_ids = ids(TEXT)
     names = [f"token_id:{token_id}" for token_id in token_ids]
     options = {"return_tokens_as_token_ids": True, "stream": is_stream}
@@ -162,7 +162,7 @@ def test_tokens_are_named_by_their_ids_on_request(is_stream: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_logprobs_of_minus_one_are_of_the_whole_vocabulary(is_stream: bool, tmp_path: Path) -> None:
+def test_minus_one_requests_logprobs_of_the_whole_vocabulary(is_stream: bool, tmp_path: Path) -> None:
     size, expected = 1024, {f"token_id:{i}": fake_logprob(i) for i in range(1024)}
     options = {"return_tokens_as_token_ids": True, "stream": is_stream, "vocab_size": size, "max_logprobs": size}
     objects = post(tmp_path, "/v1/completions", [9, 7], logprobs=-1, **options)
@@ -174,19 +174,19 @@ def test_logprobs_of_minus_one_are_of_the_whole_vocabulary(is_stream: bool, tmp_
     assert [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries] == [expected] * 2
 
 
-def test_a_streamed_chat_gives_its_prompts_logprobs_once(tmp_path: Path) -> None:
+def test_a_streamed_chat_has_the_logprobs_of_its_prompt_once(tmp_path: Path) -> None:
     chunks = post(tmp_path, "/v1/chat/completions", ids(" one two"), n=3, stream=True, prompt_logprobs=1)
     [first, *others] = [chunk for chunk in chunks if "prompt_logprobs" in chunk]
     assert others == []
     [whole] = post(tmp_path, "/v1/chat/completions", ids(" one two"), n=3, prompt_logprobs=1)
     assert first["prompt_logprobs"] == whole["prompt_logprobs"]
     assert len(whole["prompt_logprobs"]) == len(prompt_ids("/v1/chat/completions"))
-    assert all(len(chunk["choices"]) == 1 for chunk in chunks), "every chunk is of an answer"
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks), "every chunk belongs to an answer"
 
 
 @pytest.mark.parametrize(("role", "lead"), [("assistant", "It is a"), ("user", "")])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_echo_of_a_chat_is_what_the_assistant_said_last(
+def test_the_echo_of_a_chat_is_its_last_assistant_message(
     role: str, lead: str, is_stream: bool, tmp_path: Path
 ) -> None:
     messages = [*USER, {"role": role, "content": [{"type": "text", "text": "It is a"}]}]

@@ -1,4 +1,4 @@
-"""Clients that take too long hear a 408; who was in time is served, however late the gateway itself was to read."""
+"""A slow client gets a 408. A request that arrived in time is served, even if the gateway was too busy to read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.running_gateway import run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 TIMEOUT_S = 0.3
-BLOCKED_S = 2.0  # far beyond it
+BLOCKED_S = 2.0  # much longer than TIMEOUT_S
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = request_bytes("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
 END_OF_HEADERS = POST.index(b"\r\n\r\n") + 4
@@ -24,7 +24,7 @@ END_OF_HEADERS = POST.index(b"\r\n\r\n") + 4
 
 def with_connection(tmp_path: Path, test: Any, **options: float) -> None:
     async def body() -> None:
-        dense = FakeDense(lambda submit: [5])  # then it hangs
+        dense = FakeDense(lambda submit: [5])  # and then no more tokens
         async with running_gateway(tmp_path, dense, **options) as gateway:
             reader, writer = await connect(gateway.http_address)
             await test(dense, reader, writer)
@@ -51,7 +51,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[bytes, dict[str, by
     ],
     ids=["nothing", "part of the first line", "headers without end", "no body", "part of the body"],
 )
-def test_a_client_that_is_too_slow_is_told_so(tmp_path: Path, sent: bytes, part: str) -> None:
+def test_a_slow_client_gets_a_408(tmp_path: Path, sent: bytes, part: str) -> None:
     async def test(dense: FakeDense, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(sent)
         status, headers, body = await read_answer(reader)
@@ -61,13 +61,13 @@ def test_a_client_that_is_too_slow_is_told_so(tmp_path: Path, sent: bytes, part:
         assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
         key = {"headers": "header_timeout_s", "body": "body_timeout_s"}[part]
         assert part in error["message"] and "0.3 s" in error["message"] and f"gateway.{key}" in error["message"]
-        assert await reader.read() == b"", "the connection is closed"
+        assert await reader.read() == b"", "the connection must be closed"
 
     with_connection(tmp_path, test, header_timeout_s=TIMEOUT_S, body_timeout_s=TIMEOUT_S)
 
 
 async def send_and_block(bare: socket.socket, data: bytes) -> None:
-    """Sends within a callback that then blocks the gateway's loop: its timers are due before it reads again."""
+    """Sends data, then blocks the gateway's event loop, so that its timers expire before it reads the data."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     waker, woken = socket.socketpair()
 
@@ -88,20 +88,20 @@ async def read_status(bare: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("num_before", [0, 2, END_OF_HEADERS, len(POST) - 1])
-def test_what_came_in_time_is_served_however_busy_the_gateway_was(tmp_path: Path, num_before: int) -> None:
+def test_a_request_in_time_is_served_by_a_busy_gateway(tmp_path: Path, num_before: int) -> None:
     async def body() -> None:
         limits = {"header_timeout_s": TIMEOUT_S, "body_timeout_s": TIMEOUT_S}
         async with running_gateway(tmp_path, FakeDense(lambda submit: [5]), **limits) as gateway:
             with connect_socket(gateway.http_address) as bare:
                 bare.sendall(POST[:num_before])
-                await asyncio.sleep(TIMEOUT_S / 3)  # it has read that, and the time for the rest runs
+                await asyncio.sleep(TIMEOUT_S / 3)  # the gateway has read this and waits for the rest
                 await send_and_block(bare, POST[num_before:])
                 assert await read_status(bare) == b"HTTP/1.1 200 OK"
 
     run(body())
 
 
-def test_a_further_request_in_time_is_served_however_busy_the_gateway_was(tmp_path: Path) -> None:
+def test_a_further_request_in_time_is_served_by_a_busy_gateway(tmp_path: Path) -> None:
     async def body() -> None:
         async with running_gateway(
             tmp_path, FakeDense(lambda submit: [5]), keep_alive_timeout_s=TIMEOUT_S
@@ -115,7 +115,7 @@ def test_a_further_request_in_time_is_served_however_busy_the_gateway_was(tmp_pa
     run(body())
 
 
-def test_a_kept_connection_that_asks_nothing_more_is_closed_in_silence(tmp_path: Path) -> None:
+def test_an_idle_connection_is_closed_without_a_408(tmp_path: Path) -> None:
     async def test(dense: FakeDense, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEALTH)
         status, _, _ = await read_answer(reader)
@@ -125,7 +125,7 @@ def test_a_kept_connection_that_asks_nothing_more_is_closed_in_silence(tmp_path:
     with_connection(tmp_path, test, keep_alive_timeout_s=TIMEOUT_S)
 
 
-def test_half_a_further_request_is_no_reason_to_answer_the_one_before_with_a_408(tmp_path: Path) -> None:
+def test_a_running_request_gets_no_408_for_half_a_further_request(tmp_path: Path) -> None:
     async def test(dense: FakeDense, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         endless = request_bytes("/v1/completions", {"prompt": "Hello", "max_tokens": 50})
         writer.write(endless)

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, against transformers."""
+"""/tokenize, /detokenize and /tokenizer_info, compared with transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
 REFERENCE = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-TEXTS = ["San Francisco", "</s> is special here", "日本 " * 600]  # the last one is encoded on a thread
+TEXTS = ["San Francisco", "</s> is special here", "日本 " * 600]  # the last one is so long that a thread encodes it
 CHAT = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]}]
 PLAIN_CHAT = [{"role": "user", "content": "Hi there"}]
 
@@ -32,7 +32,7 @@ def with_client(tmp_path: Path, test: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("adds", [None, True, False])
-def test_one_text_and_several(tmp_path: Path, adds: bool | None) -> None:
+def test_one_text_and_several_texts_are_tokenized(tmp_path: Path, adds: bool | None) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         options = {"add_special_tokens": adds, "return_token_strs": True}
         expected = [REFERENCE.encode(text, add_special_tokens=adds is not False) for text in TEXTS]
@@ -56,7 +56,7 @@ def test_one_text_and_several(tmp_path: Path, adds: bool | None) -> None:
 
 @pytest.mark.parametrize("begins", [None, True, False])
 @pytest.mark.parametrize("adds", [None, True, False])
-def test_a_chat_whose_content_is_a_list(tmp_path: Path, begins: bool | None, adds: bool | None) -> None:
+def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path, begins: bool | None, adds: bool | None) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"messages": CHAT, "add_generation_prompt": begins, "add_special_tokens": adds}
         text = REFERENCE.apply_chat_template(PLAIN_CHAT, add_generation_prompt=begins is not False, tokenize=False)
@@ -90,10 +90,10 @@ def test_wrong_lists_are_a_400(tmp_path: Path, path: str, body: dict[str, Any], 
     with_client(tmp_path, test, max_prompts=3)
 
 
-def test_tokenizer_info_suffices_to_do_the_same_elsewhere(tmp_path: Path) -> None:
+def test_tokenizer_info_suffices_to_build_the_same_tokenizer(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         info = (await client.get("/tokenizer_info")).json()
-        assert str(EMBEDDED_MODEL.parent) not in json.dumps(info), "no places of this machine"
+        assert str(EMBEDDED_MODEL.parent) not in json.dumps(info), "no paths of this machine"
         assert info["tokenizer_class"] == type(REFERENCE).__name__
         assert {name: info[name] for name in REFERENCE.special_tokens_map} == REFERENCE.special_tokens_map
         assert info["model_max_length"] == REFERENCE.model_max_length
@@ -110,7 +110,7 @@ def test_tokenizer_info_suffices_to_do_the_same_elsewhere(tmp_path: Path) -> Non
     with_client(tmp_path, test, tokenizer_info=True)
 
 
-def test_tokenizer_info_is_told_only_where_it_shall_be(tmp_path: Path) -> None:
+def test_tokenizer_info_is_served_only_if_configured(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.get("/tokenizer_info")
         assert response.status_code == 404 and "gateway.tokenizer_info" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""`truncate_prompt_tokens`: the last tokens of a prompt, as the tokenizer alone gives them."""
+"""`truncate_prompt_tokens` keeps the last tokens of a prompt; the tokenizer itself gives the expected ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def post(tmp_path: Path, dense: FakeDense, body: dict[str, Any]) -> dict[str, An
 def test_the_last_tokens_are_kept(kind: str, options: dict[str, Any], num_kept: int | None, tmp_path: Path) -> None:
     prompt, token_ids = PROMPTS[kind]
     assert len(token_ids) > MAX_MODEL_LEN
-    if num_kept is None:  # OpenAI's default of max_tokens is 16 for completions, and what there is for chats
+    if num_kept is None:  # the default of max_tokens is 16 for completions, and for chats the rest of the context
         num_kept = MAX_MODEL_LEN - (1 if "messages" in prompt else 16)
     dense = FakeDense(lambda submit: [5] * MAX_MODEL_LEN, max_model_len=MAX_MODEL_LEN)
     answer = post(tmp_path, dense, prompt | options | {"return_token_ids": True})
@@ -65,7 +65,7 @@ def test_the_last_tokens_are_kept(kind: str, options: dict[str, Any], num_kept: 
 
 
 @pytest.mark.parametrize("count", [-1, 50])
-def test_a_prompt_that_is_short_enough_stays_whole(count: int, tmp_path: Path) -> None:
+def test_a_short_prompt_is_not_truncated(count: int, tmp_path: Path) -> None:
     dense = FakeDense(lambda submit: [5] * 4)
     text = "San  Francisco"
     answer = post(tmp_path, dense, {"prompt": text, "truncate_prompt_tokens": count, "max_tokens": 4, "echo": True})
@@ -73,7 +73,7 @@ def test_a_prompt_that_is_short_enough_stays_whole(count: int, tmp_path: Path) -
     assert answer["choices"][0]["text"].startswith(text)
 
 
-def test_the_echo_of_a_truncated_text_is_of_what_is_left(tmp_path: Path) -> None:
+def test_the_echo_of_a_truncated_text_is_its_kept_part(tmp_path: Path) -> None:
     dense = FakeDense(lambda submit: [5], max_model_len=MAX_MODEL_LEN)
     body = {"prompt": TEXT, "truncate_prompt_tokens": 9, "max_tokens": 1, "echo": True}
     [choice] = post(tmp_path, dense, body)["choices"]

@@ -1,4 +1,4 @@
-"""Who is to blame when workers die: nobody after one crash, one request at most after several."""
+"""Which request fails when workers die: none after one crash, at most one after several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.clients.generation_requests import make_request, open_entry
 
 
 class Story:
-    """A gateway's streams, told in order. Every `crash` is followed by a worker with a new epoch."""
+    """Simulates the streams of a gateway, event by event. After every `crash` a worker with a new epoch connects."""
 
     def __init__(self, num_requests: int) -> None:
         journal = Journal()
@@ -37,7 +37,7 @@ class Story:
         self.record.record_connected(self.epoch)
 
     def attention_crash(self, running: Mapping[JournalEntry, range]) -> None:
-        """The attention worker dies; the dense worker lives, and tells what it was computing."""
+        """The attention worker dies; the dense worker lives, and reports what it was computing."""
         spans = [
             dense_pb2.SequenceSpan(seq_id=entry.seq_id, start=span.start, end=span.stop)
             for entry, span in running.items()
@@ -50,7 +50,7 @@ class Story:
         return [index for index, entry in enumerate(self.entries) if entry.error is not None]
 
 
-def test_one_crash_is_nobodys_fault() -> None:
+def test_one_crash_fails_no_request() -> None:
     story = Story(3)
     story.admit(*story.entries)
     story.crash()
@@ -58,7 +58,7 @@ def test_one_crash_is_nobodys_fault() -> None:
     assert [entry.num_crashes for entry in story.entries] == [1, 1, 1]
 
 
-def test_a_request_alone_in_two_crashes_in_a_row_is_failed() -> None:
+def test_a_request_alone_in_two_consecutive_crashes_fails() -> None:
     story = Story(1)
     for _ in range(2):
         story.admit(*story.entries)
@@ -69,7 +69,7 @@ def test_a_request_alone_in_two_crashes_in_a_row_is_failed() -> None:
     assert "'r0'" in str(error) and "2 crashes" in str(error)
 
 
-def test_a_token_in_between_clears() -> None:
+def test_a_token_between_crashes_clears_a_sequence() -> None:
     story = Story(1)
     for _ in range(20):
         story.admit(*story.entries)
@@ -80,14 +80,14 @@ def test_a_token_in_between_clears() -> None:
 
 
 @pytest.mark.parametrize("culprit", range(5))
-def test_of_many_in_two_crashes_only_the_one_alone_in_the_third_is_failed(culprit: int) -> None:
+def test_of_many_requests_in_two_crashes_only_the_one_alone_in_the_third_fails(culprit: int) -> None:
     story = Story(5)
     for _ in range(2):
         story.admit(*story.entries)
         story.crash()
     assert story.failed == []
-    assert all(entry.num_crashes == 2 for entry in story.entries), "the dense worker takes them one at a time"
-    for entry in story.entries:  # as the dense worker does
+    assert all(entry.num_crashes == 2 for entry in story.entries), "the dense worker runs these one at a time"
+    for entry in story.entries:  # one at a time, like the dense worker
         story.admit(entry)
         if entry is story.entries[culprit]:
             story.crash()
@@ -114,7 +114,7 @@ def test_a_broken_connection_to_a_living_worker_does_not_count(num_breaks: int) 
     assert story.entries[0].num_crashes == 0
 
 
-def test_an_announced_end_does_not_count_even_if_another_worker_comes() -> None:
+def test_an_announced_end_does_not_count_even_if_another_worker_follows() -> None:
     story = Story(1)
     for _ in range(5):
         story.admit(*story.entries)
@@ -131,7 +131,7 @@ def test_a_crash_of_the_attention_worker_counts_though_the_dense_worker_lives() 
     assert story.failed == [0]
 
 
-def test_a_crash_does_not_count_for_who_has_no_part_in_a_step() -> None:
+def test_a_crash_does_not_count_for_sequences_outside_the_running_step() -> None:
     story = Story(2)
     for _ in range(5):
         story.admit(*story.entries)
@@ -143,8 +143,8 @@ def test_a_crash_does_not_count_for_who_has_no_part_in_a_step() -> None:
     assert story.failed == [0] and story.entries[1].num_crashes == 0
 
 
-def test_a_crash_does_not_count_before_the_place_of_the_one_before() -> None:
-    """A lone long request: after the first crash its text is computed again, and that is what the next ones meet."""
+def test_a_crash_in_text_before_the_previous_crash_does_not_count() -> None:
+    """A long request runs alone. After the first crash its text is computed again; the next crashes happen then."""
     story = Story(1)
     [entry] = story.entries
     story.admit(entry)
@@ -163,7 +163,7 @@ def test_a_crash_does_not_count_before_the_place_of_the_one_before() -> None:
     starts=st.lists(st.integers(0, 999), min_size=2, max_size=2),
     ends=st.lists(st.integers(1, 1000), min_size=2, max_size=2),
 )
-def test_a_token_that_kills_is_found_however_steps_are_cut(poison: int, starts: list[int], ends: list[int]) -> None:
+def test_a_deadly_token_is_found_in_steps_of_any_size(poison: int, starts: list[int], ends: list[int]) -> None:
     story = Story(1)
     [entry] = story.entries
     for start, end in zip(starts, ends, strict=True):
@@ -172,7 +172,7 @@ def test_a_token_that_kills_is_found_however_steps_are_cut(poison: int, starts: 
     assert story.failed == [0]
 
 
-def test_several_in_a_step_are_not_failed_though_but_one_of_them_has_come_far_enough() -> None:
+def test_no_request_fails_while_others_may_have_been_about_to_run() -> None:
     story = Story(3)
     for _ in range(2):
         story.admit(*story.entries)

@@ -1,4 +1,4 @@
-"""The stream to the dense worker: tokens reach their sequences, also when the worker dies in between."""
+"""The stream to the dense worker: tokens reach their sequences, even if the worker dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.workers.fake_dense import FakeDense
 
 
 class Gateway:
-    """A journal and the one stream of its pool; `connections` is what the pool reported, in order."""
+    """A journal and a pool with one stream. `connections` is what the pool reported, in order."""
 
     def __init__(self, address: str, connect_timeout_s: float) -> None:
         self.journal = Journal()
@@ -69,7 +69,7 @@ async def connected(
 
 
 def count_up(submit: dense_pb2.Submit) -> Sequence[int]:
-    """Output tokens that tell sequences apart: 10, 11, ... for a prompt that begins with 10."""
+    """Different output tokens for every sequence: 10, 11, ... for a prompt that begins with 10."""
     return range(submit.prompt_token_ids[0], submit.prompt_token_ids[0] + 1000)
 
 
@@ -117,7 +117,7 @@ def test_the_dense_worker_gets_the_whole_request(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_worker_that_comes_back_continues_every_open_sequence(tmp_path: Path) -> None:
+def test_a_restarted_worker_continues_every_open_sequence(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(count_up, step_s=0.002)
         async with connected(tmp_path, dense) as (gateway, address):
@@ -215,7 +215,7 @@ def test_a_wait_that_ended_in_time_does_not_fail_the_sequence_later(tmp_path: Pa
     run(test())
 
 
-def test_nothing_is_kept_of_a_sequence_that_is_cancelled_while_it_waits_for_a_worker(tmp_path: Path) -> None:
+def test_a_sequence_cancelled_while_it_waits_for_a_worker_leaves_nothing_behind(tmp_path: Path) -> None:
     async def test() -> None:
         gateway = Gateway(f"unix:{tmp_path}/dense.sock", connect_timeout_s=20.0)
         entry = gateway.submit("r", [10], max_tokens=5)
@@ -229,7 +229,7 @@ def test_nothing_is_kept_of_a_sequence_that_is_cancelled_while_it_waits_for_a_wo
     run(test())
 
 
-def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_address_of_a_missing_worker(tmp_path: Path) -> None:
     async def test() -> None:
         address = f"unix:{tmp_path}/dense.sock"
         gateway = Gateway(address, connect_timeout_s=0.2)
@@ -303,7 +303,7 @@ def test_a_cancelled_sequence_is_forgotten_by_the_worker(tmp_path: Path) -> None
     run(test())
 
 
-def test_a_stream_that_breaks_at_once_is_not_retried_without_pause(tmp_path: Path) -> None:
+def test_a_stream_that_breaks_at_once_is_retried_with_pauses(tmp_path: Path) -> None:
     class Refusing(FakeDense):
         num_connects = 0
 
@@ -324,7 +324,7 @@ def test_a_stream_that_breaks_at_once_is_not_retried_without_pause(tmp_path: Pat
     run(test())
 
 
-def test_a_cancellation_is_heard_even_while_the_stream_breaks(tmp_path: Path) -> None:
+def test_a_cancellation_works_while_the_stream_breaks(tmp_path: Path) -> None:
     class BreakingStub:
         """A worker that answers, and whose stream breaks when `is_broken` is set."""
 
@@ -360,5 +360,5 @@ def test_a_cancellation_is_heard_even_while_the_stream_breaks(tmp_path: Path) ->
         assert task.cancelled()
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for num_turns in range(12):  # of the event loop, between the break and the cancellation
+        for num_turns in range(12):  # turns of the event loop between the break and the cancellation
             run(stop_after(num_turns, monkeypatch))

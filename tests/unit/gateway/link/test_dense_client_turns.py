@@ -1,4 +1,4 @@
-"""What the stream to the dense worker costs the event loop: a little in each of its turns, however much there is."""
+"""The stream to the dense worker does little work in each turn of the event loop, even for large messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.gateway.link.test_dense_client import connected, count_up, take_
 
 
 async def turns_of(done: Callable[[], bool], count: Callable[[], int]) -> list[int]:
-    """By how much `count()` grew in each turn of the event loop until `done()`."""
+    """The growth of `count()` in each turn of the event loop until `done()`."""
     growths, last = [], count()
     while not done():
         await asyncio.sleep(0)
@@ -27,7 +27,7 @@ async def turns_of(done: Callable[[], bool], count: Callable[[], int]) -> list[i
     return growths
 
 
-def test_a_new_stream_gets_one_sequence_a_turn_of_the_event_loop(
+def test_a_new_stream_gets_one_sequence_per_turn_of_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_made = 0
@@ -69,7 +69,7 @@ def test_a_sequence_closed_before_it_is_written_is_never_submitted(tmp_path: Pat
     run(test())
 
 
-def test_log_probabilities_of_a_long_prompt_are_decoded_in_turns(tmp_path: Path) -> None:
+def test_log_probabilities_of_a_long_prompt_are_decoded_in_several_turns(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path, FakeDense(count_up)) as (gateway, _):
             prompt = list(range(10, 8010))
@@ -77,7 +77,7 @@ def test_log_probabilities_of_a_long_prompt_are_decoded_in_turns(tmp_path: Path)
             entry = open_entry(gateway.journal, request)
             gateway.pool.submit(entry)
             growths = await turns_of(lambda: entry.is_ended, lambda: len(entry.prompt_logprobs))
-            assert max(growths) <= 1000  # of 8000; with 20 likeliest ones each, that takes 5 ms
+            assert max(growths) <= 1000  # of 8000; with 20 top tokens each, 1000 take 5 ms
             assert [each.logprob for each in entry.prompt_logprobs] == [fake_logprob(each) for each in prompt[1:]]
             assert entry.wanted_prompt_logprobs is None
 

@@ -1,4 +1,4 @@
-"""Several streams: each replica gets load, and when one dies its sequences go on with another."""
+"""Several streams: each replica gets sequences, and when one dies another replica continues its sequences."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.clients.generation_requests import make_request, open_entry, 
 from tests.support.running_gateway import run, until
 from tests.support.workers.fake_dense import FakeDense
 
-LONG = 1000  # tokens: more than any test waits for
+LONG = 1000  # tokens; no test waits for so many
 
 
 class Replica(FakeDense):
-    """A fake dense worker with health, at a port of its own."""
+    """A fake dense worker with a health service, at its own port."""
 
     def __init__(self, epoch: int, *, step_s: float = 0.002) -> None:
         super().__init__(count_up, step_s=step_s)
@@ -53,7 +53,7 @@ class Replica(FakeDense):
 class Gateway:
     def __init__(self, address: str, num_streams: int, connect_timeout_s: float = 20.0) -> None:
         self.journal = Journal()
-        self.replicas: Sequence[Replica] = ()  # behind its address
+        self.replicas: Sequence[Replica] = ()  # the replicas behind `address`
         self.connections: list[bool] = []
         peers = PeerSection(connect_timeout_s=connect_timeout_s)
         self.pool = DensePool(
@@ -74,7 +74,7 @@ class Gateway:
 async def replicas(
     *replicas: Replica, num_streams: int = 2, connect_timeout_s: float = 20.0
 ) -> AsyncIterator[Gateway]:
-    """A gateway in front of these; those that are to come later are not started here."""
+    """Runs these replicas and a gateway in front of them."""
     for replica in replicas:
         await replica.start()
     address = "ipv4:" + ",".join(replica.address for replica in replicas)
@@ -93,7 +93,7 @@ async def replicas(
 
 
 def count_up(submit: dense_pb2.Submit) -> Sequence[int]:
-    """Tokens that depend on the prompt alone, as those of every replica do: 100, 101, ... for a prompt of 100."""
+    """Tokens that depend only on the prompt, so all replicas agree: 100, 101, ... for a prompt of 100."""
     return range(submit.prompt_token_ids[0], submit.prompt_token_ids[0] + LONG)
 
 
@@ -105,11 +105,11 @@ async def all_tokens(entry: JournalEntry) -> list[int]:
 
 
 async def found(gateway: Gateway, num_workers: int) -> None:
-    """Once the gateway has a stream to so many replicas."""
+    """Waits until the gateway has streams to `num_workers` replicas."""
     await until(lambda: sum(replica.num_ready_streams > 0 for replica in gateway.replicas) == num_workers)
 
 
-def test_each_replica_gets_its_share_of_the_sequences() -> None:
+def test_sequences_are_distributed_evenly_among_replicas() -> None:
     async def test() -> None:
         pair = Replica(1), Replica(2)
         async with replicas(*pair) as gateway:
@@ -144,7 +144,7 @@ def test_a_new_sequence_goes_to_the_stream_with_the_fewest_open_ones() -> None:
     run(test())
 
 
-def test_when_a_replica_dies_its_sequences_alone_go_on_with_the_other() -> None:
+def test_when_a_replica_dies_only_its_sequences_move_to_another() -> None:
     async def test() -> None:
         pair = dying, other = Replica(1), Replica(2)
         async with replicas(*pair) as gateway:
@@ -175,7 +175,7 @@ def test_sequences_wait_for_any_replica_when_all_are_gone() -> None:
             for replica in pair:
                 await replica.kill()
             await until(lambda: gateway.connections == [True, False])
-            entries.append(gateway.submit(5000, max_tokens=60))  # comes while nobody is there
+            entries.append(gateway.submit(5000, max_tokens=60))  # arrives while no replica runs
             await pair[1].start()
             outputs = await asyncio.gather(*map(all_tokens, entries))
             assert outputs == [list(range(1000 * i, 1000 * i + 60)) for i in range(1, 6)]
@@ -183,7 +183,7 @@ def test_sequences_wait_for_any_replica_when_all_are_gone() -> None:
     run(test())
 
 
-def test_a_sequence_that_waited_in_vain_fails_by_name() -> None:
+def test_a_sequence_that_waited_too_long_fails_with_the_address() -> None:
     async def test() -> None:
         replica = Replica(1)
         async with replicas(replica, connect_timeout_s=1.0) as gateway:
@@ -197,7 +197,7 @@ def test_a_sequence_that_waited_in_vain_fails_by_name() -> None:
     run(test())
 
 
-def test_a_replica_that_does_not_serve_gets_nothing() -> None:
+def test_a_replica_that_does_not_serve_gets_no_sequences() -> None:
     async def test() -> None:
         sick, healthy = Replica(1), Replica(2)
         sick.is_serving = False
@@ -207,7 +207,7 @@ def test_a_replica_that_does_not_serve_gets_nothing() -> None:
             assert not sick.submits and len(healthy.submits) == 4
             for entry in entries:
                 gateway.journal.close(entry)
-            await sick.set_serving(True)  # and once it does, a stream finds it
+            await sick.set_serving(True)  # now a stream connects to it
             await found(gateway, 2)
             entries = [gateway.submit(1000 * i) for i in range(5, 9)]
             await until(lambda: len(sick.running) == 2 == len(healthy.running))
@@ -215,11 +215,11 @@ def test_a_replica_that_does_not_serve_gets_nothing() -> None:
     run(test())
 
 
-def test_two_streams_to_one_worker_are_no_harm() -> None:
+def test_two_streams_to_one_worker_work() -> None:
     async def test() -> None:
         replica = Replica(1)
         async with replicas(replica, num_streams=2) as gateway:
-            for i in range(1, 10):  # through some reopenings of the stream too many
+            for i in range(1, 10):  # meanwhile the surplus stream is reopened several times
                 assert await all_tokens(gateway.submit(1000 * i, max_tokens=20)) == list(range(1000 * i, 1000 * i + 20))
             assert gateway.connections == [True]
             assert gateway.pool.num_resubmitted == 0
@@ -227,7 +227,7 @@ def test_two_streams_to_one_worker_are_no_harm() -> None:
     run(test())
 
 
-def test_a_replica_with_other_weights_is_left_out() -> None:
+def test_a_replica_with_other_weights_gets_no_sequences() -> None:
     async def test() -> None:
         first, other = Replica(1), Replica(2)
         async with replicas(first, num_streams=1) as gateway:
@@ -245,7 +245,7 @@ def test_a_replica_with_other_weights_is_left_out() -> None:
     run(test())
 
 
-def test_all_replicas_with_other_weights_end_old_answers() -> None:
+def test_if_all_replicas_have_other_weights_old_answers_fail() -> None:
     async def test() -> None:
         replica = Replica(1)
         async with replicas(replica, num_streams=2) as gateway:
@@ -261,7 +261,7 @@ def test_all_replicas_with_other_weights_end_old_answers() -> None:
     run(test())
 
 
-def test_the_limit_on_a_sequence_is_that_of_the_smallest_replica() -> None:
+def test_max_model_len_is_the_smallest_of_all_replicas() -> None:
     async def test() -> None:
         pair = Replica(1), Replica(2)
         pair[1].info.max_model_len = 512

@@ -1,4 +1,4 @@
-"""Entries between the stream's reader, who appends, and the request's handler, who takes."""
+"""Journal entries: the stream's reader appends tokens, and the request's handler takes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_seq_ids_are_unique_over_gateways() -> None:
     assert all(0 < seq_id < 2**63 for seq_id in seq_ids)
 
 
-def test_a_request_id_is_free_again_after_its_request() -> None:
+def test_a_request_id_can_be_used_again_after_its_request() -> None:
     journal = Journal()
     entry = open_entry(journal, make_request("mine"))
     with pytest.raises(InvalidRequest, match="'mine' is in use"):
@@ -30,7 +30,7 @@ def test_a_request_id_is_free_again_after_its_request() -> None:
     assert list(journal.unfinished()) == [again]
 
 
-def test_tokens_that_came_meanwhile_are_taken_at_once() -> None:
+def test_tokens_that_arrived_meanwhile_are_taken_together() -> None:
     async def test() -> None:
         entry = open_entry(Journal(), make_request())
         waiting = asyncio.create_task(take(entry))
@@ -83,7 +83,7 @@ def test_an_error_after_the_end_changes_nothing() -> None:
     asyncio.run(test())
 
 
-def test_only_sequences_without_an_end_are_continued() -> None:
+def test_only_unfinished_sequences_are_continued() -> None:
     journal = Journal()
     entries = [open_entry(journal, make_request(str(i))) for i in range(4)]
     entries[0].finish(FinishReason.LENGTH)
@@ -121,7 +121,7 @@ def test_the_queue_is_counted_until_a_sequence_starts_or_ends() -> None:
     [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7), UpdateQueue())
     assert (journal.num_waiting, journal.num_waiting_tokens) == (4, 22)
     entries[0].start(0.0, 0)
-    entries[0].start(0.0, 0)  # again, after a worker died
+    entries[0].start(0.0, 0)  # a second time, after a worker died
     journal.close(entries[0])
     journal.close(other)  # cancelled before it started
     assert (journal.num_waiting, journal.num_waiting_tokens) == (2, 10)

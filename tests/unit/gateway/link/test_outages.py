@@ -1,4 +1,4 @@
-"""A gateway whose dense worker dies, stays away or comes late, and one that stops itself."""
+"""A gateway whose dense worker dies, is missing or starts late, and a gateway that stops."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_streams_survive_the_death_of_the_dense_worker(tmp_path: Path) -> None:
     with_gateway(tmp_path, dense, test)
 
 
-def test_streams_end_with_an_error_when_the_dense_worker_stays_away(tmp_path: Path) -> None:
+def test_streams_fail_when_the_dense_worker_does_not_return(tmp_path: Path) -> None:
     async def test(gateway: RunningGateway) -> None:
         running = asyncio.create_task(stream(gateway))
         await until(lambda: len(dense.running) == 1)
@@ -61,7 +61,7 @@ def test_streams_end_with_an_error_when_the_dense_worker_stays_away(tmp_path: Pa
     with_gateway(tmp_path, dense, test, connect_timeout_s=0.5)
 
 
-def test_without_a_dense_worker_the_gateway_says_so_and_gives_up(tmp_path: Path) -> None:
+def test_without_a_dense_worker_the_gateway_reports_it_and_gives_up(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_gateway(tmp_path, dense=None, connect_timeout_s=0.5) as gateway:
             await gateway.wait_health(NOT_SERVING)
@@ -74,7 +74,7 @@ def test_without_a_dense_worker_the_gateway_says_so_and_gives_up(tmp_path: Path)
     run(test())
 
 
-def test_a_dense_worker_may_come_after_the_gateway(tmp_path: Path) -> None:
+def test_a_dense_worker_may_start_after_the_gateway(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(say(ids("late")))
         async with running_gateway(tmp_path, dense=None) as gateway:

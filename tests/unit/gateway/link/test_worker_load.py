@@ -1,4 +1,4 @@
-"""What `WorkerLoad` says while workers are there, away, slow and looked at by many."""
+"""What `WorkerLoad` reports for workers that answer, are missing or slow, and with many readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.running_gateway import run
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may be busy with other tests."""
+    """Gives workers more time to answer, since the machine may be busy with other tests."""
     monkeypatch.setattr(worker_load, "ANSWER_TIMEOUT_S", 20.0)
 
 
@@ -65,7 +65,7 @@ async def running_workers(
         await server.stop(None)
 
 
-def test_it_tells_both_workers_load(tmp_path: Path) -> None:
+def test_the_load_of_both_workers_is_reported(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_workers(tmp_path, BusyDense(), BusyAttention()) as load:
             assert await load.read() == Load(RequestLoad(3, 2), CacheLoad(100, 60))
@@ -73,7 +73,7 @@ def test_it_tells_both_workers_load(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_worker_that_is_away_is_none_and_the_other_is_told(tmp_path: Path) -> None:
+def test_the_load_of_a_missing_worker_is_none(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_workers(tmp_path, BusyDense(), None) as load:
             assert await load.read() == Load(RequestLoad(3, 2), None)
@@ -81,7 +81,7 @@ def test_a_worker_that_is_away_is_none_and_the_other_is_told(tmp_path: Path) -> 
     run(test())
 
 
-def test_a_worker_that_is_too_slow_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_a_slow_worker_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_load, "ANSWER_TIMEOUT_S", 0.5)
 
     async def test() -> None:
@@ -91,7 +91,7 @@ def test_a_worker_that_is_too_slow_is_none(tmp_path: Path, monkeypatch: pytest.M
     run(test())
 
 
-def test_many_readers_ask_a_worker_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_readers_cause_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_load, "MAX_AGE_S", 3600.0)
 
     async def test() -> None:
@@ -105,7 +105,7 @@ def test_many_readers_ask_a_worker_once(tmp_path: Path, monkeypatch: pytest.Monk
     run(test())
 
 
-def test_a_reading_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_reading_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_load, "MAX_AGE_S", 0.0)
 
     async def test() -> None:
@@ -118,7 +118,7 @@ def test_a_reading_grows_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run(test())
 
 
-def test_a_reader_that_goes_away_does_not_end_the_reading_of_another(tmp_path: Path) -> None:
+def test_a_cancelled_reader_does_not_cancel_other_readers(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_workers(tmp_path, BusyDense(), BusyAttention(delay_s=0.2)) as load:
             first = asyncio.create_task(load.read())
@@ -130,7 +130,7 @@ def test_a_reader_that_goes_away_does_not_end_the_reading_of_another(tmp_path: P
     run(test())
 
 
-def test_closing_ends_a_reading_under_way(tmp_path: Path) -> None:
+def test_closing_cancels_a_running_reading(tmp_path: Path) -> None:
     async def test() -> None:
         async with running_workers(tmp_path, BusyDense(), BusyAttention(delay_s=60.0)) as load:
             reader = asyncio.create_task(load.read())

@@ -1,4 +1,4 @@
-"""Templates that fail, never end or write too much; and options, against `apply_chat_template` with the same ones."""
+"""Templates that fail, never end or write too much; options, compared with those of `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import InvalidRequest
 from services.gateway.text import chat_template
 from services.gateway.text.chat_template import Chat, Message
+from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.read_chat import MAX_TEMPLATE_KWARGS_BYTES, read_chat
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -57,7 +58,7 @@ def encode(hf_tokenizer: PreTrainedTokenizerFast, *messages: Message, **options:
         (HUGE, "refuses this chat: it makes more than 16777216 characters"),
     ],
 )
-def test_a_template_that_fails_is_a_wrong_request_with_its_reason(
+def test_a_failing_template_refuses_the_request_with_the_reason(
     hf_tokenizer: PreTrainedTokenizerFast, template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDER_S", 1.0)
@@ -67,7 +68,7 @@ def test_a_template_that_fails_is_a_wrong_request_with_its_reason(
     assert refused.value.param == "messages"
 
 
-def test_a_template_that_never_ends_is_ended_while_others_run(
+def test_an_endless_template_is_stopped_and_does_not_block_the_event_loop(
     hf_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.5)
@@ -90,7 +91,7 @@ def test_a_template_that_never_ends_is_ended_while_others_run(
     assert asyncio.run(longest_silence()) < 0.3
     assert time.monotonic() - started < 10
     hf_tokenizer.chat_template = "{{ messages[0].content }}"
-    assert encode(hf_tokenizer) == hf_tokenizer("Hi", add_special_tokens=False)["input_ids"], "threads are free again"
+    assert encode(hf_tokenizer) == hf_tokenizer("Hi", add_special_tokens=False)["input_ids"], "no thread is free again"
     tokenizer.close()
 
 
@@ -107,7 +108,7 @@ CHAT = [Message("user", "Who?"), Message("assistant", "I am  ")]
 )
 @pytest.mark.parametrize("kwargs", [{}, {"think": 512}, {"think": {"deep": [1.5, True, None, "日本"]}}])
 @pytest.mark.parametrize("trim", ["", " | trim"])
-def test_options_mean_what_they_mean_to_transformers(
+def test_options_have_the_same_effect_as_in_transformers(
     hf_tokenizer: PreTrainedTokenizerFast, options: dict[str, bool], kwargs: dict[str, Any], trim: str
 ) -> None:
     hf_tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content" + trim)
@@ -117,14 +118,14 @@ def test_options_mean_what_they_mean_to_transformers(
     assert encode(hf_tokenizer, *CHAT, **options, template_kwargs=kwargs) == expected
 
 
-def test_a_message_that_spells_a_special_token_can_be_continued(hf_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_message_that_contains_a_special_token_can_be_continued(hf_tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [Message("user", "Who?"), Message("assistant", "I </s> am")]
     token_ids = encode(hf_tokenizer, *messages, add_generation_prompt=False, continue_final_message=True)
     assert hf_tokenizer.decode(token_ids).endswith("I </s> am")
-    assert token_ids.count(hf_tokenizer.eos_token_id) == 1, "that of the first message"
+    assert token_ids.count(hf_tokenizer.eos_token_id) == 1, "only the one after the first message"
 
 
-def test_to_continue_and_to_begin_exclude_each_other(hf_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_contradicting_options_are_refused(hf_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message and add_generation_prompt are both true"):
         encode(hf_tokenizer, *CHAT, add_generation_prompt=True, continue_final_message=True)
 
@@ -132,7 +133,7 @@ def test_to_continue_and_to_begin_exclude_each_other(hf_tokenizer: PreTrainedTok
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "bos_token"]
 )
-def test_variables_cannot_replace_those_of_the_server(hf_tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_variables_of_the_server_cannot_be_replaced(hf_tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}'") as refused:
         encode(hf_tokenizer, template_kwargs={name: "x"})
     assert refused.value.param == "chat_template_kwargs"
@@ -149,15 +150,15 @@ def test_variables_cannot_replace_those_of_the_server(hf_tokenizer: PreTrainedTo
         ('{"a": "' + "x" * MAX_TEMPLATE_KWARGS_BYTES + '"}', "has 16393 bytes, at most 16384 allowed"),
     ],
 )
-def test_variables_are_bounded_json(text: str, words: str) -> None:
+def test_variables_must_be_json_of_limited_size(text: str, words: str) -> None:
     chat = gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], chat_template_kwargs=text)
     with pytest.raises(InvalidRequest, match=words):
-        read_chat(chat)
+        read_chat(chat, ChatFormats())
 
 
 def test_unset_options_take_the_defaults_of_the_proto() -> None:
     def read(**options: bool) -> tuple[bool, bool]:
-        chat = read_chat(gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], **options))
+        chat = read_chat(gateway_pb2.Chat(messages=[{"role": "user", "content": "a"}], **options), ChatFormats())
         return chat.add_generation_prompt, chat.continue_final_message
 
     assert read() == (True, False)

@@ -1,4 +1,4 @@
-"""Chats with and without special tokens in their messages, for tokenizers and templates of every kind."""
+"""Chats with and without special tokens in their messages, for many kinds of tokenizers and templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.gateway.text.chat_template import Chat, Message
 
 TEXT = "Two strokes make one engine, don't they? <|Grüße|> aus </東京>, user assistant 👩‍👧 12 345\n  x = [1, 2];"
 SPECIAL = ["<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|user|>x"]
-NOT_SPECIAL = "<think>"  # an added token, but text all the same
+NOT_SPECIAL = "<think>"  # an added token that counts as text
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -31,13 +31,13 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def stripping() -> PreTrainedTokenizerFast:
-    """Its special tokens swallow the spaces after them, as Phi-3's do."""
+    """A tokenizer whose special tokens remove the spaces after them, like that of Phi-3."""
     backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
     return finished(backend, lambda name: AddedToken(name, normalized=False, special=True, rstrip=True))
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: byte fallback, spaces as ▁, special tokens in the vocabulary of the model."""
+    """A tokenizer like Llama 2's: byte fallback, spaces as ▁, special tokens in the vocabulary of the model."""
     tokens = [*SPECIAL, *(f"<0x{value:02X}>" for value in range(256)), "▁", *sorted(set(TEXT) - {" "})]
     words = sorted({"▁" + word for word in TEXT.split()} - set(tokens))
     tokenizer = LlamaTokenizer(vocab={token: token_id for token_id, token in enumerate([*tokens, *words])})
@@ -46,7 +46,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    """T5's and XLM-R's kind, whose model itself would make special tokens of plain text."""
+    """A tokenizer like T5's and XLM-R's. Its model itself would find special tokens in plain text."""
     pieces = [("<pad>", 0.0), *((name, 0.0) for name in SPECIAL), ("▁", -2.0)]
     pieces += [(character, -5.0) for character in sorted(set(TEXT) - {" "})]
     pieces += [(word, -3.0) for word in sorted({"▁" + each for each in TEXT.split()})]
@@ -79,11 +79,11 @@ TOKENIZERS = {
     "unigram": unigram(),
     "tiny_llama": AutoTokenizer.from_pretrained(EMBEDDED_MODEL),
 }
-SPLITTING = copy.deepcopy(TOKENIZERS)  # transformers sets that on the tokenizer as a whole
+SPLITTING = copy.deepcopy(TOKENIZERS)  # a copy, since in transformers this is an option of the whole tokenizer
 EVERY_TOKENIZER = pytest.mark.parametrize("name", TOKENIZERS)
 WORDS = st.sampled_from([*TEXT.split(), " ", "\n", "<", "|>", "</", "user", "!", NOT_SPECIAL, "7"])
 ANY_TEXT = st.lists(st.one_of(WORDS, st.text(max_size=3)), min_size=1, max_size=12).map("".join)
-# The "x" of a message right after the template's <|user|> would make another special token of it.
+# No message may begin with "x": with the template's <|user|> before it, this would be another special token.
 WITH_SPECIAL = (
     st.lists(st.one_of(WORDS, st.sampled_from(SPECIAL)), min_size=1, max_size=12)
     .map("".join)
@@ -93,7 +93,7 @@ CHATS = st.lists(ANY_TEXT, min_size=1, max_size=4)
 
 
 def encode(hf_tokenizer: PreTrainedTokenizerFast, template: str, contents: list[str], **options: object) -> list[int]:
-    """By the gateway."""
+    """The token ids of a chat by the gateway."""
     hf_tokenizer.chat_template = template
     tokenizer = gateway_tokenizer.Tokenizer(hf_tokenizer)
     messages = [Message(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
@@ -104,7 +104,7 @@ def encode(hf_tokenizer: PreTrainedTokenizerFast, template: str, contents: list[
 
 
 def reference(hf_tokenizer: PreTrainedTokenizerFast, template: str, contents: list[str]) -> list[int]:
-    """By transformers, for which special tokens in messages are control tokens."""
+    """The token ids by transformers, which reads special tokens in messages as control tokens."""
     conversation = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     return hf_tokenizer.apply_chat_template(
         conversation, chat_template=template, add_generation_prompt=True, return_dict=False
@@ -116,7 +116,7 @@ def has_special(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> bool:
 
 
 def special_ids(hf_tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Named ones and others."""
+    """The ids of all special tokens."""
     return {token_id for token_id, token in hf_tokenizer.added_tokens_decoder.items() if token.special}
 
 
@@ -137,8 +137,8 @@ def test_messages_without_special_tokens_get_the_ids_of_transformers(
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(contents=CHATS)
-def test_the_second_tokenizer_splits_all_else_as_the_first(name: str, template: str, contents: list[str]) -> None:
-    """A special token in a variable that this template leaves out sends the chat the long way."""
+def test_the_second_tokenizer_encodes_other_text_like_the_first(name: str, template: str, contents: list[str]) -> None:
+    """A special token in a variable makes the gateway use its second tokenizer, even though the template ignores it."""
     hf_tokenizer = TOKENIZERS[name]
     contents = [each for each in contents if not has_special(hf_tokenizer, each)] or ["a"]
     expected = reference(hf_tokenizer, TEMPLATES[template], contents)
@@ -148,8 +148,8 @@ def test_the_second_tokenizer_splits_all_else_as_the_first(name: str, template: 
 @pytest.mark.parametrize("name", ["byte_level", "tiny_llama"])
 @settings(max_examples=100, deadline=None)
 @given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
-def test_messages_are_encoded_as_text_alone(name: str, contents: list[str]) -> None:
-    """Between control tokens, what a byte-level tokenizer gives for the content by itself."""
+def test_special_tokens_in_messages_are_encoded_as_text(name: str, contents: list[str]) -> None:
+    """Between control tokens are the token ids of the message's content alone, for a byte-level tokenizer."""
     hf_tokenizer = TOKENIZERS[name]
     eos, bos = hf_tokenizer.eos_token_id, hf_tokenizer.bos_token_id
     roles = hf_tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
@@ -163,7 +163,7 @@ def test_messages_are_encoded_as_text_alone(name: str, contents: list[str]) -> N
 @EVERY_TOKENIZER
 @settings(max_examples=100, deadline=None)
 @given(contents=st.lists(WITH_SPECIAL, min_size=1, max_size=3))
-def test_no_message_writes_a_control_token(name: str, contents: list[str]) -> None:
+def test_no_message_can_contain_a_control_token(name: str, contents: list[str]) -> None:
     hf_tokenizer = TOKENIZERS[name]
     control = special_ids(hf_tokenizer) - {hf_tokenizer.convert_tokens_to_ids("<unk>")}
     harmless = ["a"] * len(contents)
@@ -174,8 +174,8 @@ def test_no_message_writes_a_control_token(name: str, contents: list[str]) -> No
 
 @EVERY_TOKENIZER
 @pytest.mark.parametrize("content", ["＜/s＞", "＜|user|＞ a", "a＜s＞"])
-def test_no_message_writes_a_control_token_in_other_characters(name: str, content: str) -> None:
-    """NFKC, the normalizer of one of these, makes them the special tokens' own."""
+def test_no_message_can_contain_a_control_token_in_other_characters(name: str, content: str) -> None:
+    """NFKC, the normalizer of one of these tokenizers, turns these characters into those of a special token."""
     hf_tokenizer = TOKENIZERS[name]
     control = special_ids(hf_tokenizer) - {hf_tokenizer.convert_tokens_to_ids("<unk>")}
     expected = [each for each in reference(hf_tokenizer, PLAIN_TEMPLATE, ["a"]) if each in control]
@@ -196,12 +196,12 @@ def test_special_tokens_in_names_and_variables_are_text_too(name: str) -> None:
     assert (token_ids[0], token_ids.count(user), token_ids.count(eos), token_ids[-1]) == (user, 1, 1, eos)
 
 
-def test_a_template_that_quotes_a_message_in_an_error_quotes_it_as_it_was() -> None:
+def test_a_template_that_quotes_a_message_in_an_error_quotes_the_original() -> None:
     with pytest.raises(gateway_tokenizer.InvalidRequest, match=r"chat: bad: a</s><\|user\|>$"):
         encode(byte_level(), "{{ raise_exception('bad: ' + messages[0].content) }}", ["a</s><|user|>"])
 
 
-def test_tokens_that_the_tokenizer_names_as_control_tokens_count_as_such() -> None:
+def test_tokens_in_chat_control_tokens_are_control_tokens() -> None:
     hf_tokenizer = byte_level()
     think = hf_tokenizer.convert_tokens_to_ids(NOT_SPECIAL)
     assert think in encode(hf_tokenizer, PLAIN_TEMPLATE, [NOT_SPECIAL])
@@ -209,7 +209,7 @@ def test_tokens_that_the_tokenizer_names_as_control_tokens_count_as_such() -> No
     assert think not in encode(hf_tokenizer, PLAIN_TEMPLATE, [NOT_SPECIAL])
 
 
-def test_a_special_token_that_is_a_whole_word_stays_what_it_is() -> None:
+def test_a_special_token_that_must_be_a_whole_word_is_recognised() -> None:
     hf_tokenizer = byte_level()
     hf_tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken("WORD", single_word=True, special=True)]})
     template = "aWORDb WORD\n{{ messages[0].content }}</s>"

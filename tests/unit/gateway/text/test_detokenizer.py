@@ -1,4 +1,4 @@
-"""Streamed text against `decode` of the whole sequence, for tokenizers of every kind and any token ids."""
+"""Streamed text, compared with `decode` of the whole sequence, for many kinds of tokenizers and any token ids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def llama_2() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: every byte a token, words with the space before them."""
+    """A tokenizer like Llama 2's: a token for every byte, and words that include the space before them."""
     tokens = [*SPECIAL_TOKENS, *(f"<0x{value:02X}>" for value in range(256))]
     words = {"▁" + word for word in TEXT.split()}
     tokens += sorted({"▁", "▁▁", "▁▁▁▁", "a▁b", *TEXT.replace(" ", "")} | words)
@@ -80,7 +80,7 @@ def word_suffixes() -> PreTrainedTokenizerFast:
 
 
 class OwnDecodeTokenizer(PreTrainedTokenizerFast):
-    """What it does to the text, nobody can know in advance."""
+    """A tokenizer that changes the text in an unpredictable way."""
 
     def _decode(self, *args, **kwargs) -> str:  # noqa: ANN002, ANN003
         return super()._decode(*args, **kwargs).replace("engine", "ENGINE")
@@ -110,7 +110,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_specia
 def decode_with_byte_fallback(
     tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_special_tokens: bool
 ) -> str:
-    """`decode`, but byte tokens that make a character stay one beside others that do not."""
+    """Like `decode`, but byte tokens that form a character keep it, even next to bytes that form none."""
     joined = b""
     for token in tokenizer.convert_ids_to_tokens(token_ids):
         if token is None or (skip_special_tokens and token in SPECIAL_TOKENS):
@@ -122,7 +122,7 @@ def decode_with_byte_fallback(
 
 
 def added_text(before: str, after: str) -> str:
-    """What `after` has beyond `before`, whose last, begun character it may complete."""
+    """The part of `after` that `before` lacks. It may complete the last character of `before`."""
     num_common = max(length for length in range(len(before) + 1) if after.startswith(before[:length]))
     return after[num_common:]
 
@@ -138,7 +138,7 @@ def stream(detokenizer: Detokenizer, token_ids: list[int], chunk_lens: list[int]
 
 
 def any_ids(tokenizer: PreTrainedTokenizerBase, max_size: int) -> st.SearchStrategy[list[int]]:
-    """Any ids, some of them unknown to the tokenizer."""
+    """Any token ids, including some that the tokenizer does not know."""
     return st.lists(st.integers(0, len(tokenizer) + 3), max_size=max_size)
 
 
@@ -148,7 +148,7 @@ CHUNK_LENS = st.lists(st.integers(0, 3), max_size=30)
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans(), chunk_lens=CHUNK_LENS)
-def test_any_ids_stream_as_what_decode_adds_to_the_prompt(
+def test_any_ids_stream_the_text_that_decode_adds_to_the_prompt(
     name: str, data: st.DataObject, skip_special_tokens: bool, chunk_lens: list[int]
 ) -> None:
     tokenizer = EXACT[name]
@@ -175,7 +175,7 @@ def test_any_ids_with_byte_fallback_keep_complete_characters(
 @pytest.mark.parametrize("name", BYTE_FALLBACK)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans(), chunk_lens=CHUNK_LENS)
-def test_byte_tokens_of_whole_characters_stream_as_what_decode_adds(
+def test_byte_tokens_of_whole_characters_stream_the_text_that_decode_adds(
     name: str, data: st.DataObject, skip_special_tokens: bool, chunk_lens: list[int]
 ) -> None:
     tokenizer = BYTE_FALLBACK[name]
@@ -202,7 +202,7 @@ def test_text_streams_token_by_token_without_loss(name: str) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "tiny_llama", "llama_2", "gemma"])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_only_a_begun_character_is_held_back(name: str, data: st.DataObject) -> None:
+def test_only_an_incomplete_character_is_held_back(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
     whole_text = decode if name in EXACT else decode_with_byte_fallback
     output = data.draw(any_ids(tokenizer, 20))
@@ -213,7 +213,7 @@ def test_only_a_begun_character_is_held_back(name: str, data: st.DataObject) -> 
         assert len(held) <= (1 if name in EXACT else 3)
 
 
-def test_character_over_three_tokens_comes_out_whole() -> None:
+def test_a_character_of_three_tokens_is_shown_whole() -> None:
     tokenizer = BYTE_FALLBACK["llama_2"]
     detokenizer = Detokenizer(tokenizer)
     byte_ids = tokenizer.convert_tokens_to_ids([f"<0x{value:02X}>" for value in "東".encode()])
@@ -223,7 +223,7 @@ def test_character_over_three_tokens_comes_out_whole() -> None:
 @pytest.mark.parametrize("name", ["byte_level", "own_decode", "llama_2"])
 def test_run_of_invalid_bytes_is_not_held_back(name: str) -> None:
     tokenizer = ALL[name]
-    # Byte 0xA0, which begins no character.
+    # The byte 0xA0, with which no character begins.
     token_id = tokenizer.convert_tokens_to_ids("<0xA0>" if name == "llama_2" else "ł")
     assert decode(tokenizer, [token_id], True) == REPLACEMENT
     detokenizer = Detokenizer(tokenizer)
@@ -247,7 +247,7 @@ def test_space_between_prompt_and_output_is_kept(name: str, space: str) -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "own_decode"])
 @pytest.mark.parametrize(("character", "tokens"), [("東", "æĿ±"), ("🚀", "ðŁļĢ")])
-def test_prompt_that_ends_within_a_character_is_completed_or_left_alone(
+def test_a_character_that_the_prompt_begins_is_shown_if_the_output_completes_it(
     name: str, character: str, tokens: str
 ) -> None:
     tokenizer = ALL[name]
@@ -258,7 +258,7 @@ def test_prompt_that_ends_within_a_character_is_completed_or_left_alone(
     assert Detokenizer(tokenizer, [letter, *begun]).flush() == ""
 
 
-def test_end_of_a_long_prompt_is_enough() -> None:
+def test_the_end_of_a_long_prompt_suffices_as_context() -> None:
     rng = random.Random(0)
     for name, tokenizer in EXACT.items():
         prompt = rng.choices(range(len(tokenizer)), k=5000)

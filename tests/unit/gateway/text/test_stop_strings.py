@@ -1,4 +1,4 @@
-"""Stop strings in chunks against a search over the whole text."""
+"""Stop strings found in chunks of text, compared with a search in the whole text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.gateway.text.stop_strings import StopStrings
 
-LETTERS = st.text("ab", max_size=30)  # two letters, so that stop strings and their prefixes abound
+LETTERS = st.text("ab", max_size=30)  # only two letters, so that stop strings and their prefixes are frequent
 
 
 def cut(text: str, borders: list[int]) -> list[str]:
-    """`text` in chunks, empty ones among them."""
+    """Cuts `text` into chunks; some may be empty."""
     ends = sorted(min(border, len(text)) for border in borders)
     return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 def search_whole_text(text: str, stop: list[str], include_in_output: bool) -> tuple[str, str | None]:
-    """The first end of any stop string; of those that end there, the one that starts first."""
+    """Cuts `text` at the stop string that ends first. If several end there, the longest one counts."""
     matches = [
         (end, -len(string), string)
         for string in stop
@@ -41,7 +41,7 @@ def search_whole_text(text: str, stop: list[str], include_in_output: bool) -> tu
     borders=st.lists(st.integers(0, 30), max_size=12),
     include_in_output=st.booleans(),
 )
-def test_any_chunking_gives_what_a_search_over_the_whole_text_gives(
+def test_any_chunks_give_the_result_of_a_search_in_the_whole_text(
     text: str, stop: list[str], borders: list[int], include_in_output: bool
 ) -> None:
     strings = StopStrings(stop, include_in_output)
@@ -69,7 +69,7 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, stop: list
         assert shown + held == seen
 
 
-def test_stop_string_over_three_chunks_is_cut_out() -> None:
+def test_a_stop_string_over_three_chunks_is_removed() -> None:
     strings = StopStrings(["\n\nUser:"])
     assert strings.feed("Fine.\n") == ("Fine.", None)
     assert strings.feed("\nUs") == ("", None)
@@ -77,7 +77,7 @@ def test_stop_string_over_three_chunks_is_cut_out() -> None:
     assert strings.flush() == ""
 
 
-def test_held_back_text_comes_out_when_it_becomes_something_else_or_the_end() -> None:
+def test_held_back_text_is_shown_when_it_is_no_stop_string() -> None:
     strings = StopStrings(["STOP"])
     assert strings.feed("a STO") == ("a ", None)
     assert strings.feed("RM ST") == ("STORM ", None)
@@ -91,7 +91,7 @@ def test_text_after_a_stop_string_is_dropped() -> None:
     assert strings.flush() == ""
 
 
-def test_longest_of_the_stop_strings_that_end_together_counts() -> None:
+def test_the_longest_of_the_stop_strings_that_end_together_counts() -> None:
     assert StopStrings(["User:", "\nUser:"]).feed("Hi\nUser:") == ("Hi", "\nUser:")
 
 

@@ -1,4 +1,4 @@
-"""Prompts and chats against the ids that transformers gives."""
+"""The token ids of prompts and chats, compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_chat_gets_the_ids_of_transformers(
 
 
 async def count_turns(work: Awaitable[object]) -> int:
-    """Of the event loop, meanwhile."""
+    """The number of turns of the event loop while `work` runs."""
     task = asyncio.ensure_future(work)
     num_turns = 0
     while not task.done():
@@ -85,7 +85,7 @@ def test_long_texts_leave_the_event_loop_free(
     asyncio.run(test())
 
 
-def test_a_word_is_written_with_a_space_before_it_and_without(
+def test_the_token_ids_of_a_word_are_given_with_and_without_a_space_before(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
 ) -> None:
     expected = [reference.encode(text, add_special_tokens=False) for text in ("one", " one", " two", "日本", " 日本")]
@@ -93,7 +93,7 @@ def test_a_word_is_written_with_a_space_before_it_and_without(
     assert [list(each) for each in found] == expected
 
 
-def test_tokens_are_written_as_the_tokenizer_does(
+def test_names_of_tokens_are_those_of_the_tokenizer(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
 ) -> None:
     token_ids = reference(TEXTS[2])["input_ids"]
@@ -111,7 +111,7 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
         asyncio.run(load_tokenizer(copy_tokenizer(tmp_path)).encode_chat(Chat([Message("user", "hi")])))
 
 
-def test_a_truncation_saved_with_the_tokenizer_does_not_cut_prompts(tmp_path: Path) -> None:
+def test_a_truncation_saved_with_the_tokenizer_is_ignored(tmp_path: Path) -> None:
     file = copy_tokenizer(tmp_path) / "tokenizer.json"
     saved = json.loads(file.read_text())
     saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
@@ -131,7 +131,7 @@ def test_a_name_reaches_the_template(tmp_path: Path) -> None:
     assert asyncio.run(load_tokenizer(tmp_path).encode_chat(Chat([Message(**each) for each in chat]))) == expected
 
 
-def test_nobody_is_asked_whether_a_directory_may_run_its_code(
+def test_custom_code_in_a_directory_is_refused_without_a_prompt_to_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions: list[str] = []

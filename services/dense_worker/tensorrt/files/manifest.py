@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelError
-from services.dense_worker.tensorrt.atomic_file import write_atomically
+from services.dense_worker.tensorrt.files.atomic_file import write_atomically
 
 FILE = "manifest.json"
 FORMAT = 1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.dense_worker.tensorrt.atomic_file import write_atomically
+from services.dense_worker.tensorrt.files.atomic_file import write_atomically
 
 _KIND = "timings of TensorRT, format 1"
 

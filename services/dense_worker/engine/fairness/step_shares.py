@@ -1,0 +1,117 @@
+"""Divides a step among several clients. With one client the scheduler does not come here.
+
+Sequences that need a single token go first, as always, but leave room for the prompts of clients that have no such
+sequence. The rest of the step goes to prompts, so that in the whole step tenants, and the clients of each tenant, get
+as even numbers of tokens as possible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence as SequenceOf
+
+from services.dense_worker.engine.sequence import Sequence
+
+Client = tuple[int, int]  # tenant and client
+Prefill = tuple[Sequence, int]  # with a number of tokens
+
+
+def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_tokens: int) -> list[Sequence]:
+    """The sequences that get a single token in a step of `num_tokens` tokens.
+
+    They leave up to half of the step to the prompts of clients without a running stream. The clients with the most
+    streams give way, with their last streams in order. This matters only with more streams than half of the step.
+    """
+    num_streams = Counter(client_of(sequence) for sequence in decodes)
+    num_wanted = sum(count for sequence, count in prefills if client_of(sequence) not in num_streams)
+    limit = num_tokens - min(num_wanted, num_tokens // 2)
+    if len(decodes) <= limit:
+        return decodes
+    shares = dict(zip(num_streams, fill([0] * len(num_streams), list(num_streams.values()), limit), strict=True))
+    chosen = []
+    for sequence in decodes:
+        client = client_of(sequence)
+        if shares[client]:
+            shares[client] -= 1
+            chosen.append(sequence)
+    return chosen
+
+
+def divide_prefills(
+    prefills: SequenceOf[Prefill], decodes: SequenceOf[Sequence], num_tokens: int
+) -> Counter[Sequence]:
+    """How many tokens each sequence gets.
+
+    prefills: with their remaining tokens, in the scheduler's order: a priority that comes earlier there is served
+    first, and so is a client's earlier sequence; decodes: sequences that get a token already
+    """
+    num_planned = Counter(client_of(sequence) for sequence in decodes)
+    by_priority = defaultdict[int, list[Prefill]](list)
+    for prefill in prefills:
+        by_priority[prefill[0].priority].append(prefill)
+    shares = Counter[Sequence]()
+    for group in by_priority.values():
+        num_left = _shares_of_clients(group, num_planned, num_tokens)
+        for sequence, num_remaining in group:
+            client = client_of(sequence)
+            shares[sequence] = min(num_remaining, num_left[client])
+            num_left[client] -= shares[sequence]
+            num_planned[client] += shares[sequence]
+            num_tokens -= shares[sequence]
+    return shares
+
+
+def _shares_of_clients(prefills: list[Prefill], num_planned: Counter[Client], num_tokens: int) -> dict[Client, int]:
+    """How many of `num_tokens` each client gets for its prompts, given how many it has got already."""
+    wishes = Counter[Client]()
+    clients = defaultdict[int, dict[Client, None]](dict)  # by tenant
+    for sequence, num_remaining in prefills:
+        wishes[client_of(sequence)] += num_remaining
+        clients[sequence.tenant][client_of(sequence)] = None
+    of_tenant = Counter[int]()
+    for (tenant, _), count in num_planned.items():
+        of_tenant[tenant] += count
+    tenant_shares = fill(
+        [of_tenant[tenant] for tenant in clients],
+        [sum(wishes[client] for client in group) for group in clients.values()],
+        num_tokens,
+    )
+    shares: dict[Client, int] = {}
+    for group, share in zip(clients.values(), tenant_shares, strict=True):
+        levels, wanted = [num_planned[client] for client in group], [wishes[client] for client in group]
+        shares.update(zip(group, fill(levels, wanted, share), strict=True))
+    return shares
+
+
+def fill(levels: SequenceOf[int], wishes: SequenceOf[int], total: int) -> list[int]:
+    """Divides at most `total` so that levels and shares together are as even as possible: max-min fairness.
+
+    Nobody gets more than its wish. What does not divide evenly goes to the first ones.
+
+    >>> fill([0, 60], [300, 300], 452)
+    [256, 196]
+    """
+    total = min(total, sum(wishes))
+    low, high = 0, max((level + wish for level, wish in zip(levels, wishes, strict=True)), default=0)
+    while low < high:  # find the highest line up to which all can be filled
+        line = (low + high + 1) // 2
+        if sum(_fill_up(levels, wishes, line)) <= total:
+            low = line
+        else:
+            high = line - 1
+    shares = _fill_up(levels, wishes, low)
+    num_left = total - sum(shares)
+    for index, more in enumerate(_fill_up(levels, wishes, low + 1)):
+        if num_left and more > shares[index]:
+            shares[index] += 1
+            num_left -= 1
+    return shares
+
+
+def client_of(sequence: Sequence) -> Client:
+    """The client of a sequence, over all priorities."""
+    return sequence.tenant, sequence.client
+
+
+def _fill_up(levels: SequenceOf[int], wishes: SequenceOf[int], line: int) -> list[int]:
+    return [min(wish, max(0, line - level)) for level, wish in zip(levels, wishes, strict=True)]

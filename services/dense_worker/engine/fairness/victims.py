@@ -1,0 +1,139 @@
+"""Chooses the sequences that give up their places or blocks, so that each client gets a fair share of them.
+
+A client that holds nothing may take from any that does not end up with less than it. A client that holds something may
+take only if the other still has twice as much afterwards; from there on the queue makes the shares equal, as sequences
+end. So no two clients take the same place from each other again and again. Among the clients with the most, the
+youngest sequence gives way. It keeps its turn in the queue; its keys and values stay in the prefix cache until others
+need the blocks, so mostly little of it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as SequenceOf
+from functools import cached_property
+
+from services.dense_worker.engine.fairness.step_shares import Client, client_of
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import Session
+
+MAX_TRIED = 4  # newcomers for which victims are looked for in one call
+
+
+class Holdings:
+    """How much each tenant and each client holds: places, or blocks."""
+
+    def __init__(self, holders: Iterable[Sequence], size: Callable[[Sequence], int]) -> None:
+        self._size = size
+        self._of_tenant = Counter[int]()
+        self._of_client = Counter[Client]()
+        for sequence in holders:
+            self._of_tenant[sequence.tenant] += size(sequence)
+            self._of_client[client_of(sequence)] += size(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes away what a sequence holds."""
+        self._of_tenant[sequence.tenant] -= self._size(sequence)
+        self._of_client[client_of(sequence)] -= self._size(sequence)
+
+    def of(self, sequence: Sequence) -> tuple[int, int]:
+        """What the tenant and the client of a sequence hold."""
+        return self._of_tenant[sequence.tenant], self._of_client[client_of(sequence)]
+
+    def may_take(self, newcomer: Sequence, amount: int, victim: Sequence) -> bool:
+        """Whether the newcomer's side has a right to this exchange. Sides are tenants, or clients of one tenant."""
+        level = 1 if newcomer.tenant == victim.tenant else 0
+        return self.of(victim)[level] - self._size(victim) >= _claim(self.of(newcomer)[level], amount)
+
+    def may_be_poor(self, newcomer: Sequence, amount: int) -> bool:
+        """Whether `may_take` may be true for any victim: fast, because it is asked for many newcomers."""
+        of_tenant, of_client = self.of(newcomer)
+        most_of_tenant, most_of_client = self._most
+        return _claim(of_tenant, amount) < most_of_tenant or _claim(of_client, amount) < most_of_client
+
+    @cached_property
+    def _most(self) -> tuple[int, int]:
+        """The most that a tenant and a client hold."""
+        return max(self._of_tenant.values(), default=0), max(self._of_client.values(), default=0)
+
+
+def _claim(held: int, amount: int) -> int:
+    """What the other side must have afterwards."""
+    return (2 if held else 1) * (held + amount)
+
+
+def choose_victims(
+    session: Session, newcomers: Iterable[tuple[Sequence, int]], *, needs_place: bool
+) -> tuple[Sequence | None, list[Sequence]]:
+    """The first of `newcomers`, given with the blocks they need, that has a right to room; and whom to preempt for it.
+
+    None, and nobody, if none has; nobody if blocks are about to come back. Only sequences that are not more urgent give
+    way, and never the very first one, so that at least that one always advances.
+    """
+    holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
+    places, blocks = Holdings(holders, lambda _: 1), Holdings(holders, held_blocks)
+    num_available = 0 if session.is_short_of_blocks else session.ledger.num_available_blocks
+    num_tried = 0
+    for newcomer, num_blocks in newcomers:
+        num_missing = num_blocks - num_available
+        is_poor = places.may_be_poor(newcomer, 1) if needs_place else blocks.may_be_poor(newcomer, num_blocks)
+        if not is_poor:
+            continue
+        if not needs_place and num_missing <= 0:
+            return newcomer, []  # it fits beside a sequence of a richer client that does not
+        if num_missing > 0 and (session.num_closing_plans or session.to_close):
+            return newcomer, []
+        victims = _victims_of(newcomer, num_blocks, num_missing, session, needs_place=needs_place)
+        if victims:
+            return newcomer, victims
+        num_tried += 1
+        if num_tried == MAX_TRIED:
+            break
+    return None, []
+
+
+def _victims_of(
+    newcomer: Sequence, num_blocks: int, num_missing: int, session: Session, *, needs_place: bool
+) -> list[Sequence]:
+    """The sequences to preempt so that `newcomer` has a place, and `num_missing` more blocks; empty without a right."""
+    holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
+    places, blocks = Holdings(holders, lambda _: 1), Holdings(holders, held_blocks)
+    candidates = [each for each in reversed(session.running[1:]) if each.priority >= newcomer.priority]
+    victims: list[Sequence] = []
+    while (needs_place and not victims) or num_missing > 0:
+        holdings, amount = (places, 1) if needs_place and not victims else (blocks, num_blocks)
+        allowed = [each for each in candidates if holdings.may_take(newcomer, amount, each)]
+        if not allowed:
+            return []
+        victim = max(allowed, key=holdings.of)  # the first of several, which is the youngest
+        candidates.remove(victim)
+        places.remove(victim)
+        blocks.remove(victim)
+        victims.append(victim)
+        num_missing -= held_blocks(victim)
+    return victims
+
+
+def put_largest_last(sequences: SequenceOf[Sequence]) -> list[Sequence]:
+    """The same sequences, those of clients with the most blocks last, so that a lack of blocks meets these.
+
+    The very first one stays the first, so that it always advances.
+    """
+    blocks = Holdings(sequences, held_blocks)
+    return [*sequences[:1], *sorted(sequences[1:], key=blocks.of)]
+
+
+def choose_victim_of_shortage(running: SequenceOf[Sequence], scheduled: Collection[int]) -> Sequence | None:
+    """The sequence to preempt when a running one cannot grow: the last one of the client with the most blocks.
+
+    `scheduled`: seq_ids that are part of the step already. The very first sequence never gives way.
+    """
+    holdings = Holdings(running, held_blocks)
+    candidates = [each for each in reversed(running[1:]) if each.seq_id not in scheduled]
+    return max(candidates, key=holdings.of, default=None)
+
+
+def held_blocks(sequence: Sequence) -> int:
+    """Blocks that a sequence has or that are promised to it."""
+    return sequence.num_blocks + sequence.num_reserved_blocks

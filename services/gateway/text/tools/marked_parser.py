@@ -1,0 +1,105 @@
+"""`MarkedParser`: the common part of the parsers, a loop over what has arrived and not been understood yet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from services.gateway.text.deltas import Delta
+from services.gateway.text.tools.call_writer import CallWriter, new_call_id
+from services.gateway.text.tools.json_call import JsonArguments, JsonCall, MalformedCall
+
+
+class MarkedParser(ABC):
+    """A parser of calls. A format is a subclass with `_step`.
+
+    A call that goes wrong before its name and the beginning of its arguments are known becomes content. One that goes
+    wrong later, when deltas of it were sent, ends with its whole text in `CallEnd.malformed`, and what follows is
+    content.
+    """
+
+    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
+        self._writer = CallWriter(new_id)
+        self._text = ""  # arrived and not taken yet
+        self._raw: list[str] = []  # the text of the block of calls that is open, from its marker on
+        self._has_begun = False  # whether deltas of the open call have been written
+
+    def feed(self, text: str) -> list[Delta]:
+        self._text += text
+        self._run()
+        return self._writer.take()
+
+    def finish(self) -> list[Delta]:
+        self._run()
+        self._finish()
+        self._writer.content(self._text)
+        self._text = ""
+        self._writer.finish()
+        return self._writer.take()
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """Takes the next part of `_text`. Returns whether to call it again. Raises `MalformedCall`."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Goes back to looking for a call."""
+
+    def _finish(self) -> None:
+        """Gives up a call that the answer's end cuts off."""
+        if self._raw:
+            self._take(len(self._text))
+            self._give_up()
+
+    def _take(self, num_characters: int) -> str:
+        """Removes the beginning of `_text`, as a part of the open block."""
+        taken, self._text = self._text[:num_characters], self._text[num_characters:]
+        self._raw.append(taken)
+        return taken
+
+    def _skip_space(self) -> bool:
+        """Removes white space at the beginning of `_text`. Returns whether anything is left."""
+        num_spaces = len(self._text) - len(self._text.lstrip())
+        self._skip(num_spaces)
+        return bool(self._text)
+
+    def _skip(self, num_characters: int) -> None:
+        """Like `_take`, but between two calls of a block it only removes: no call can need the text any more."""
+        if self._raw:
+            self._take(num_characters)
+        else:
+            self._text = self._text[num_characters:]
+
+    def _feed(self, call: JsonCall | JsonArguments) -> bool:
+        """Gives `_text` to an open call. Returns whether the call is complete then. Raises `MalformedCall`."""
+        try:
+            index = call.feed(self._text)
+        except MalformedCall as error:
+            self._take(error.index)
+            raise
+        finally:
+            self._has_begun = call.has_begun
+        self._take(index)
+        return call.is_complete
+
+    def _end_call(self) -> None:
+        """The open call is complete. What follows in its block is a new call or content."""
+        self._writer.end()
+        self._raw, self._has_begun = [], False
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._step():
+                    return
+            except MalformedCall:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        raw = "".join(self._raw)
+        if self._has_begun:
+            self._writer.end(malformed=raw)
+        else:
+            self._writer.content(raw)
+        self._raw, self._has_begun = [], False
+        self._reset()

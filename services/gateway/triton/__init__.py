@@ -1,0 +1,1 @@
+"""Triton's inference protocol (KServe v2): five models that stand for the parts of a TensorRT-LLM model repository."""

@@ -1,0 +1,129 @@
+"""Answers to inference and generate requests over HTTP, as ASGI responses. They end with their client's connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InvalidRequest
+from services.gateway.chunks import MAX_INLINE_VALUES
+from services.gateway.http.answers.answer import STREAM_HEADERS, events
+from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.errors import describe
+from services.gateway.triton.inference import InferRequest, InferResponse, Triton
+from services.gateway.triton.models import VERSION
+from services.gateway.triton.tensors import Tensor, to_list
+
+log = structlog.get_logger()
+
+Encode = Callable[[Sequence[Tensor]], Response]
+
+
+class InferAnswer(Response):
+    """The single response to a request; `encode` turns its outputs into the HTTP response."""
+
+    def __init__(self, triton: Triton, request: InferRequest, encode: Encode) -> None:
+        super().__init__()
+        self._triton = triton
+        self._request = request
+        self._encode = encode
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _run(scope, receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, caller = self._request, scope["state"]["caller"]
+        outputs: Sequence[Tensor] = ()
+        if request.is_stop:
+            keys = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"]]
+            await self._triton.stop_at_siblings(request.id, [each for each in keys if each[0] == "authorization"])
+            self._triton.stop(request.id, caller)
+        else:
+            outputs = await self._triton.infer(request, caller)
+        if sum(each.values.size for each in outputs) > MAX_INLINE_VALUES:
+            response = await asyncio.to_thread(self._encode, outputs)
+        else:
+            response = self._encode(outputs)
+        await response(scope, receive, send)
+
+
+class GenerateStream(Response):
+    """All responses to a request as server-sent events."""
+
+    def __init__(self, triton: Triton, request: InferRequest, first_token_timeout_s: float) -> None:
+        """`first_token_timeout_s`: longest time that the status line waits for a response or an error."""
+        super().__init__()
+        self._triton = triton
+        self._request = request
+        self._first_token_timeout_s = first_token_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _run(scope, receive, self._answer(scope, send))
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        request = self._request
+        if request.is_stop:
+            raise InvalidRequest("stop has a single response: send it to generate or infer", "stop")
+        async with contextlib.aclosing(self._triton.stream(request, scope["state"]["caller"])) as responses:
+            first = asyncio.ensure_future(anext(responses))
+            try:
+                await asyncio.wait({first}, timeout=self._first_token_timeout_s)
+                if first.done():
+                    first.result()  # an error raised here gets a status line of its own
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                await self._send_events(scope["state"]["send_body"], first, responses)
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)  # before the iterator is closed
+
+    async def _send_events(self, send: Send, first: asyncio.Future[InferResponse], responses: Any) -> None:
+        end = b""
+        try:
+            response = await first
+            while True:
+                body = await _encode_event(self._request, response)
+                if response.is_final:
+                    end = body
+                    break
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                response = await anext(responses)
+        except Exception as error:  # after any error the client must not take the stream for complete
+            end = events([{"error": describe(error)[1]["error"]["message"]}])
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def generate_object(request: InferRequest, outputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Outputs as the JSON object of `generate`: a tensor with one element is a value, any other a flat list."""
+    described: dict[str, Any] = {"model_name": request.model.name, "model_version": VERSION}
+    if request.id:
+        described["id"] = request.id
+    described |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+    for tensor in outputs:
+        values = to_list(tensor)
+        described[tensor.name] = values[0] if len(values) == 1 else values
+    return described
+
+
+def generate_response(request: InferRequest) -> Encode:
+    """Encodes outputs as the answer of `generate`."""
+    return lambda outputs: Response(to_json(generate_object(request, outputs)), media_type="application/json")
+
+
+async def _encode_event(request: InferRequest, response: InferResponse) -> bytes:
+    if sum(each.values.size for each in response.outputs) > MAX_INLINE_VALUES:
+        return await asyncio.to_thread(lambda: events([generate_object(request, response.outputs)]))
+    return events([generate_object(request, response.outputs)])
+
+
+async def _run(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await while_connected(receive, work)
+    except ClientGone:
+        log.debug("client is gone", request_id=scope["state"]["request_id"])

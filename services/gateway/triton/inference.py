@@ -1,0 +1,266 @@
+"""`Triton`: runs inference requests, whichever protocol brought them. Everything runs in the event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.shorten import quote, show
+from services.gateway import __version__
+from services.gateway.access.access import Caller
+from services.gateway.frontend import Frontend
+from services.gateway.http.answers.generations import Generations
+from services.gateway.siblings import Metadata, Siblings
+from services.gateway.triton.answers import Answers
+from services.gateway.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, TENSORRT_LLM, VERSION, ModelSpec
+from services.gateway.triton.rows import Row
+from services.gateway.triton.statistics import Statistics
+from services.gateway.triton.tensors import Tensor
+from services.gateway.triton.texts import postprocess, preprocess
+from services.gateway.triton.to_message import generate_message
+from services.pb import triton_pb2, triton_pb2_grpc
+
+SERVER_NAME = "twostroke"
+EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
+MAX_ID_CHARACTERS = 100  # of the client's name for a request; the gateway appends to it
+MAX_TENSORS = 100  # inputs, or outputs, of one request
+SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+# Values that a request may give for settings of a TensorRT-LLM model, which apply to the whole server.
+SERVED_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "gpt_model_type": ("inflight_batching", "inflight_fused_batching"),
+    "batching_strategy": ("inflight_batching", "inflight_fused_batching"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """An inference request whose inputs have been checked."""
+
+    model: ModelSpec
+    rows: Sequence[Row]
+    id: str = ""  # the client's name for it, for `stop`; several running requests may have the same name
+    output_names: Sequence[str] | None = None  # None: all
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    traceparent: str = ""
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for a wrong id, an unknown output, or a setting of another server."""
+        if len(self.id) > MAX_ID_CHARACTERS:
+            raise InvalidRequest(f"id has {len(self.id)} characters, at most {MAX_ID_CHARACTERS} allowed", "id")
+        known = {each.name for each in self.model.outputs}
+        for name in self.output_names or ():
+            if name not in known:
+                raise InvalidRequest(f"model {self.model.name!r} has no output {quote(name)}", "outputs")
+        for name, served in SERVED_SETTINGS.items():
+            value = self.parameters.get(name)
+            if value is not None and value not in served:
+                raise InvalidRequest(
+                    f"{name} is {show(value)}, this server has only {served[-1]}: it batches requests in flight",
+                    name,
+                )
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether each answer comes in pieces."""
+        return any(row.get("stream") for row in self.rows)
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether it ends the running requests with its id and runs nothing."""
+        return any(row.get("stop") for row in self.rows)
+
+
+def check_output_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequest` for a parameter of an output that would change it."""
+    for name in ("classification", *SHARED_MEMORY):
+        if parameters.get(name):
+            raise InvalidRequest(f"the parameter {name!r} of an output is not supported", "outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class InferResponse:
+    """One of the responses to a request."""
+
+    outputs: Sequence[Tensor]
+    is_final: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that runs."""
+
+    request_ids: Sequence[str]  # in the gateway, one per row
+    is_stopped: bool = False
+
+    def stop(self, frontend: Frontend, caller: Caller) -> None:
+        self.is_stopped = True
+        for request_id in self.request_ids:
+            frontend.abort(request_id, caller)
+
+
+def server_metadata() -> dict[str, Any]:
+    """Name, version and extensions of the server."""
+    return {"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+class Triton:
+    """Runs requests, knows which of them run, and counts them."""
+
+    def __init__(self, frontend: Frontend, max_batch_size: int, siblings: Siblings) -> None:
+        """`siblings`: the other gateways at the same port, which may run the requests of a stop."""
+        self.frontend = frontend
+        self.siblings = siblings
+        self.max_batch_size = max_batch_size
+        self.statistics = {name: Statistics() for name in MODELS}
+        self._running: dict[tuple[str, str], list[_Running]] = {}  # by caller and the client's id
+
+    async def infer(self, request: InferRequest, caller: Caller) -> list[Tensor]:
+        """The outputs of a request with a single response. Raises `InvalidRequest` if it asks for a stream."""
+        if request.is_stream:
+            raise InvalidRequest(
+                "stream is true: this call has one response, ModelStreamInfer and generate_stream have several",
+                "stream",
+            )
+        request.check()
+        with self._counted(request):
+            if request.model is PREPROCESSING:
+                outputs = await preprocess(self.frontend, request.rows, caller)
+            elif request.model is POSTPROCESSING:
+                outputs = await postprocess(self.frontend, request.rows, caller)
+            else:
+                async with self._generating(request, caller) as (generations, answers):
+                    completions = await generations.completions()
+                    outputs = answers.whole([each for each, _ in completions])
+        return _requested(request, outputs)
+
+    async def stream(self, request: InferRequest, caller: Caller) -> AsyncIterator[InferResponse]:
+        """The responses to a request: pieces of its answers if it asks for a stream, else each answer as a whole.
+
+        Close the iterator (`contextlib.aclosing`) to end the request.
+        """
+        if request.model in (PREPROCESSING, POSTPROCESSING):
+            yield InferResponse(await self.infer(request, caller), True)
+            return
+        request.check()
+        with self._counted(request):
+            async with self._generating(request, caller) as (generations, answers):
+                responses = _pieces(generations, answers) if request.is_stream else _wholes(generations, answers)
+                async for response in responses:
+                    yield InferResponse(_requested(request, response.outputs), response.is_final)
+
+    def index(self) -> list[dict[str, str]]:
+        """All models with their versions and states."""
+        reason = self.frontend.unready_reason()
+        state = {"state": "READY", "reason": ""} if reason is None else {"state": "UNAVAILABLE", "reason": reason}
+        return [{"name": name, "version": VERSION, **state} for name in MODELS]
+
+    def stop(self, client_id: str, caller: Caller) -> None:
+        """Ends the answers of a caller's requests with this id as they are, in this process."""
+        for running in self._running.get((caller.name, client_id), ()):
+            running.stop(self.frontend, caller)
+
+    async def stop_at_siblings(self, client_id: str, metadata: Metadata) -> None:
+        """The same in the other processes. Raises `InvalidRequest` without an id."""
+        if not client_id:
+            raise InvalidRequest("stop needs the id of the request to stop", "id")
+        message = _stop_message(client_id)
+        await self.siblings.pass_on(
+            lambda channel, **options: triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, **options),
+            metadata,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _generating(
+        self, request: InferRequest, caller: Caller
+    ) -> AsyncIterator[tuple[Generations, Answers]]:
+        """Starts the generations of all rows, and ends them with the context."""
+        frontend, generations, messages = self.frontend, Generations(), []
+        with self._known(request, caller) as running:
+            for name, row in zip(running.request_ids, request.rows, strict=True):
+                message = generate_message(row, name, lambda ids: frontend.tokenizer.decode(ids, False))
+                message.traceparent = request.traceparent
+                messages.append(message)
+            try:
+                await generations.start(frontend, messages, caller)
+                if running.is_stopped:  # while its texts became tokens
+                    running.stop(frontend, caller)
+                pad_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
+                answers = Answers(request.model, request.rows, frontend.tokenizer, pad_id)
+                prompts = [each.request.prompt_token_ids for each in generations.running]
+                await answers.begin(prompts, is_stream=request.is_stream)
+                yield generations, answers
+            finally:
+                await generations.close()
+
+    @contextlib.contextmanager
+    def _known(self, request: InferRequest, caller: Caller) -> Iterator[_Running]:
+        """Chooses names in the gateway for the rows of a request; as long as the context lasts, `stop` finds them."""
+        name = f"{request.id or 'infer'}-{secrets.token_hex(8)}"
+        names = [name] if len(request.rows) == 1 else [f"{name}-{index}" for index in range(len(request.rows))]
+        running, key = _Running(names), (caller.name, request.id)
+        if not request.id:
+            yield running
+            return
+        self._running.setdefault(key, []).append(running)
+        try:
+            yield running
+        finally:
+            self._running[key].remove(running)
+            if not self._running[key]:
+                del self._running[key]
+
+    @contextlib.contextmanager
+    def _counted(self, request: InferRequest) -> Iterator[None]:
+        """Counts the request in the statistics of its model; cancelled ones count as neither kind."""
+        start = time.monotonic_ns()
+        statistics = self.statistics[request.model.name]
+        try:
+            yield
+        except TwostrokeError:
+            statistics.count_failure(time.monotonic_ns() - start)
+            raise
+        statistics.count_success(len(request.rows), time.monotonic_ns() - start)
+
+
+async def _pieces(generations: Generations, answers: Answers) -> AsyncIterator[InferResponse]:
+    while (found := await generations.next_chunk()) is not None:
+        row_index, chunk = found
+        outputs = answers.piece(row_index, chunk)
+        is_final = all(each.is_finished for each in generations.running)
+        if outputs or is_final:
+            yield InferResponse(outputs, is_final)
+
+
+async def _wholes(generations: Generations, answers: Answers) -> AsyncIterator[InferResponse]:
+    rows = await generations.completions()
+    pairs = [(index, each) for index, (completions, _) in enumerate(rows) for each in completions]
+    for number, (row_index, completion) in enumerate(pairs, start=1):
+        yield InferResponse(answers.answer(row_index, completion), number == len(pairs))
+
+
+def _stop_message(client_id: str) -> triton_pb2.ModelInferRequest:
+    """The request with which clients of TensorRT-LLM stop another one."""
+    inputs = {"input_ids": ("INT32", bytes(4)), "input_lengths": ("INT32", bytes(4))}
+    inputs |= {"request_output_len": ("INT32", bytes(4)), "stop": ("BOOL", b"\x01")}
+    return triton_pb2.ModelInferRequest(
+        model_name=TENSORRT_LLM.name,
+        id=client_id,
+        inputs=[
+            triton_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[1, 1])
+            for name, (datatype, _) in inputs.items()
+        ],
+        raw_input_contents=[data for _, data in inputs.values()],
+    )
+
+
+def _requested(request: InferRequest, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs that the request names, in its order; all if it names none."""
+    if not request.output_names:
+        return list(outputs)
+    by_name = {each.name: each for each in outputs}
+    return [by_name[name] for name in request.output_names if name in by_name]

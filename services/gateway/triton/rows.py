@@ -1,0 +1,144 @@
+"""Rows: what an inference request asks for, one row for each element of its batch.
+
+A row maps options (`InputSpec.key`) to plain values: a number, text or boolean, a list of these, or an array. Tensors
+and the JSON bodies of `generate` both become rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.common.shorten import quote, show
+from services.gateway.triton.models import InputSpec, ModelSpec
+from services.gateway.triton.tensors import BYTES, Tensor, from_list
+
+MAX_INT32 = 2**31 - 1
+
+Row = Mapping[str, Any]
+
+
+def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], max_batch_size: int) -> list[Row]:
+    """Checks the tensors of a request. Raises `InvalidRequest` for the first that is wrong or missing."""
+    specs = model.inputs_by_name
+    found: dict[str, Tensor] = {}
+    for tensor in tensors:
+        _check_name(model, tensor.name)
+        if tensor.name not in specs:
+            raise InvalidRequest(f"model {model.name!r} has no input {quote(tensor.name)}", tensor.name)
+        if tensor.name in found:
+            raise InvalidRequest(f"input {tensor.name!r} is given twice", tensor.name)
+        found[tensor.name] = tensor
+    _check_missing(model, found)
+    batch_size: int | None = None
+    rows: list[dict[str, Any]] = []
+    for name, tensor in found.items():
+        _check_type(specs[name], tensor)
+        if batch_size is None:
+            batch_size = tensor.shape[0]
+            if not 1 <= batch_size <= max_batch_size:
+                raise InvalidRequest(
+                    f"input {name!r} has a batch of {batch_size}, must be 1 to {max_batch_size} (gateway.max_prompts)",
+                    name,
+                )
+            rows = [{} for _ in range(batch_size)]
+        elif tensor.shape[0] != batch_size:
+            raise InvalidRequest(
+                f"input {name!r} has a batch of {tensor.shape[0]}, earlier inputs have {batch_size}", name
+            )
+        _add(rows, specs[name], tensor)
+    return list(rows)
+
+
+def row_of_json(model: ModelSpec, body: Mapping[str, Any]) -> Row:
+    """Checks the body of a `generate` request. Fields that are no inputs are ignored, as Triton does."""
+    given: dict[str, Any] = {}
+    parameters = body.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest(f"parameters is {show(parameters)}, must be an object", "parameters")
+    for name, value in (*(parameters or {}).items(), *body.items()):
+        if value is not None:
+            _check_name(model, name)
+            if name in model.inputs_by_name:
+                given[name] = value
+    _check_missing(model, given)
+    rows: list[dict[str, Any]] = [{}]
+    for name, value in given.items():
+        spec = model.inputs_by_name[name]
+        values = value if isinstance(value, list) else [value]
+        datatype = spec.datatypes[0]
+        if spec.is_scalar and len(values) != 1:
+            raise InvalidRequest(f"{name} has {len(values)} values, must have 1", name)
+        shape = (1, *(-1 if size < 0 else size for size in spec.dims))
+        flat = from_list(name, datatype, (_count(values),), values).values
+        if flat.size % abs(int(np.prod(shape))):
+            raise InvalidRequest(f"{name} has {flat.size} values, must have a multiple of {spec.dims[0]}", name)
+        if shape.count(-1) > 1:  # one list per row of a matrix is enough for one answer
+            shape = (1, 1, -1)
+        _add(rows, spec, Tensor(name, datatype, flat.reshape(shape)))
+    return rows[0]
+
+
+def _count(values: Sequence[Any]) -> int:
+    return sum(_count(each) if isinstance(each, list) else 1 for each in values)
+
+
+def _check_name(model: ModelSpec, name: str) -> None:
+    if name in model.refused:
+        raise InvalidRequest(f"the input {name!r} of model {model.name!r} is not supported", name)
+
+
+def _check_missing(model: ModelSpec, found: Mapping[str, Any]) -> None:
+    for spec in model.inputs:
+        if spec.is_required and spec.name not in found:
+            raise InvalidRequest(
+                f"model {model.name!r} needs the input {spec.name!r}: {spec.datatypes[0]} of shape {_shape(spec)}",
+                spec.name,
+            )
+
+
+def _check_type(spec: InputSpec, tensor: Tensor) -> None:
+    if tensor.datatype not in spec.datatypes:
+        raise InvalidRequest(
+            f"input {spec.name!r} has the type {tensor.datatype}, must be {' or '.join(spec.datatypes)}", spec.name
+        )
+    dims = tensor.shape[1:]
+    if len(tensor.shape) != 1 + len(spec.dims) or any(
+        size not in (-1, given) for size, given in zip(spec.dims, dims, strict=True)
+    ):
+        raise InvalidRequest(
+            f"input {spec.name!r} has the shape {list(tensor.shape)}, must be {_shape(spec)}", spec.name
+        )
+
+
+def _shape(spec: InputSpec) -> str:
+    return f"[batch, {', '.join('any' if size < 0 else str(size) for size in spec.dims)}]"
+
+
+def _add(rows: Sequence[dict[str, Any]], spec: InputSpec, tensor: Tensor) -> None:
+    """Adds a tensor's values to the rows. An option that has two names takes the value given last."""
+    for row, values in zip(rows, tensor.values, strict=True):
+        value: Any = values
+        if tensor.datatype == BYTES:
+            value = [_text(spec.name, each) for each in values]
+        elif spec.is_scalar or spec.dims == (-1,):
+            value = values.tolist()
+        if spec.is_scalar:
+            [value] = value
+            if tensor.datatype == "UINT32" and value > MAX_INT32:
+                raise InvalidRequest(f"{spec.name} is {value}, must be at most {MAX_INT32}", spec.name)
+        if spec.only is not None and value not in spec.only:
+            raise InvalidRequest(
+                f"{spec.name} is {show(value)}, which is not supported: must be {spec.only[0]!r}", spec.name
+            )
+        row[spec.key] = value
+
+
+def _text(name: str, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8: {error.reason} at byte {error.start}", name) from None

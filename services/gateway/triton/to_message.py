@@ -1,0 +1,127 @@
+"""Converts rows to the messages of the gateway's API, so that all limits are checked in `gateway/request.py`.
+
+Options have the meaning that TensorRT-LLM gives them. Without `top_k` and `top_p` the most likely token is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.common.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TEMPERATURE
+from services.gateway.triton.rows import Row
+from services.pb import gateway_pb2, sampling_pb2
+
+NO_END = -1  # the value of `end_id` for an answer that no token ends
+PADDING = -1  # of the offsets in a list of words
+SAME_SAMPLING_OPTIONS = (
+    "frequency_penalty",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "temperature",
+)
+
+
+def generate_message(
+    row: Row, request_id: str, decode: Callable[[Sequence[int]], str]
+) -> gateway_pb2.GenerateRequest:
+    """The message of a row of a model that generates. `decode` gives the text of token ids."""
+    message = gateway_pb2.GenerateRequest(
+        request_id=request_id,
+        sampling=_sampling(row),
+        max_tokens=row["max_tokens"],
+        stop=[word for word in row.get("stop_words", ()) if word],
+        bad_words=[word for word in row.get("bad_words", ()) if word],
+    )
+    if "input_ids" in row:
+        message.prompt_token_ids.ids.extend(_prompt_token_ids(row))
+    else:
+        message.prompt = row["text_input"]
+    if "num_return_sequences" in row:
+        message.n = _count("num_return_sequences", row["num_return_sequences"])
+    if row.get("return_log_probs"):
+        message.logprobs = 0
+    end_id = row.get("end_id")
+    if end_id is not None:  # then the model's own EOS is a token like any other
+        message.ignore_eos = True
+        if end_id != NO_END:
+            message.stop_token_ids.append(end_id)
+    for token_ids in _words("stop_words_list", row):
+        if len(token_ids) == 1:
+            message.stop_token_ids.append(token_ids[0])
+        else:
+            message.stop.append(decode(token_ids))
+    message.sampling.bad_words.extend(
+        sampling_pb2.TokenSequence(token_ids=token_ids) for token_ids in _words("bad_words_list", row)
+    )
+    return message
+
+
+def word_list(words: Sequence[Sequence[int]]) -> np.ndarray:
+    """Words as TensorRT-LLM lists them: int32 [2, num_tokens] with all token ids, and the end of each word."""
+    ends = np.cumsum([len(word) for word in words], dtype=np.int32)
+    token_ids = np.array([token_id for word in words for token_id in word], dtype=np.int32)
+    values = np.full((2, max(1, len(token_ids))), PADDING, dtype=np.int32)
+    values[0, : len(token_ids)] = token_ids
+    values[0, len(token_ids) :] = 0
+    values[1, : len(ends)] = ends
+    return values
+
+
+def _sampling(row: Row) -> sampling_pb2.SamplingParams:
+    options: dict[str, Any] = {name: row[name] for name in SAME_SAMPLING_OPTIONS if name in row}
+    top_k, top_p = row.get("top_k", 0), row.get("top_p", 0.0)
+    if top_k:
+        options["top_k"] = top_k
+    if top_p:
+        options["top_p"] = top_p
+    elif not top_k and 0.0 <= row.get("temperature", 1.0) <= MAX_TEMPERATURE:  # a wrong one is left to be refused
+        options["temperature"] = 0.0
+    options["seed"] = row.get("seed", 0) % 2**64
+    return sampling_pb2.SamplingParams(**options)
+
+
+def _prompt_token_ids(row: Row) -> list[int]:
+    token_ids: list[int] = row["input_ids"]
+    length = row["input_lengths"]
+    if not 1 <= length <= len(token_ids):
+        raise InvalidRequest(
+            f"input_lengths is {length}, must be 1 to {len(token_ids)}: input_ids has no more", "input_lengths"
+        )
+    return token_ids[:length]
+
+
+def _count(name: str, value: int) -> int:
+    if not 1 <= value < 2**31:
+        raise InvalidRequest(f"{name} is {value}, must be at least 1", name)
+    return value
+
+
+def _words(name: str, row: Row) -> list[list[int]]:
+    """The words of a list as in `word_list`. Raises `InvalidRequest` if the ends of the words do not rise."""
+    if name not in row:
+        return []
+    token_ids, ends = (each.tolist() for each in row[name])
+    words, begin = [], 0
+    for end in ends:
+        if end == PADDING:
+            break
+        if not begin < end <= len(token_ids):
+            raise InvalidRequest(
+                f"{name} has a word that ends at {end}, must be {begin + 1} to {len(token_ids)}", name
+            )
+        if end - begin > MAX_BAD_WORD_TOKENS or len(words) == MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"{name} has a word of {end - begin} tokens as number {len(words) + 1}, at most {MAX_BAD_WORDS} words "
+                f"of {MAX_BAD_WORD_TOKENS} tokens are allowed",
+                name,
+            )
+        words.append(token_ids[begin:end])
+        if min(words[-1]) < 0:
+            raise InvalidRequest(f"{name} has the token id {min(words[-1])}, must be at least 0", name)
+        begin = end
+    return words
