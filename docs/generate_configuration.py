@@ -59,6 +59,7 @@ TYPE_NAMES = {
     "SocketAddress": "`unix:PATH`",
     "Target": "`HOST:PORT`, `unix:PATH`, `dns:///NAME:PORT` or `ipv4:HOST:PORT,...`",
     "Origin": "origin such as `https://app.example`, or `*`",
+    "Proxy": "address, network or `unix`",
     "HostName": "host name without a port, or `*`",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "of the form"}

@@ -7,6 +7,7 @@ documentation: docs/configuration.md is generated from these comments (`make doc
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import tomllib
@@ -63,9 +64,16 @@ def _check_target(address: str) -> str:
     return address
 
 
+def _check_proxy(proxy: str) -> str:
+    if proxy != "unix":
+        ipaddress.ip_network(proxy)  # its ValueError says what is wrong
+    return proxy
+
+
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 Address = Annotated[str, pydantic.AfterValidator(_check_address)]
 Target = Annotated[str, pydantic.AfterValidator(_check_target)]
+Proxy = Annotated[str, pydantic.AfterValidator(_check_proxy)]
 TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers do not support Unix sockets
 # As browsers send it: lower case, without a path, without the default port. Files and sandboxes have origin "null".
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*)$")]
@@ -125,6 +133,9 @@ class GatewaySection(Section):
     # time that running requests have to finish after SIGTERM; SIGINT ends them at once
     drain_timeout_s: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 30.0
     api_keys_file: Path | None = None  # TOML file, read again when it changes; see services/gateway/access/api_keys.py
+    # addresses or networks ("10.0.0.0/8") of proxies whose header X-Forwarded-For names the client; "unix": whatever
+    # connects by Unix socket. Clients with the same API key, or without keys, get equal shares by address
+    trusted_proxies: tuple[Proxy, ...] = ()
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9100
     max_body_bytes: Count = 2 * 2**20  # size of the body of one HTTP request
     max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; parsing this many takes 20 ms

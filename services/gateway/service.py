@@ -80,7 +80,9 @@ class Gateway:
         self._opened.push_async_callback(self._form_trials.close)
         section = self._section = fit_connections(config.gateway)
         self._metrics = GatewayMetrics(self._registry)
-        self._access = Access(section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected)
+        self._access = Access(
+            section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies
+        )
         self._journal = Journal()
         self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens)
         self._dense = DensePool(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import structlog
 
 from services.common.errors import ConfigError, PermissionDenied, Unauthenticated
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
+from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
 from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.request import GenerationRequest
 
@@ -32,17 +34,27 @@ class Caller:
 
     key: ApiKey | None
     usage: Usage
+    tenant: int = 0  # number of the key's name; 0 for the anonymous caller
+    client: int = 0  # number of the client's address; 0 if nobody asked for it
 
     @property
     def name(self) -> str:
         """The name of the API key; empty for the anonymous caller."""
         return "" if self.key is None else self.key.name
 
+    @property
+    def number(self) -> tuple[int, int]:
+        """Names the client among those of all keys."""
+        return self.tenant, self.client
+
     def adapt(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with the key's priority, salt and name. Raises `PermissionDenied` if it is too urgent."""
+        """The request with the client's number, and the key's priority, salt and name.
+
+        Raises `PermissionDenied` if it is too urgent.
+        """
         key = self.key
         if key is None:
-            return request
+            return replace(request, client=self.client) if self.client else request
         priority = key.priority if request.priority is None else request.priority
         if priority < key.lowest_priority:
             raise PermissionDenied(
@@ -50,16 +62,28 @@ class Caller:
             )
         # The salt of a key has no space, so the salts of two keys stay different, whatever salts the requests add.
         salt = f"salt:{key.cache_salt}" if key.cache_salt is not None else f"name:{key.name}"
-        return replace(request, priority=priority, cache_salt=f"{salt} {request.cache_salt}", caller=key.name)
+        return replace(
+            request,
+            priority=priority,
+            cache_salt=f"{salt} {request.cache_salt}",
+            caller=key.name,
+            tenant=self.tenant,
+            client=self.client,
+        )
 
 
 class Access:
     """Holds all keys. `run` watches the keys file. Everything runs in the event loop."""
 
     def __init__(
-        self, file: Path | None, pairs: str, on_refusal: Callable[[Unauthenticated], None] | None = None
+        self,
+        file: Path | None,
+        pairs: str,
+        on_refusal: Callable[[Unauthenticated], None] | None = None,
+        trusted_proxies: Sequence[str] = (),
     ) -> None:
         """Takes the keys of a file and of `pairs` (`NAME=KEY,NAME=KEY`). Raises `ConfigError` for invalid keys."""
+        self.client_addresses = ClientAddresses(trusted_proxies)
         self._on_refusal = on_refusal
         self._file = file
         self._pairs = pairs
@@ -74,10 +98,14 @@ class Access:
         """Whether requests need an API key."""
         return bool(self._callers)
 
-    def identify(self, authorization: str | None) -> Caller:
-        """The caller who sent this header. Raises `Unauthenticated` if the key is missing or unknown."""
+    def identify(self, authorization: str | None, address: str = "") -> Caller:
+        """The caller who sent this header from this address.
+
+        Raises `Unauthenticated` if the key is missing or unknown.
+        """
         try:
-            return self._find(authorization)
+            caller = self._find(authorization)
+            return replace(caller, client=number_of("address", address)) if address else caller
         except Unauthenticated as error:
             if self._on_refusal is not None:
                 self._on_refusal(error)
@@ -101,8 +129,14 @@ class Access:
 
     def identify_call(self, context: grpc.aio.ServicerContext) -> Caller:
         """The caller of a gRPC call, by its metadata. Raises `Unauthenticated` if the key is missing or unknown."""
-        values = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
-        return self.identify(values[0] if values else None)
+        values = defaultdict[str, list[str]](list)
+        for name, value in context.invocation_metadata() or ():
+            if isinstance(value, str):
+                values[name].append(value)
+        authorization = values["authorization"][0] if values["authorization"] else None
+        return self.identify(
+            authorization, self.client_addresses.find_peer(context.peer(), values[FORWARDED_FOR])
+        )
 
     async def run(self) -> None:
         """Reads the file again whenever it changes, until cancelled. An invalid file is only logged."""
@@ -126,7 +160,7 @@ class Access:
         for key in keys:
             usage = self._usage.setdefault(key.name, Usage(key.name, key.limits))
             usage.set_limits(key.limits)
-            callers.append((key.digest, Caller(key, usage)))
+            callers.append((key.digest, Caller(key, usage, number_of("key", key.name))))
         self._callers = callers
         if keys:
             log.info("API keys read", num_keys=len(keys), names=",".join(key.name for key in keys))

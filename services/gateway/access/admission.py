@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 from services.common.errors import CapacityError, Draining
 from services.gateway.access.access import Caller
-from services.gateway.link.journal import Journal
+from services.gateway.link.journal import Client, Journal
 from services.gateway.request import GenerationRequest
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+KEPT_PARTS = 8  # one part in so many of the queue is kept for clients with little in it
+SMALL_PARTS = 64  # that is at most one part in so many
 RATE_WINDOW_S = 10.0  # period over which the speed of the queue is measured
 
 
@@ -27,6 +30,7 @@ class Admission:
         self._max_num_waiting = max_num_waiting  # answers
         self._max_num_waiting_tokens = max_num_waiting_tokens  # prompt tokens of these answers
         self._num_preparing = 0  # requests being read and tokenized
+        self._preparing_of = Counter[Client]()  # the same by client; a client without has no entry
         self.num_open = 0  # requests whose answers are not complete
         self._all_closed = asyncio.Event()
         self._all_closed.set()
@@ -41,22 +45,31 @@ class Admission:
         """Accepts a request. Raises `Draining`, `CapacityError` or `RateLimited`. The caller closes the ticket."""
         if self._is_draining:
             raise Draining("the gateway is about to stop and accepts no new requests")
-        self.check_queue(1, 1)  # at least one answer and one token
+        self.check_queue(caller, 1, 1)  # at least one answer and one token
         caller.usage.open_request()
         self._num_preparing += 1
+        self._preparing_of[caller.number] += 1
         self.num_open += 1
         self._all_closed.clear()
         return Ticket(self, caller)
 
-    def check_queue(self, num_answers: int, num_tokens: int) -> None:
-        """Raises `CapacityError` if these do not fit. The limit of tokens does not apply to an empty queue."""
+    def check_queue(self, caller: Caller, num_answers: int, num_tokens: int) -> None:
+        """Raises `CapacityError` if these do not fit. The limit of tokens does not apply to an empty queue.
+
+        The last part of the queue is kept for clients that have nothing else in it, or little. Callers whose client is
+        unknown count as one client that may use all of it.
+        """
         num_waiting = self._journal.num_waiting + self._num_preparing
+        num_own, num_own_tokens = self._journal.waiting_of(caller.number)
+        num_own += self._preparing_of[caller.number]
         if num_waiting + num_answers > self._max_num_waiting:
             raise CapacityError(
                 f"{num_waiting} answers are waiting to start, {num_answers} more would exceed the limit of "
                 f"{self._max_num_waiting}",
                 retry_after_s=self._retry_after_s(),
             )
+        if caller.client and not _may_wait(self._max_num_waiting, num_waiting, num_own, num_answers):
+            raise self._full_of_one(f"{num_own} of {num_waiting} waiting answers", num_answers, self._max_num_waiting)
         num_waiting_tokens = self._journal.num_waiting_tokens
         if num_waiting_tokens and num_waiting_tokens + num_tokens > self._max_num_waiting_tokens:
             raise CapacityError(
@@ -64,6 +77,10 @@ class Admission:
                 f"{self._max_num_waiting_tokens}",
                 retry_after_s=self._retry_after_s(),
             )
+        limit = self._max_num_waiting_tokens
+        if caller.client and not _may_wait(limit, num_waiting_tokens, num_own_tokens, num_tokens):
+            what = f"{num_own_tokens} of {num_waiting_tokens} waiting prompt tokens"
+            raise self._full_of_one(what, num_tokens, limit)
 
     def refuse_all(self) -> None:
         """Refuses all requests from now on."""
@@ -78,15 +95,25 @@ class Admission:
             pass
         return self.num_open
 
-    def note_prepared(self) -> None:
+    def note_prepared(self, caller: Caller) -> None:
         """Counts that a ticket's request is in the journal, or has ended before."""
         self._num_preparing -= 1
+        self._preparing_of[caller.number] -= 1
+        if not self._preparing_of[caller.number]:
+            del self._preparing_of[caller.number]
 
     def note_closed(self) -> None:
         """Counts that a ticket's request has ended."""
         self.num_open -= 1
         if not self.num_open:
             self._all_closed.set()
+
+    def _full_of_one(self, what: str, num_more: int, limit: int) -> CapacityError:
+        return CapacityError(
+            f"this client has {what}; with {num_more} more it would use the last 1/{KEPT_PARTS} of the limit of "
+            f"{limit}, which is kept for clients with at most 1/{SMALL_PARTS} of it",
+            retry_after_s=self._retry_after_s(),
+        )
 
     def _retry_after_s(self) -> float:
         """Seconds until the present queue is empty, at its speed of the last seconds."""
@@ -118,7 +145,7 @@ class Ticket:
         """
         usage = self._caller.usage
         self._end_preparation()
-        self._admission.check_queue(request.best_of, request.best_of * len(request.prompt_token_ids))
+        self._admission.check_queue(self._caller, request.best_of, request.best_of * len(request.prompt_token_ids))
         usage.check_size(request.best_of)
         usage.add_answers(request.best_of - 1)
         self._num_answers = request.best_of
@@ -142,4 +169,10 @@ class Ticket:
     def _end_preparation(self) -> None:
         if self._is_preparing:
             self._is_preparing = False
-            self._admission.note_prepared()
+            self._admission.note_prepared(self._caller)
+
+
+def _may_wait(limit: int, num_waiting: int, num_own: int, num_more: int) -> bool:
+    """Whether a client with `num_own` of the `num_waiting` in a queue may add `num_more`, if the queue has room."""
+    is_small = num_own == 0 or num_own + num_more <= limit // SMALL_PARTS
+    return is_small or num_waiting + num_more <= limit - limit // KEPT_PARTS

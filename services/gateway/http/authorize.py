@@ -6,6 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import Unauthenticated
 from services.gateway.access.access import Access
+from services.gateway.access.client_address import FORWARDED_FOR
 from services.gateway.http.errors import error_response
 
 # Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests.
@@ -26,6 +27,8 @@ OPEN_PATHS = frozenset(
     }
 )
 
+_FORWARDED_FOR = FORWARDED_FOR.encode()
+
 
 class Authorize:
     """An ASGI middleware. Handlers find the `Caller` as `request.state.caller`; unknown keys are refused."""
@@ -37,8 +40,13 @@ class Authorize:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN_PATHS:
             values = [value for name, value in scope["headers"] if name == b"authorization"]
+            forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == _FORWARDED_FOR]
+            peer, _ = scope.get("client") or (None, None)
+            address = self._access.client_addresses.find(peer, forwarded)
             try:
-                scope["state"]["caller"] = self._access.identify(values[0].decode("latin-1") if values else None)
+                scope["state"]["caller"] = self._access.identify(
+                    values[0].decode("latin-1") if values else None, address
+                )
             except Unauthenticated as error:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request import GenerationRequest
+
+Client = tuple[int, int]  # tenant and client, as in `GenerationRequest`
 
 
 class Journal:
@@ -30,6 +32,8 @@ class Journal:
         self._shut_error: TwostrokeError | None = None
         self.num_waiting = 0  # sequences that have not started yet
         self.num_waiting_tokens = 0  # tokens of their prompts
+        self._waiting_of = Counter[Client]()  # the same two counts by client; a client without has no entry
+        self._waiting_tokens_of = Counter[Client]()
         self.left_at: deque[float] = deque(maxlen=256)  # when the last ones stopped waiting, on the monotonic clock
 
     def open(self, request: GenerationRequest, updates: UpdateQueue) -> list[JournalEntry]:
@@ -48,9 +52,12 @@ class Journal:
             entries.append(JournalEntry(seq_id, request, index, updates, self._count_started))
             self._entries[seq_id] = entries[-1]
         self._by_request_id[name] = entries
-        self.num_waiting += len(entries)
-        self.num_waiting_tokens += len(entries) * len(request.prompt_token_ids)
+        self._count_waiting(request, len(entries))
         return entries
+
+    def waiting_of(self, client: Client) -> tuple[int, int]:
+        """How many sequences of a client have not started yet, and the number of tokens of their prompts."""
+        return self._waiting_of[client], self._waiting_tokens_of[client]
 
     def close(self, entry: JournalEntry) -> None:
         """Forgets a sequence; later tokens for it are ignored."""
@@ -101,6 +108,15 @@ class Journal:
 
     def _count_started(self, entry: JournalEntry) -> None:
         """Counts that an entry no longer waits."""
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= len(entry.request.prompt_token_ids)
+        self._count_waiting(entry.request, -1)
         self.left_at.append(time.monotonic())
+
+    def _count_waiting(self, request: GenerationRequest, num_more: int) -> None:
+        num_more_tokens = num_more * len(request.prompt_token_ids)
+        self.num_waiting += num_more
+        self.num_waiting_tokens += num_more_tokens
+        client = request.tenant, request.client
+        self._waiting_of[client] += num_more
+        self._waiting_tokens_of[client] += num_more_tokens
+        if not self._waiting_of[client]:
+            del self._waiting_of[client], self._waiting_tokens_of[client]
