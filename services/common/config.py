@@ -236,7 +236,7 @@ class PeerSection(Section):
 class LaunchSection(Section):
     """The launcher, which starts and watches all services on one machine."""
 
-    start_timeout_s: Seconds = 300.0  # longest time from the start until the gateway serves
+    start_timeout_s: Seconds = 300.0  # longest time of a start until the gateway serves, or without progress of a build
     stop_grace_s: Seconds = 4.0  # time from SIGTERM to SIGKILL, for all services together
     max_restarts: Annotated[int, Field(ge=0)] = 5  # restarts of one service in restart_window_s; then all services stop
     restart_window_s: Seconds = 60.0  # the period in which restarts are counted

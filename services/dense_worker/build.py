@@ -43,8 +43,13 @@ class LoadedModel:
         )
 
 
-def load_model(config: Config, model: ResolvedModel, report: Callable[[str], None]) -> LoadedModel:
+def load_model(
+    config: Config, model: ResolvedModel, report: Callable[[str], None], *, takes_over: bool = False
+) -> LoadedModel:
     """Loads a model; takes minutes for a large one. `report` receives lines about the progress of TensorRT's builds.
+
+    With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here, and CUDA graphs,
+    which need one, are captured when a step first needs them: otherwise all streams would wait for all graphs.
 
     Raises `ModelError` for missing or damaged weights, and `CapacityError` if a GPU has no room for the weights or for
     a step.
@@ -57,7 +62,7 @@ def load_model(config: Config, model: ResolvedModel, report: Callable[[str], Non
     prepared = prepare_backend(config.dense, section, model, limits, report)
     weights = _load_weights(section, model)
     with naming_what_needs_memory("the buffers of a step"):
-        return _build_runner(config, model, digest, prepared.load(weights))
+        return _build_runner(config, model, digest, prepared.load(weights), takes_over)
 
 
 def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
@@ -67,7 +72,9 @@ def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
         return load_weights(section.path, model.config, model.dtype, model.device)
 
 
-def _build_runner(config: Config, model: ResolvedModel, digest: str, selected: SelectedBackend) -> LoadedModel:
+def _build_runner(
+    config: Config, model: ResolvedModel, digest: str, selected: SelectedBackend, takes_over: bool
+) -> LoadedModel:
     scheduler = config.scheduler
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
     if model.device.type == "cpu":
@@ -79,8 +86,11 @@ def _build_runner(config: Config, model: ResolvedModel, digest: str, selected: S
         selected.backend,
         sampler,
         model.config,
+        model.dtype,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
-        captures_lazily=config.dense.captures_lazily,
+        captures_lazily=config.dense.captures_lazily or takes_over,
     )
+    if takes_over:
+        cuda_runner.warm_up()
     return LoadedModel(model, digest, selected.name, cuda_runner)

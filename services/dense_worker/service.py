@@ -65,8 +65,11 @@ class DenseWorker:
         # While the weights load: reading the vocabulary holds the interpreter lock.
         grammars = Grammars(lambda: self._read_vocabulary(resolved))
         self._opened.callback(grammars.close)
+        self._loop = asyncio.get_running_loop()
         bound_address = await self._start_server(tracer, grammars)
-        self._model = await asyncio.to_thread(load_model, config, resolved, self._report_loading)
+        self._model = await asyncio.to_thread(
+            load_model, config, resolved, self._report_loading, takes_over=self._is_standby
+        )
         self._start_engine([self._metrics, *step_logs])
         self._announce(bound_address)
 
@@ -96,7 +99,9 @@ class DenseWorker:
         return None
 
     def _report_loading(self, line: str) -> None:
+        """Called on the thread that loads."""
         log.info("loading", progress=line)
+        self._loop.call_soon_threadsafe(setattr, self._servicer.status, "loading", line)
 
     async def _start_server(self, tracer: Tracer, grammars: Grammars) -> str:
         config = self._config
@@ -155,6 +160,7 @@ class DenseWorker:
         servicer, state = self._servicer, dense_pb2.DenseStatus
         servicer.set_engine(self._engine, self._watchdog)
         servicer.status.weights_hash = self._model.weights_hash
+        servicer.status.loading = ""
         servicer.status.state = state.STANDBY
         if not self._is_standby:
             servicer.may_attach.set()

@@ -25,6 +25,7 @@ from services.launch.child import Child
 from services.launch.children import Children
 from services.launch.dense_address import DenseAddress
 from services.launch.probe import compute_one_token
+from services.launch.start_deadline import StartDeadline
 from services.launch.uninterrupted import uninterrupted
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
@@ -182,14 +183,15 @@ class DenseReplacer:
 
 
 async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> dense_pb2.DenseStatus:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    deadline = StartDeadline(timeout_s)
+    while True:
         with contextlib.suppress(grpc.aio.AioRpcError):  # it may not be listening yet
             status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=1.0)
             if status.state != dense_pb2.DenseStatus.LOADING:
                 return status
+            deadline.note(status)
+        deadline.check("the new dense worker has not loaded its weights")
         await asyncio.sleep(POLL_S)
-    raise PeerError(f"the new dense worker has not loaded its weights within {timeout_s:g} s")
 
 
 async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseStatus:

@@ -31,6 +31,7 @@ from services.launch.run_directory import run_directory
 from services.launch.service_configs import service_configs
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving
+from services.launch.start_deadline import StartDeadline
 from services.launch.uninterrupted import uninterrupted
 from services.rpc.metrics import new_registry, serving_metrics
 
@@ -96,8 +97,14 @@ class Launcher:
         """Prints the answer to a prompt and returns, or prints the addresses and serves."""
         config, arguments = self._config, self._arguments
         gateways = self._children.of_role("gateway")
-        timeout_s = config.launch.start_timeout_s
-        await asyncio.gather(*(wait_serving(gateway.address, timeout_s) for gateway in gateways))
+        deadline = StartDeadline(config.launch.start_timeout_s)
+        [dense] = self._children.of_role("dense_worker")
+        watching = asyncio.create_task(deadline.watch(dense))
+        try:
+            await asyncio.gather(*(wait_serving(gateway.address, deadline) for gateway in gateways))
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
         for child in self._children:
             child.may_restart = True
         if self._mps is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,14 +13,14 @@ from services.common.config import Config
 from services.common.errors import PeerError
 from services.common.logs import print_to_stderr
 from services.gateway import chat_client
+from services.launch.start_deadline import StartDeadline
 from services.rpc.client import open_channel
 
 MAX_HEALTH_BYTES = 4096
 
 
-async def wait_serving(address: str, timeout_s: float) -> None:
-    """Returns when the gateway reports SERVING; raises `PeerError` after `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
+async def wait_serving(address: str, deadline: StartDeadline) -> None:
+    """Returns when the gateway reports SERVING; raises `PeerError` after the deadline."""
     async with open_channel(address, MAX_HEALTH_BYTES) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
@@ -29,8 +28,7 @@ async def wait_serving(address: str, timeout_s: float) -> None:
                 reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
                     return
-            if time.monotonic() > deadline:
-                raise PeerError(f"the gateway at {address} is not serving after {timeout_s} s")
+            deadline.check(f"the gateway at {address} does not serve")
             await asyncio.sleep(0.05)
 
 

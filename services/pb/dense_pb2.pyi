@@ -190,7 +190,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DenseStatus(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "num_steps", "num_preemptions", "resident_bytes", "state", "stall", "weights_hash")
+    __slots__ = ("num_waiting", "num_running", "num_steps", "num_preemptions", "resident_bytes", "state", "stall", "weights_hash", "loading")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[DenseStatus.State]
@@ -211,6 +211,7 @@ class DenseStatus(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     STALL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     num_steps: int
@@ -219,7 +220,8 @@ class DenseStatus(_message.Message):
     state: DenseStatus.State
     stall: _stall_pb2.Stall
     weights_hash: str
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., state: _Optional[_Union[DenseStatus.State, str]] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., weights_hash: _Optional[str] = ...) -> None: ...
+    loading: str
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., state: _Optional[_Union[DenseStatus.State, str]] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., weights_hash: _Optional[str] = ..., loading: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ()

@@ -33,11 +33,15 @@ class CudaLayerRunner:
         self._graphs: dict[Channel, StepGraphs[int]] = {}
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """Captures one graph per bucket for each channel, unless `captures_lazily` is on."""
+        """Captures one graph per bucket for each channel, unless `captures_lazily` is on.
+
+        Later attachments capture lazily: streams wait for them, and kernels are compiled already.
+        """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
+        self._captures_lazily = True
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[int]:
         backend, layers = self._backend, range(self._num_layers)

@@ -16,8 +16,11 @@ class DenseBackend(Protocol):
     The channel owns `qkv_out` and `attn_out`. The step owns the residual: each call takes the residual that the
     previous call returned, may overwrite it, and returns the next one. A backend keeps no residual, so several steps
     may be in flight. No method waits for the device. `first`, `middle` and `last` may be captured in a CUDA graph,
-    which is then valid only for the numbers of tokens and rows of its capture.
+    which is then valid only for the numbers of tokens and rows of its capture. Each must have run for these numbers
+    before, `middle` for the first `num_layers_to_warm_up` layers.
     """
+
+    num_layers_to_warm_up: int  # 1 if all layers run the same kernels
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.

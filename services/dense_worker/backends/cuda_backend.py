@@ -33,6 +33,8 @@ class CudaBackend:
     pool.
     """
 
+    num_layers_to_warm_up = 1
+
     def __init__(self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> None:
         self._config, self._max_num_tokens = config, max_num_tokens
         self._dtype, self._device = weights.dtype, weights.device

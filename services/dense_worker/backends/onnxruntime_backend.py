@@ -19,6 +19,8 @@ class OnnxRuntimeBackend:
     Raises ConfigError if onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
+    num_layers_to_warm_up = 1
+
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
         if weights.dtype == torch.bfloat16:
             raise ConfigError("onnxruntime has no bfloat16 on a CPU: take float32 or float16")

@@ -17,6 +17,8 @@ class TorchBackend:
     loop belongs) it is a little faster still.
     """
 
+    num_layers_to_warm_up = 1
+
     def __init__(self, weights: ModelWeights) -> None:
         self._segments = segments_of(weights)
         self._operations = TorchOperations()

@@ -33,6 +33,7 @@ class CudaModelRunner(ModelRunner):
         backend: DenseBackend,
         sampler: Sampler,
         config: ModelConfig,
+        dtype: torch.dtype,
         max_num_seqs: int,
         max_num_tokens: int,
         *,
@@ -41,6 +42,7 @@ class CudaModelRunner(ModelRunner):
         super().__init__(backend, sampler, config.num_layers, max_num_seqs)
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
+        self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
         self._captures_lazily = captures_lazily
         self._graphs: dict[Channel, StepGraphs[tuple[int, int]]] = {}  # by numbers of tokens and sampled rows
         # One step's input, packed so that one copy moves it; see `_unpack`.
@@ -53,6 +55,21 @@ class CudaModelRunner(ModelRunner):
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
         self._unsampled: _Launched | None = None
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs each segment for all captured sizes, without a channel: kernels are compiled, libraries choose theirs.
+
+        Waits for the device. Afterwards capturing a graph takes milliseconds.
+        """
+        with torch.cuda.stream(self._stream):
+            for num_rows in reversed(self._buckets):
+                qkv, attn_out = (
+                    torch.zeros(num_rows, size, dtype=self._dtype, device="cuda") for size in self._seam_sizes
+                )
+                for num_sampled in self._sampled_sizes(num_rows):
+                    self._run_segments(qkv, attn_out, attn_out, num_sampled)
+            self._stream.synchronize()
 
     def attach(self, channels: Iterable[Channel]) -> None:
         """Captures the graphs, unless `captures_lazily` is on."""
@@ -145,14 +162,20 @@ class CudaModelRunner(ModelRunner):
         return sorted({min(most, FEW_SAMPLED), most})
 
     def _warm_up(self, channel: Channel, num_rows: int, num_sampled: int) -> None:
-        """Runs each segment once without handoffs, so that kernels are compiled and libraries choose theirs."""
+        """Runs the segments without handoffs, so that kernels are compiled and libraries choose theirs."""
         qkv, attn_out = channel.qkv[:num_rows], channel.attn_out[:num_rows]
-        self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
-        token_ids, _, sampled_rows = _unpack(self._input, num_rows)
         attn_out.zero_()
+        self._run_segments(qkv, attn_out, channel.fetch_attn_out(num_rows), num_sampled)
+
+    def _run_segments(
+        self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int
+    ) -> None:
+        """Runs each segment once, or `middle` for several layers. `fetched` is what `middle` gets of attn_out."""
+        self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
+        token_ids, _, sampled_rows = _unpack(self._input, len(qkv))
         residual = self._backend.first(token_ids, qkv)
-        if self._num_layers > 1:
-            residual = self._backend.middle(0, channel.fetch_attn_out(num_rows), residual, qkv)
+        for layer in range(min(self._num_layers - 1, self._backend.num_layers_to_warm_up)):
+            residual = self._backend.middle(layer, fetched, residual, qkv)
         self._backend.last(attn_out, residual, sampled_rows[:num_sampled])
 
 

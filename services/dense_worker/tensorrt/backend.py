@@ -28,6 +28,7 @@ class TensorRTBackend:
     ) -> None:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
+        self.num_layers_to_warm_up = by_tensorrt.num_layers_to_warm_up
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Both backends prepare, for they may take turns within the step."""

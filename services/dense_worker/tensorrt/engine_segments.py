@@ -62,6 +62,7 @@ class TensorRTSegments:
             for name, engines in self._engines.items()
         }
         self._num_profiles = counts
+        self.num_layers_to_warm_up = len(self._engines.get("middle", [None]))
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Refuses a step beyond the profiles that have contexts."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -36,6 +37,7 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         self.may_restart, self.num_restarts, self.num_starts = False, 0, 0
         self.state = State.STANDBY if options.is_standby else State.SERVING
         self.weights_hash = "c0ffee"
+        self.loading: Iterator[str] = iter(())  # what it reports, one answer after the other, before it has loaded
         self.refuses: set[str] = set()  # calls that fail
         self.on_call: dict[str, Callable[[], Awaitable[None]]] = {}
         self.first_output = dense_pb2.StepOutput(ended=[dense_pb2.SequenceEnd(reason=dense_pb2.SequenceEnd.LENGTH)])
@@ -88,6 +90,8 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
     async def GetStatus(
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseStatus:
+        for line in self.loading:
+            return dense_pb2.DenseStatus(state=State.LOADING, loading=line)
         return dense_pb2.DenseStatus(state=self.state, weights_hash=self.weights_hash)
 
     async def GetInfo(
@@ -223,6 +227,23 @@ def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, 
         assert isinstance(result, RolledBack) and "0ther" in str(result) and "c0ffee" in str(result)
         assert world.calls[0] == "new stop" and "old leave" not in world.calls
         assert world.serves == "old" and world.members == ["old"]
+
+
+@pytest.mark.parametrize("makes_progress", [True, False])
+def test_a_new_worker_may_build_for_as_long_as_it_makes_progress(tmp_path: Path, makes_progress: bool) -> None:
+    def prepare(world: World) -> None:
+        old = world.old
+        changed = old.config.launch.model_copy(update={"start_timeout_s": 1.0})
+        old.config_file.write_text(dump_config(old.config.model_copy(update={"launch": changed})))
+        lines = (f"plan {i}" for i in range(80)) if makes_progress else itertools.repeat("plan 1")  # 80 last 1.6 s
+        world.change_new = lambda child: setattr(child, "loading", lines)
+
+    world, result = run(tmp_path, prepare)
+    if makes_progress:
+        assert result == "backend of new" and world.serves == "new"
+    else:
+        assert isinstance(result, RolledBack) and "last progress: plan 1" in str(result)
+        assert world.serves == "old" and "old leave" not in world.calls
 
 
 @pytest.mark.parametrize("call", ["take over", "compute"])

@@ -1,0 +1,60 @@
+"""`StartDeadline`: until when services may start. Each new progress of a dense worker that loads extends it.
+
+Building TensorRT plans takes minutes. The dense worker reports each plan, and there are only a few, so that a start
+that makes progress ends in finite time, and one that makes none ends after `launch.start_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import grpc
+
+from services.common.errors import ConfigError, PeerError
+from services.launch.child import Child
+from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.client import open_channel
+
+POLL_S = 0.5
+CALL_TIMEOUT_S = 1.0
+
+
+class StartDeadline:
+    """`timeout_s` seconds from now on, and from each progress on."""
+
+    def __init__(self, timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s, self._now = timeout_s, now
+        self._ends_at = now() + timeout_s
+        self._progress = ""
+
+    def note(self, status: dense_pb2.DenseStatus) -> None:
+        """Extends the deadline if the dense worker has reported other progress than before."""
+        if status.loading and status.loading != self._progress:
+            self._progress = status.loading
+            self._ends_at = self._now() + self._timeout_s
+
+    def check(self, what: str) -> None:
+        """Raises `PeerError` with `what` if the deadline has passed."""
+        if self._now() < self._ends_at:
+            return
+        if not self._progress:
+            raise PeerError(f"{what} within {self._timeout_s:g} s")
+        raise PeerError(
+            f"{what} within {self._timeout_s:g} s (launch.start_timeout_s) after the dense worker's last progress: "
+            f"{self._progress}"
+        )
+
+    async def watch(self, dense: Child) -> None:
+        """Asks the dense worker for its progress until cancelled."""
+        while True:
+            # It may not listen yet; its TLS files are checked elsewhere.
+            with contextlib.suppress(grpc.aio.AioRpcError, ConfigError):
+                async with open_channel(dense.address, dense.config.peers.max_message_bytes, dense.tls) as channel:
+                    stub = dense_pb2_grpc.DenseWorkerStub(channel)
+                    while True:
+                        self.note(await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
+                        await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)

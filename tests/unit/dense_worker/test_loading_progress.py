@@ -1,0 +1,52 @@
+"""What a dense worker reports of itself while it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.child_options import ChildOptions
+from services.common.config import load_config
+from services.common.errors import ConfigError
+from services.dense_worker import service
+from services.dense_worker.service import DenseWorker
+from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.client import open_channel
+
+LINE = "[2/3] middle: building, no plan yet"
+
+
+def test_the_progress_of_a_build_is_in_the_status_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_seen = threading.Event()
+
+    def load(config: Any, resolved: Any, report: Callable[[str], None], *, takes_over: bool) -> None:
+        report(LINE)
+        assert is_seen.wait(60.0)
+        raise ConfigError(f"takes over: {takes_over}")
+
+    monkeypatch.setattr(service, "load_model", load)
+    config = load_config(None, [f"dense.address=unix:{tmp_path}/dense.sock", "dense.device=cpu"])
+
+    async def main() -> None:
+        worker = DenseWorker(config, ChildOptions(is_standby=True))
+        starting = asyncio.create_task(worker.start())
+        async with open_channel(config.dense.address, config.peers.max_message_bytes) as channel:
+            stub = dense_pb2_grpc.DenseWorkerStub(channel)
+            status = dense_pb2.DenseStatus()
+            while status.loading != LINE and not starting.done():
+                request = dense_pb2.GetStatusRequest()
+                status = await stub.GetStatus(request, wait_for_ready=True, timeout=30.0)
+        is_seen.set()
+        with pytest.raises(ConfigError, match="takes over: True"):
+            await starting
+        assert status.state == dense_pb2.DenseStatus.LOADING
+        await worker.stop()
+
+    asyncio.run(main())
