@@ -172,6 +172,9 @@ class DenseSection(Section):
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     profiles: str = "1-1,2-16@16,17-128,129-512,513-8192"  # numbers of tokens that TensorRT is tuned for
+    # inputs of TensorRT's plans; constants, which may be faster, but are a second copy of the weights on the GPU; auto:
+    # builds both, and takes constants where they are measured at least 3 % faster
+    engine_weights: Literal["inputs", "constants", "auto"] = "inputs"
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
-from services.dense_worker.tensorrt.backend import TensorRTBackend
+from services.dense_worker.tensorrt.backend import Measurements, TensorRTBackend
 from services.dense_worker.tensorrt.build_command import build_command
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
-from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, on_device, synchronize
+from services.dense_worker.tensorrt.engine_weights import Plans, choose_plans
+from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, free_bytes, on_device, synchronize
 from services.dense_worker.tensorrt.measure import (
+    PlanMeter,
     known_measurements,
     measure_segments,
     store_measurements,
@@ -112,7 +115,7 @@ def prepare_backend(
         check_cover(profiles, limits)
         try:
             with on_device(model.device):
-                tensorrt = _find_or_build(section, source, model, profiles, api, gpu, report)
+                tensorrt = _find_or_build(section, source, model, limits, profiles, api, gpu, report)
         except _FAILURES as error:
             _log_fallback(section, error)
     return PreparedBackend(section, model, limits, tensorrt)
@@ -152,6 +155,7 @@ def _find_or_build(
     section: DenseSection,
     source: ModelSection,
     model: ResolvedModel,
+    limits: Limits,
     profiles: Sequence[Profile],
     api: TensorRT,
     gpu: Gpu,
@@ -164,18 +168,34 @@ def _find_or_build(
     cache = EnginePlanCache(section.plan_dir.expanduser())
     networks = export_networks(model.config, model.dtype)
     command = build_command(section, source, model) if section.build == "never" else None
-    plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, model.dtype, command, report)
-    return TensorRTPlans(api, gpu, profiles, cache, plans)
+    meter = PlanMeter(api, profiles, cache, model.config, model.dtype, model.device, limits, torch_backend)
+
+    def find(has_constants: bool) -> Plans:
+        builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
+        return builder.find_or_build(networks, model.dtype, command, report)
+
+    def measured(plans: Plans) -> Measurements | None:
+        known = meter.known(plans)
+        return meter.measure(plans) if known is None and section.build == "auto" else known
+
+    return TensorRTPlans(api, gpu, profiles, cache, choose_plans(section.engine_weights, find, measured))
 
 
 def _load_tensorrt(
     section: DenseSection, model: ResolvedModel, limits: Limits, found: TensorRTPlans, weights: ModelWeights
 ) -> TensorRTBackend:
     binaries = {name: cached.plan for name, cached in found.plans.items()}
+    start_s, free_before = time.monotonic(), free_bytes(model.device)
     segments = TensorRTSegments(
         found.api, binaries, found.profiles, weights, model.config, limits, current_stream
     )
     synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
+    log.info(
+        "TensorRT engines loaded",
+        weights=next(iter(found.plans.values())).record.key.weights,
+        seconds=round(time.monotonic() - start_s, 2),
+        device_bytes=free_before - free_bytes(model.device),
+    )
     if section.backend == "tensorrt":
         return TensorRTBackend(segments)
     by_torch = torch_backend(weights, model.config, limits.num_tokens)

@@ -1,7 +1,8 @@
 """`python -m services.dense_worker.tensorrt.build`: builds the TensorRT plans of a model's segments, or shows plans.
 
-Plans that exist are not built again. No weights are read: a plan takes them as inputs, so one `middle` plan serves all
-layers, and 33 layers take no longer than 3. On a GPU it also measures for which sizes torch is faster.
+Plans that exist are not built again. No weights are read: they are inputs of a plan, or it gets them after loading. So
+one `middle` plan serves all layers, and 33 layers take no longer than 3. On a GPU it also measures for which sizes
+torch is faster.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,15 @@ from services.common.config import DenseSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.select import torch_backend
-from services.dense_worker.model.weights import random_weights, weights_hash
-from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
+from services.dense_worker.model.weights import weights_hash
+from services.dense_worker.tensorrt.api import load_tensorrt
+from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
-from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
-from services.dense_worker.tensorrt.gpu import current_gpu, current_stream, on_device, synchronize
-from services.dense_worker.tensorrt.measure import (
-    known_measurements,
-    measure_segments,
-    store_measurements,
-    time_on_gpu,
-)
+from services.dense_worker.tensorrt.gpu import current_gpu, on_device
+from services.dense_worker.tensorrt.measure import PlanMeter
 from services.dense_worker.tensorrt.optional_packages import require
-from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profiles
+from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,12 +58,17 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     config, dtype, networks = _read_networks(arguments)
     api, gpu = load_tensorrt(), current_gpu(arguments.device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
+    limits = Limits(profiles[-1].high, profiles[-1].high)
+    kinds = {"inputs": [False], "constants": [True], "auto": [False, True]}[arguments.engine_weights]
+    records: list[EnginePlanRecord] = []
     with on_device(arguments.device):
-        plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
-    if gpu is not None and config is not None:
-        with on_device(arguments.device):
-            _measure(api, plans, profiles, config, dtype, arguments.device, cache)
-    return [cached.record for cached in plans.values()]
+        for has_constants in kinds:
+            builder = EnginePlanBuilder(api, gpu, profiles, cache, has_constants=has_constants)
+            plans = builder.find_or_build(networks, dtype, None, _print)
+            if gpu is not None and config is not None:
+                _measure(PlanMeter(api, profiles, cache, config, dtype, arguments.device, limits, torch_backend), plans)
+            records += [cached.record for cached in plans.values()]
+    return records
 
 
 def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None:
@@ -97,33 +97,18 @@ def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, t
     return config, dtype, export_networks(config, dtype)
 
 
-def _measure(
-    api: TensorRT,
-    plans: Mapping[str, CachedEnginePlan],
-    profiles: Sequence[Profile],
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    cache: EnginePlanCache,
-) -> None:
-    """Times the plans and torch on two layers of random weights; neither affects the speed."""
-    limits = Limits(profiles[-1].high, profiles[-1].high)
-    if known_measurements(plans, limits) is not None:
-        return
-    print("measuring TensorRT and torch", flush=True)
-    config = replace(config, num_layers=min(config.num_layers, 2))
-    weights = random_weights(config, dtype, device, seed=0)
-    binaries = {name: cached.plan for name, cached in plans.items()}
-    backends = {
-        "tensorrt": TensorRTSegments(api, binaries, profiles, weights, config, limits, current_stream),
-        "torch": torch_backend(weights, config, limits.num_tokens),
-    }
-    synchronize()
-    measured = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
-    store_measurements(cache, plans, measured)
+def _measure(meter: PlanMeter, plans: Mapping[str, CachedEnginePlan]) -> Measurements:
+    """Times the plans and torch, unless that was done before."""
+    known = meter.known(plans)
+    if known is not None:
+        return known
+    weights = next(iter(plans.values())).record.key.weights
+    print(f"measuring TensorRT, weights as {weights}, and torch", flush=True)
+    measured = meter.measure(plans)
     for segment, times in measured.items():
         for size, us in times.items():
             print(f"  {segment} {size}: TensorRT {us['tensorrt']} µs, torch {us['torch']} µs")
+    return measured
 
 
 def _print_record(record: EnginePlanRecord) -> None:
@@ -190,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", type=_device, default="cuda", help="the GPU to build for; default: %(default)s, the first one"
+    )
+    parser.add_argument(
+        "--engine-weights",
+        choices=("inputs", "constants", "auto"),
+        default=DenseSection().engine_weights,
+        help="weights as inputs of the plans or as constants; auto: builds both; default: %(default)s",
     )
     parser.add_argument("--num-layers", type=int, metavar="N", help="use only the first N layers")
     parser.add_argument(

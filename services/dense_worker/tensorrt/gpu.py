@@ -57,6 +57,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if current_gpu(device) is not None else nullcontext()
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that no process uses; 0 on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
 def synchronize() -> None:
     """Waits for all work on the device; never called within a step."""
     torch.cuda.synchronize()

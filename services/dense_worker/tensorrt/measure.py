@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segment_names
+from services.dense_worker.model.weights import random_weights
+from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
-from services.dense_worker.tensorrt.profiles import Limits
+from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
+from services.dense_worker.tensorrt.gpu import current_stream, synchronize
+from services.dense_worker.tensorrt.profiles import Limits, Profile
 
 SIZES = tuple(2**power for power in range(20))
 MAX_ROWS = 1024  # of logits, which take much memory
@@ -20,6 +25,41 @@ NUM_CALLS, NUM_REPLAYS = 10, 5
 Call = Callable[[], object]
 MakeCall = Callable[[DenseBackend], Call]
 Timer = Callable[[Call], float]  # microseconds of one call
+MakeTorch = Callable[[ModelWeights, ModelConfig, int], DenseBackend]  # the last is the maximum number of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMeter:
+    """Times plans and torch on two layers of random weights; neither their number nor their values affect the speed."""
+
+    api: TensorRT
+    profiles: Sequence[Profile]
+    cache: EnginePlanCache  # keeps the measurements
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    limits: Limits
+    make_torch: MakeTorch
+
+    def known(self, plans: Mapping[str, CachedEnginePlan]) -> Measurements | None:
+        """Earlier measurements of the plans, see `known_measurements`."""
+        return known_measurements(plans, self.limits)
+
+    def measure(self, plans: Mapping[str, CachedEnginePlan]) -> Measurements:
+        """Measures the plans and torch, and stores the result beside the plans. Waits for the device."""
+        config = replace(self.config, num_layers=min(self.config.num_layers, 2))
+        weights = random_weights(config, self.dtype, self.device, seed=0)
+        binaries = {name: cached.plan for name, cached in plans.items()}
+        backends = {
+            "tensorrt": TensorRTSegments(
+                self.api, binaries, self.profiles, weights, config, self.limits, current_stream
+            ),
+            "torch": self.make_torch(weights, config, self.limits.num_tokens),
+        }
+        synchronize()
+        measured = measure_segments(backends, config, self.dtype, self.device, self.limits, time_on_gpu)
+        store_measurements(self.cache, plans, measured)
+        return measured
 
 
 def measure_segments(

@@ -52,9 +52,10 @@ class Machine:
         self.lines: list[str] = []  # messages about the progress of builds
         monkeypatch.setattr(select, "current_gpu", lambda device: self.gpu)
         monkeypatch.setattr(select, "load_tensorrt", self.load)
-        monkeypatch.setattr(select, "current_stream", lambda: 7)
-        monkeypatch.setattr(select, "synchronize", lambda: None)
-        monkeypatch.setattr(select, "time_on_gpu", self.time)
+        for module in (select, measure):
+            monkeypatch.setattr(module, "current_stream", lambda: 7)
+            monkeypatch.setattr(module, "synchronize", lambda: None)
+            monkeypatch.setattr(module, "time_on_gpu", self.time)
         monkeypatch.setattr(engine_segments, "ALIGNMENT_BYTES", 64)
 
     def load(self) -> TensorRT:
@@ -284,6 +285,7 @@ COMMANDS = {
     "float16 and few profiles": ("8.6.0", torch.float16, {"profiles": "1-2,3-8@5,9-16"}, {}),
     "dummy weights": ("10.0.1", torch.bfloat16, {}, {"load_format": "dummy"}),
     "one layer": ("10.0.1", torch.float32, {}, {"num_layers": 1}),
+    "weights as constants": ("8.6.0", torch.float32, {"engine_weights": "constants"}, {}),
     "directory with a space": ("8.6.0", torch.float32, {"plan_dir": "my plans"}, {}),
 }
 
@@ -297,8 +299,6 @@ def test_the_named_command_builds_exactly_the_missing_plans(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(build, "load_tensorrt", machine.load)
     monkeypatch.setattr(build, "current_gpu", lambda device: machine.gpu)
-    monkeypatch.setattr(build, "current_stream", lambda: 7)
-    monkeypatch.setattr(build, "synchronize", lambda: None)
     monkeypatch.setattr(build, "_measure", lambda *arguments: None)
     path = machine.path
     if source.get("load_format") == "dummy":  # a directory without weights

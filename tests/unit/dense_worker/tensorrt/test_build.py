@@ -15,7 +15,7 @@ import tensorrt_rtx_bindings
 import torch
 
 from services.common.errors import ConfigError
-from services.dense_worker.tensorrt import build, engine_segments, export
+from services.dense_worker.tensorrt import build, engine_segments, export, measure
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
@@ -223,9 +223,9 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
     trt = make_tensorrt("8.6.0")
     monkeypatch.setattr(build, "load_tensorrt", lambda: TensorRT(trt))
     monkeypatch.setattr(build, "current_gpu", lambda device: H200)
-    monkeypatch.setattr(build, "current_stream", lambda: 7)
-    monkeypatch.setattr(build, "synchronize", lambda: None)
-    monkeypatch.setattr(build, "time_on_gpu", lambda call: float(bool(call() is not None)) + 1)
+    monkeypatch.setattr(measure, "current_stream", lambda: 7)
+    monkeypatch.setattr(measure, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "time_on_gpu", lambda call: float(bool(call() is not None)) + 1)
     monkeypatch.setattr(engine_segments, "ALIGNMENT_BYTES", 64)
     return trt
 
