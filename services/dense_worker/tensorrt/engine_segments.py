@@ -13,6 +13,7 @@ from services.dense_worker.model.segments import Weights, bind_weights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
 from services.dense_worker.tensorrt.engine_contexts import EngineContexts
+from services.dense_worker.tensorrt.gpu import is_capturing
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
 from services.step import StepPlan
 
@@ -100,11 +101,31 @@ class TensorRTSegments:
         stream = self._current_stream()
         assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
         profile = profile_index(self._profiles, size)
-        engine = layer if len(self._engines[segment]) > 1 else 0
         sizes = tuple(len(tensor) for _, tensor in inputs)
+        engines = self._contexts[segment]
+        if layer == 0 and not is_capturing():
+            # A warm-up runs one layer only, but the engines of all layers need a run before they can be captured.
+            for other in range(1, len(engines)):
+                if engines[other].find(profile, sizes).sizes != sizes:
+                    self._enqueue(segment, other, profile, sizes, inputs, outputs, stream)
+        engine = layer if len(engines) > 1 else 0
+        bound = [*outputs, *self._weights[segment][layer].items()]
+        self._enqueue(segment, engine, profile, sizes, inputs, bound, stream)
+
+    def _enqueue(
+        self,
+        segment: str,
+        engine: int,
+        profile: int,
+        sizes: tuple[int, ...],
+        inputs: list[Binding],
+        others: list[Binding],
+        stream: int,
+    ) -> None:
+        """Runs an engine; `others` are its outputs and the weights that are not its constants."""
         shaped = self._contexts[segment][engine].find(profile, sizes)
         context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
-        for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
+        for name, tensor in (*inputs, *others):
             assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):

@@ -16,7 +16,7 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights
-from services.dense_worker.tensorrt import engine_segments
+from services.dense_worker.tensorrt import engine_contexts, engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.constant_weights import make_constants
@@ -157,6 +157,27 @@ def test_a_plan_of_another_model_is_refused(weights: ModelWeights, config: Model
     inputs = build(trt, qwen2, tmp_path, has_constants=False)
     with pytest.raises(ConfigError, match="constants cannot be set: the engine was not built with the REFIT flag"):
         load(trt, inputs, weights, config)
+
+
+def test_a_step_can_be_captured_after_its_first_middle_segment_ran(
+    weights: ModelWeights, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm-up before a capture, which prepares the sizes in the engines of all layers, and overwrites no result."""
+    trt = make_tensorrt("8.6.0")
+    plans = build(trt, config, tmp_path)
+    expected = run_step(TorchBackend(weights), config, torch.float32, [5, 6, 7], [2, 0])
+    uncaptured = run_step(load(trt, plans, weights, config), config, torch.float32, [5, 6, 7], [2, 0])
+    torch.testing.assert_close(uncaptured, expected, rtol=0, atol=1e-5)
+    segments = load(trt, plans, weights, config)
+    qkv, attn_out = torch.empty(3, config.qkv_size), torch.zeros(3, config.attn_size)
+    residual = segments.middle(0, attn_out, segments.first(torch.tensor([5, 6, 7]), qkv), qkv)
+    segments.last(attn_out, residual, torch.tensor([2, 0]))
+    monkeypatch.setattr(engine_segments, "is_capturing", lambda: True)
+    monkeypatch.setattr(engine_contexts, "is_capturing", lambda: True)
+    trt.calls.clear()
+    captured = run_step(segments, config, torch.float32, [5, 6, 7], [2, 0])
+    torch.testing.assert_close(captured, expected, rtol=0, atol=1e-5)
+    assert not trt.named("set_input_shape")  # which a graph cannot hold
 
 
 def test_constants_that_tensorrt_refuses_are_an_error(
