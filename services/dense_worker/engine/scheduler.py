@@ -9,7 +9,7 @@ decides the order of sequences.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -265,24 +265,21 @@ class Scheduler:
         outputs = []
         for entry, token_ids in zip(published.entries, result.token_ids, strict=True):
             if token_ids:
-                output = self._append(entry.sequence, token_ids, result.ended)
+                output = self._append(entry.sequence, token_ids, result)
                 if output is not None:
                     outputs.append(output)
         return outputs
 
-    def _append(
-        self, sequence: Sequence, token_ids: SequenceOf[int], ended: Mapping[int, str | None]
-    ) -> SequenceOutput | None:
+    def _append(self, sequence: Sequence, token_ids: SequenceOf[int], result: StepResult) -> SequenceOutput | None:
         sequence.num_pending_tokens -= 1
         sequence.num_draft_tokens = 0
         if sequence.status is SequenceStatus.FINISHED:
             return None  # ended by an earlier step, or cancelled: this step was wasted
-        is_ended = sequence.seq_id in ended
-        if is_ended and (error := ended[sequence.seq_id]) is not None:
+        if error := result.ended.get(sequence.seq_id):
             self._finish(sequence)
             return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
         first = len(sequence.output_token_ids)
-        finish_reason = sequence.append(token_ids, is_complete=is_ended)
+        finish_reason = sequence.append(token_ids, is_complete=sequence.seq_id in result.ended)
         self._suspects.clear(sequence)
         if finish_reason is not None:
             self._finish(sequence)

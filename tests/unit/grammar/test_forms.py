@@ -10,7 +10,7 @@ import pytest
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.form_error import FormError
-from tests.support.forms import Forms, make_vocabulary, schema
+from tests.support.dense.forms import Forms, make_vocabulary, schema
 
 PERSON = {
     "type": "object",

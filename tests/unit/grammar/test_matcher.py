@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.form_error import FormError
 from services.grammar.matcher import GrammarMatcher
-from tests.support.forms import EOS, Forms, allowed, make_vocabulary, schema
+from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary, schema
 
 SPELLED = StructuredOutput(Constraint.REGEX, "abc?")
 MAX_TOKENS = 400

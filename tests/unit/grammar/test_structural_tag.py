@@ -11,7 +11,7 @@ import pytest
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.form_error import FormError
 from services.grammar.matcher import GrammarMatcher
-from tests.support.forms import EOS, TOOL, Forms, allowed, make_vocabulary
+from tests.support.dense.forms import EOS, TOOL, Forms, allowed, make_vocabulary
 
 COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 CONTENT = {"type": "json_schema", "json_schema": COUNT}

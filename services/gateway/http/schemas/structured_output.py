@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 from pydantic_core import PydanticCustomError, from_json, to_json
@@ -11,9 +11,6 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 from services.common.structured_output import MAX_CHOICES
 from services.gateway.http.schemas.base import RequestModel, at_most
 from services.pb import sampling_pb2
-
-if TYPE_CHECKING:
-    from services.gateway.http.schemas.sampling import GenerationFields
 
 JsonSchema = str | dict[str, Any] | bool
 Choices = Annotated[list[str], at_most(MAX_CHOICES)]
@@ -51,7 +48,23 @@ class StructuredOutputs(RequestModel):
     whitespace_pattern: str | None = Field(None, description="Regular expression of the whitespace in JSON")
 
 
-def form_of(body: GenerationFields) -> sampling_pb2.StructuredOutput | None:
+class FormFields(Protocol):
+    """The fields of a body that give a form."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: JsonSchema | None
+    guided_regex: str | None
+    guided_choice: Choices | None
+    guided_grammar: str | None
+    json_schema: JsonSchema | None
+    regex: str | None
+    ebnf: str | None
+    grammar: str | None
+    structural_tag: str | None
+
+
+def form_of(body: FormFields) -> sampling_pb2.StructuredOutput | None:
     """The form that a body asks for. Raises `PydanticCustomError` if it asks for several, or names none."""
     forms = dict(_forms(body))
     if len(forms) > 1:
@@ -63,7 +76,7 @@ def form_of(body: GenerationFields) -> sampling_pb2.StructuredOutput | None:
     return next(iter(forms.values()), None)
 
 
-def _forms(body: GenerationFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
+def _forms(body: FormFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
     found: list[tuple[str, _Message | None]] = [
         ("response_format", _of_response_format(body.response_format)),
         ("structured_outputs", _of_structured_outputs(body.structured_outputs)),

@@ -10,7 +10,7 @@ from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.sampling.grammar_mask import FLOOR, apply_masks
 from services.dense_worker.sampling.sampler import Sampler
-from tests.support.forms import EOS, Forms, make_vocabulary
+from tests.support.dense.forms import EOS, Forms, make_vocabulary
 
 VOCAB_SIZE = 290  # fewer than the tokenizer has
 DIGITS = StructuredOutput(Constraint.REGEX, "[0-9]+")
