@@ -6,11 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.sampling_params import SamplingParams
+from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
-_COMPOUND = ("logit_bias", "bad_words", "allowed_token_ids", "structured_output")
+_COMPOUND = ("logit_bias", "bad_words", "allowed_token_ids", "structured_output", "reasoning_limit")
 _SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPOUND)
 
 
@@ -22,6 +22,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
         bad_words=[sampling_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
         allowed_token_ids=params.allowed_token_ids,
         structured_output=_encode_structured_output(params.structured_output),
+        reasoning_limit=_encode_reasoning_limit(params.reasoning_limit),
     )
 
 
@@ -39,7 +40,19 @@ def decode_sampling(message: sampling_pb2.SamplingParams, **defaults: Any) -> Sa
         given["allowed_token_ids"] = tuple(sorted(set(message.allowed_token_ids)))
     if message.HasField("structured_output"):
         given["structured_output"] = _decode_structured_output(message.structured_output)
+    if message.HasField("reasoning_limit"):
+        limit = message.reasoning_limit
+        begin_token_id = limit.begin_token_id if limit.HasField("begin_token_id") else None
+        given["reasoning_limit"] = ReasoningLimit(limit.max_tokens, limit.end_token_id, begin_token_id)
     return SamplingParams(**{**defaults, **given})
+
+
+def _encode_reasoning_limit(limit: ReasoningLimit | None) -> sampling_pb2.ReasoningLimit | None:
+    if limit is None:
+        return None
+    return sampling_pb2.ReasoningLimit(
+        max_tokens=limit.max_tokens, end_token_id=limit.end_token_id, begin_token_id=limit.begin_token_id
+    )
 
 
 def _encode_structured_output(form: StructuredOutput | None) -> sampling_pb2.StructuredOutput | None:

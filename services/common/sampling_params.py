@@ -26,12 +26,22 @@ MAX_ALLOWED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningLimit:
+    """The longest reasoning of an output. Where it is reached, the end marker is the only token that is sampled."""
+
+    max_tokens: int  # output tokens before the end marker, the begin marker included
+    end_token_id: int
+    begin_token_id: int | None = None  # among the first 4 output tokens or not at all; None: it has begun already
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to pick the next token from the logits. The defaults sample from the model's own distribution.
 
     They are applied in this order, each to the result of the one before: `logit_bias`, repetition, frequency and
-    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `structured_output`, temperature, `top_k`,
-    `top_p`, `min_p`. Where those before it exclude all tokens that continue the form, they do not apply: the form wins.
+    presence penalty, `bad_words`, `min_tokens`, `allowed_token_ids`, `reasoning_limit`, `structured_output`,
+    temperature, `top_k`, `top_p`, `min_p`. Where those before `structured_output` exclude all tokens that continue the
+    form, they do not apply: the form wins.
     """
 
     temperature: float = 1.0  # [0, 100]; below 1e-5 the most likely token is taken (greedy)
@@ -49,6 +59,7 @@ class SamplingParams:
     # `min_tokens` exclude all of these tokens, all of them are equally likely.
     allowed_token_ids: tuple[int, ...] = ()
     structured_output: StructuredOutput | None = None  # the form of the output's text; None: any text
+    reasoning_limit: ReasoningLimit | None = None  # None: reasoning is not limited
 
     @property
     def is_greedy(self) -> bool:
@@ -94,6 +105,9 @@ class SamplingParams:
         for i, word in enumerate(self.bad_words):
             _check_token_ids(f"bad_words[{i}]", word, vocab_size)
         _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.reasoning_limit is not None:
+            markers = (self.reasoning_limit.end_token_id, self.reasoning_limit.begin_token_id or 0)
+            _check_token_ids("reasoning_limit", markers, vocab_size)
 
     def check_choice(self, stop_token_ids: Iterable[int]) -> None:
         """Raises `InvalidRequest` if bad words and `min_tokens` exclude all of `allowed_token_ids` from the start."""

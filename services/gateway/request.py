@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.sampling_messages import decode_sampling
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, SamplingParams
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, ReasoningLimit, SamplingParams
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat
+from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.pb import gateway_pb2
@@ -128,6 +129,10 @@ async def read_request(
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
     stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
     sampling.check_choice(stop_token_ids)
+    parsing = None
+    if chat is not None:
+        parsing = _read_parsing(chat, tokenizer, prompt_token_ids)
+        sampling = replace(sampling, reasoning_limit=_read_reasoning_limit(chat, parsing, tokenizer))
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
@@ -147,8 +152,22 @@ async def read_request(
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         traceparent=message.traceparent,
-        parsing=None if chat is None else _read_parsing(chat, tokenizer, prompt_token_ids),
+        parsing=parsing,
     )
+
+
+def _read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokenizer) -> ReasoningLimit | None:
+    max_tokens, beginning = chat.max_reasoning_tokens, None if parsing is None else parsing.beginning
+    if max_tokens is None or beginning in (None, Beginning.CONTENT):
+        return None
+    begin_token_id, end_token_id = map(tokenizer.token_id, (BEGIN, END))
+    if begin_token_id is None or end_token_id is None:
+        raise InvalidRequest(
+            f"max_reasoning_tokens is {max_tokens}, but {BEGIN} and {END} are not single tokens of this model, so it "
+            "cannot be made to end its reasoning",
+            "max_reasoning_tokens",
+        )
+    return ReasoningLimit(max_tokens, end_token_id, begin_token_id if beginning is Beginning.EITHER else None)
 
 
 async def read_text_or_chat(

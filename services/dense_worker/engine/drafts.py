@@ -25,11 +25,12 @@ class DraftSource(Protocol):
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """The number of drafts that a step may have after a sequence's remaining tokens.
 
-    Drafts never take budget or blocks from other sequences. Sequences with penalties, bad words or a form of the output
-    get no drafts: these options depend on the previous tokens, which are uncertain after a draft.
+    Drafts never take budget or blocks from other sequences. Sequences with penalties, bad words, a form of the output or
+    a limit of reasoning get no drafts: these options depend on the previous tokens, which are uncertain after a draft.
     """
     sampling = sequence.sampling
-    if sequence.num_pending_tokens or sampling.has_penalties or sampling.bad_words or sequence.grammar is not None:
+    depends_on_past = sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None
+    if sequence.num_pending_tokens or depends_on_past or sequence.grammar is not None:
         return 0
     ledger, num_remaining = session.ledger, sequence.num_remaining_tokens
     num_blocks = sequence.num_blocks + sequence.num_reserved_blocks + ledger.num_available_blocks

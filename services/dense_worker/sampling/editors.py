@@ -9,6 +9,7 @@ from services.dense_worker.sampling.logit_bias import LogitBias
 from services.dense_worker.sampling.logits_editor import LogitsEditor
 from services.dense_worker.sampling.min_tokens import MinTokens
 from services.dense_worker.sampling.penalties import Penalties
+from services.dense_worker.sampling.reasoning_limit import ReasoningLimit
 
 # In the order of application, which `SamplingParams` documents.
 EDITORS: tuple[type[LogitsEditor], ...] = (
@@ -17,5 +18,6 @@ EDITORS: tuple[type[LogitsEditor], ...] = (
     BadWords,
     MinTokens,
     AllowedTokens,
+    ReasoningLimit,
     GrammarMask,
 )

@@ -77,6 +77,9 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message.chat.CopyFrom(chat_of(body))
     message.chat.tool_choice = choice_text(body.tool_choice)
     message.chat.reasoning_effort = body.reasoning_effort or ""
+    budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens
+    if budget not in (None, ALL):
+        message.chat.max_reasoning_tokens = budget
     if body.parallel_tool_calls is not None:
         message.chat.parallel_tool_calls = body.parallel_tool_calls
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

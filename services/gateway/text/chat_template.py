@@ -81,6 +81,7 @@ class Chat:
     continue_final_message: bool = False  # leave the last message open; excludes the one above
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     tools: Tools = NO_TOOLS
+    max_reasoning_tokens: int | None = None  # of the answer; None: no limit
 
 
 class ChatTemplate:

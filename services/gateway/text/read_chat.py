@@ -28,6 +28,13 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     is_parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
     tools = read_tools(chat.tools, chat.tool_choice, is_parallel)
     formats.check(tools)
+    max_reasoning_tokens = chat.max_reasoning_tokens if chat.HasField("max_reasoning_tokens") else None
+    if max_reasoning_tokens is not None and formats.reasoning is None:
+        raise InvalidRequest(
+            f"max_reasoning_tokens is {max_reasoning_tokens}, but this model is not known to reason: its chat template "
+            "has no markers of reasoning, and gateway.reasoning_parser names none",
+            "max_reasoning_tokens",
+        )
     continues = chat.continue_final_message
     return Chat(
         messages,
@@ -35,6 +42,7 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
         continues,
         _read_template_kwargs(chat),
         tools,
+        max_reasoning_tokens,
     )
 
 

@@ -81,6 +81,10 @@ class Tokenizer:
         """Each token as the tokenizer writes it; empty for ids that it does not know."""
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(token_ids))]
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token by its name; None if there is no such token."""
+        return self._backend.token_to_id(token)
+
     async def write_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Like `decode`, but off the event loop if there are many tokens."""
         return await self.off_loop(len(token_ids), self.decode, token_ids, skip_special_tokens)

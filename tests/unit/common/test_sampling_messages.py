@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling, encode_sampling
-from services.common.sampling_params import SamplingParams
+from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
@@ -36,6 +36,7 @@ PARAMS = st.builds(
     bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), max_size=5).map(tuple),
     allowed_token_ids=st.sets(TOKENS, max_size=5).map(lambda token_ids: tuple(sorted(token_ids))),
     structured_output=st.none() | FORMS,
+    reasoning_limit=st.none() | st.builds(ReasoningLimit, TOKENS, TOKENS, st.none() | TOKENS),
 )
 
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.gateway.http.schemas.answers import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.http.schemas.base import CountOrAll, Int64, RequestModel, at_most
+from services.gateway.http.schemas.base import CountOrAll, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.sampling import GenerationFields
 from services.gateway.http.schemas.tools import (
     AnswerToolCall,
@@ -143,6 +143,12 @@ class ChatRequest(GenerationFields):
     reasoning_effort: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = Field(
         None, description="Variable of the chat template"
     )
+    max_reasoning_tokens: UInt32 | None = Field(
+        None, description="Longest reasoning in tokens; after that the model must end it. Default: no limit"
+    )
+    thinking_token_budget: CountOrAll | None = Field(
+        None, description="Another name of max_reasoning_tokens, as in vLLM; -1: no limit"
+    )
     include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
@@ -168,6 +174,13 @@ class ChatRequest(GenerationFields):
                 "max_completion_tokens",
                 "max_tokens is {old} and max_completion_tokens {new}: they mean the same",
                 {"old": self.max_tokens, "new": self.max_completion_tokens, "field": "max_completion_tokens"},
+            )
+        budget = self.thinking_token_budget
+        if None not in (budget, self.max_reasoning_tokens) and budget != self.max_reasoning_tokens:
+            raise PydanticCustomError(
+                "thinking_token_budget",
+                "max_reasoning_tokens is {one} and thinking_token_budget {other}: they mean the same",
+                {"one": self.max_reasoning_tokens, "other": budget, "field": "thinking_token_budget"},
             )
         return self
 

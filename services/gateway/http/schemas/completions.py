@@ -41,10 +41,12 @@ class CompletionRequest(GenerationFields):
         "kv_transfer_params": (),
         "prompt_embeds": (),
         "suffix": ("",),
+        "thinking_token_budget": (),
         "vllm_xargs": ({},),
         # fields of chats
         "functions": ([],),
         "max_completion_tokens": (),
+        "max_reasoning_tokens": (),
         "messages": (),
         "tools": ([],),
         "top_logprobs": (),

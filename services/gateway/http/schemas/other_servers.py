@@ -44,6 +44,5 @@ VLLM: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (),
     "use_beam_search": (False,),
 }

@@ -65,7 +65,6 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("logits_processors", ["x"], ([],)),
     ("use_beam_search", True, (False,)),
     ("length_penalty", 2.0, (1, 1.0)),
-    ("thinking_token_budget", 10, ()),
 ]
 
 
