@@ -25,7 +25,7 @@ class DraftSource(Protocol):
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """The number of drafts that a step may have after a sequence's remaining tokens.
 
-    Drafts never take budget or blocks from other sequences. Sequences with penalties, bad words, a form of the output or
+    Drafts never take budget or blocks from other sequences. Sequences with penalties, bad words, a form of output or
     a limit of reasoning get no drafts: these options depend on the previous tokens, which are uncertain after a draft.
     """
     sampling = sequence.sampling

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.chat_models import TIME, WEATHER, prompt_text, with_chat_model
+from tests.support.chats.chat_models import TIME, WEATHER, prompt_text, with_chat_model
 from tests.support.running_gateway import RunningGateway
 
 USER: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from services.pb import gateway_pb2
-from tests.support.chat_models import TOKENIZER, WEATHER, answer_tokens, prompt_text, with_chat_model
+from tests.support.chats.chat_models import TOKENIZER, WEATHER, answer_tokens, prompt_text, with_chat_model
 from tests.support.running_gateway import RunningGateway
 
 USER: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]

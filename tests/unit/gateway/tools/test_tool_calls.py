@@ -10,7 +10,7 @@ import openai
 from transformers import AutoTokenizer
 
 from services.pb import gateway_pb2
-from tests.support.chat_models import TIME, TOKENIZER, WEATHER, prompt_text, with_chat_model
+from tests.support.chats.chat_models import TIME, TOKENIZER, WEATHER, prompt_text, with_chat_model
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway
 
