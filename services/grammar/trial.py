@@ -10,6 +10,7 @@ the answer says whether the vocabulary can be used, each further line answers on
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import resource
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MAX_CPU_S = 3  # for one form
 MAX_MEMORY_BYTES = 3 * 2**30  # of address space
 STACK_BYTES = 2**20  # what fits here fits the stacks of the dense worker's threads, which are larger
+NICENESS = 5  # streams come first
 MAX_MASK_S = 0.05  # CPU time to find the tokens that may come next
 NUM_WALKS = 3
 NUM_STEPS = 16  # tokens of a walk
@@ -41,6 +43,7 @@ _NOT_EMPTY = re.compile(rb"[^\0]", re.DOTALL)
 
 def main() -> None:
     """Serves until standard input ends."""
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

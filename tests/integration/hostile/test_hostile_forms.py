@@ -1,0 +1,84 @@
+"""Forms that explode: each is answered, within its bounds, and a normal stream goes on meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.clients.http_clients import client
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.undisturbed import assert_undisturbed
+
+PATH = "/v1/completions"
+BODY = {"prompt": "a", "max_tokens": 5}
+BAD_FORMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "a schema of a megabyte": (400, {"guided_json": {"type": "string", "description": "x" * 2**20}}),
+    "a schema of a megabyte as text": (400, {"guided_json": json.dumps({"enum": ["x" * 2**20]})}),
+    "10,000 properties": (400, {"guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}}),
+    "a reference to itself": (400, {"guided_json": {"$ref": "#"}}),
+    "a million repetitions": (400, {"guided_regex": "a{1000000}"}),
+    "repeated repetitions": (400, {"guided_regex": "((a{100}){100}){100}"}),
+    "100,000 choices": (400, {"guided_choice": [str(i) for i in range(60_000)]}),
+    "no choices": (400, {"structured_outputs": {"choice": []}}),
+    "an empty choice": (400, {"structured_outputs": {"choice": [""]}}),
+    "deep parentheses": (400, {"guided_grammar": "start: " + "(" * 100_000 + '"a"' + ")" * 100_000}),
+    "an endless text": (400, {"guided_grammar": 'start: "a" start'}),
+    "a tag that is no JSON": (400, {"structured_outputs": {"structural_tag": "[" * 100_000}}),
+    "10,000 values": (200, {"guided_json": {"enum": [f"value {i}" for i in range(10_000)]}}),
+    "catastrophic for others": (200, {"guided_regex": "(a+)+b"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("forms")) as cluster:
+        with client(cluster.http_address) as http:  # so that the process that tries forms is there
+            assert http.post(PATH, json=BODY | {"guided_choice": ["a"]}).status_code == 200
+        yield cluster
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("name", BAD_FORMS)
+def test_a_form_disturbs_nobody(cluster: Cluster, name: str) -> None:
+    status, form = BAD_FORMS[name]
+    dense_worker = cluster.pid_of("dense_worker")
+
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            for _ in range(3):  # answers are kept, so only the first one is expensive
+                check(http.post(PATH, json=BODY | form), status)
+
+    assert_undisturbed(cluster, attack)
+    assert cluster.pid_of("dense_worker") == dense_worker
+
+
+def check(response: httpx2.Response, status: int) -> None:
+    assert response.status_code == status, response.text[:500]
+    if status >= 400:
+        message = response.json()["error"]["message"]
+        assert "structured_output" in message or "elements" in message, message
+        assert len(message) < 500
+
+
+def test_new_forms_in_great_number(cluster: Cluster) -> None:
+    """Each is another one, so that none is kept; most find the queue full."""
+
+    def attack() -> None:
+        bodies = [BODY | {"guided_regex": f"a{{100000}}b{{{i}}}"} for i in range(8)]
+        with client(cluster.http_address) as http:
+            for body in bodies:
+                assert http.post(PATH, json=body).status_code in (200, 400, 429)
+
+    assert_undisturbed(cluster, attack)
+
+
+def test_a_form_of_bytes_that_are_no_text(cluster: Cluster) -> None:
+    with client(cluster.http_address) as http:
+        for text in (b"\xff", b"\\ud800"):
+            data = b'{"prompt": "a", "max_tokens": 2, "guided_regex": "' + text + b'"}'
+            response = http.post(PATH, content=data, headers={"content-type": "application/json"})
+            assert response.status_code == 400, response.text

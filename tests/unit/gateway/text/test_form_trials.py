@@ -1,0 +1,190 @@
+"""Forms are tried in a process of their own: every form gets an answer, and the process is there for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import CapacityError, InvalidRequest
+from services.common.structured_output import MAX_CHOICES, Constraint, StructuredOutput
+from services.gateway.text import form_trials
+from services.gateway.text.form_trials import FormTrials
+from tests.support.process_memory import resident_bytes
+
+GOOD = StructuredOutput(Constraint.REGEX, "[0-9]+")
+MAX_RESIDENT_BYTES = 3 * 2**30
+
+
+def schema(value: object) -> StructuredOutput:
+    return StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(value))
+
+
+def regex(pattern: str) -> StructuredOutput:
+    return StructuredOutput(Constraint.REGEX, pattern)
+
+
+def grammar(text: str) -> StructuredOutput:
+    return StructuredOutput(Constraint.GRAMMAR, text)
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Each definition names the next one twice."""
+    definitions: dict[str, Any] = {f"d{length}": {"type": "string"}}
+    for i in range(length):
+        reference = {"$ref": f"#/$defs/d{i + 1}"}
+        definitions[f"d{i}"] = {"type": "object", "properties": {"x": reference, "y": reference}}
+    return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+REFUSED = {
+    "a reference to itself": schema({"$ref": "#"}),
+    "a cycle of references": schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"},
+                                                                    "b": {"$ref": "#/$defs/a"}}}),
+    "another document": schema({"$ref": "http://127.0.0.1:9/schema"}),
+    "10,000 properties": schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}),
+    "alternatives of alternatives": schema({"allOf": [{"anyOf": [
+        {"type": "object", "properties": {f"k{i}_{j}": {"const": j}}, "required": [f"k{i}_{j}"]}
+        for j in range(4)]} for i in range(12)]}),
+    "deep": StructuredOutput(Constraint.JSON_SCHEMA, '{"items":' * 20_000 + "{}" + "}" * 20_000),
+    "nothing": schema({"enum": []}),
+    "no JSON": StructuredOutput(Constraint.JSON_SCHEMA, "\0"),
+    "a surrogate": StructuredOutput(Constraint.REGEX, "\ud800"),
+    "a million repetitions": regex("a{1000000}"),
+    "repeated repetitions": regex("((a{100}){100}){100}"),
+    "deep parentheses": regex("(" * 50_000 + "a" + ")" * 50_000),
+    "look-around": regex("(?<=a)b"),
+    "an endless text": grammar('start: "a" start'),
+    "an empty cycle": grammar("start: start"),
+    "deep GBNF": grammar("root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "deep Lark": grammar("start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "wide GBNF": grammar("root ::= " + " ".join(f"r{i}" for i in range(5_000)) + "\n"
+                         + "\n".join(f'r{i} ::= "x" | r{i * 7 % 5_000}' for i in range(5_000))),
+    "an empty grammar": grammar(""),
+    "deep formats": StructuredOutput(Constraint.STRUCTURAL_TAG, "[" * 100_000),
+}  # fmt: skip
+ACCEPTED = {
+    "10,000 values": schema({"enum": [f"value {i}" for i in range(10_000)]}),
+    "10,000 choices": StructuredOutput(Constraint.CHOICE, choices=tuple(f"c {i}" for i in range(MAX_CHOICES))),
+    "a tree": schema({"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {
+        "left": {"$ref": "#/$defs/t"}, "right": {"$ref": "#/$defs/t"}}}}}),
+    "a chain": schema(chain(100)),
+    "catastrophic for others": regex("(a+)+b"),
+    "NUL": regex("a\0b"),
+    "every character": StructuredOutput(Constraint.CHOICE, choices=('"\\\0\n😀é/#',)),
+    "many items": schema({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+}  # fmt: skip
+
+
+@asynccontextmanager
+async def trials() -> AsyncIterator[FormTrials]:
+    made = FormTrials({"path": str(EMBEDDED_MODEL), "vocab_size": 1024, "eos_token_ids": [2], "is_optional": False})
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def run(test: Callable[[FormTrials], Awaitable[None]]) -> None:
+    async def body() -> None:
+        async with trials() as made:
+            await test(made)
+
+    asyncio.run(body())
+
+
+def test_expensive_and_impossible_forms_are_refused_and_the_next_one_is_not() -> None:
+    async def test(made: FormTrials) -> None:
+        for name, form in REFUSED.items():
+            with pytest.raises(InvalidRequest, match=r"structured_output cannot be used: .") as refused:
+                await made.compile(form)
+            assert len(str(refused.value)) < 500, name
+            assert (await made.compile(GOOD)).constraint is Constraint.GRAMMAR, name
+            if made._process is not None:
+                assert resident_bytes(made._process.pid) < MAX_RESIDENT_BYTES, name
+
+    run(test)
+
+
+def test_large_and_odd_forms_are_accepted() -> None:
+    async def test(made: FormTrials) -> None:
+        for name, form in ACCEPTED.items():
+            compiled = await made.compile(form)
+            assert compiled.constraint is Constraint.GRAMMAR, name
+            assert await made.compile(compiled) == compiled, "a grammar stays as it is"
+
+    run(test)
+
+
+def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form() -> None:
+    async def test(made: FormTrials) -> None:
+        await made.compile(GOOD)
+        assert made._process is not None
+        waiting = asyncio.create_task(made.compile(regex("b+")))
+        await asyncio.sleep(0)
+        os.kill(made._process.pid, signal.SIGXCPU)  # as the limit of CPU time does
+        with pytest.raises(InvalidRequest, match="too long to compile"):
+            await waiting
+        assert await made.compile(regex("c+"))
+
+    run(test)
+
+
+def test_results_are_kept_by_value() -> None:
+    async def test(made: FormTrials) -> None:
+        first = await made.compile(GOOD)
+        with pytest.raises(InvalidRequest) as refused:
+            await made.compile(regex("("))
+        await made.close()
+        assert await made.compile(StructuredOutput(Constraint.REGEX, "[0-9]+")) is first
+        with pytest.raises(InvalidRequest) as again:
+            await made.compile(regex("("))
+        assert str(again.value) == str(refused.value) and made._process is None
+
+    run(test)
+
+
+def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: FormTrials) -> None:
+        for i in range(8):
+            await made.compile(regex(f"a{{{i}}}b"))
+        assert len(made._results) == 4 and made._num_bytes < 4 * 200
+        monkeypatch.setattr(form_trials, "MAX_KEPT_BYTES", 0)
+        await made.compile(GOOD)
+        assert not made._results and made._num_bytes == 0
+
+    monkeypatch.setattr(form_trials, "MAX_KEPT", 4)
+    run(test)
+
+
+def test_one_trial_serves_all_who_wait_for_the_form_whoever_gives_up() -> None:
+    async def test(made: FormTrials) -> None:
+        tasks = [asyncio.create_task(made.compile(GOOD)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert len(made._running) == 1
+        tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert len({id(each) for each in results[1:]}) == 1 and isinstance(results[1], StructuredOutput)
+
+    run(test)
+
+
+def test_no_more_forms_wait_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: FormTrials) -> None:
+        tasks = [asyncio.create_task(made.compile(regex(f"x{i}"))) for i in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match="3 forms of structured output wait to be compiled, at most 3"):
+            await made.compile(GOOD)
+        assert len(await asyncio.gather(*tasks)) == 3
+        assert await made.compile(GOOD)
+
+    monkeypatch.setattr(form_trials, "MAX_WAITING", 3)
+    run(test)
