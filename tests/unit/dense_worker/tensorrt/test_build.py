@@ -259,6 +259,21 @@ def test_command_builds_measures_and_inspects(
     assert len(list(plans.glob("*.plan"))) == 3
 
 
+def test_command_builds_and_measures_both_kinds_of_weights(
+    on_an_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, plans = write_config(tmp_path / "model", "qwen3"), tmp_path / "plans"
+    arguments = ("--model", model, "--output-dir", plans, "--load-format", "dummy", "--dtype", "float16")
+    arguments += ("--profiles", "1-4", "--engine-weights")
+    assert command(*arguments, "auto") == 0
+    printed = capsys.readouterr().out
+    assert "weights as inputs, and torch" in printed and "weights as constants, and torch" in printed
+    assert len(list(plans.glob("*.plan"))) == 6
+    for kind in ("inputs", "constants"):
+        assert command(*arguments, kind) == 0
+    assert "building" not in capsys.readouterr().out
+
+
 def test_command_builds_from_an_export(
     on_an_h200: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
