@@ -11,6 +11,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import add_error_handlers
 from services.gateway.http.routes.completions import completion_routes
+from services.gateway.http.routes.messages import messages_routes
 from services.gateway.http.routes.metrics import metrics_routes
 from services.gateway.http.routes.page import page_routes
 from services.gateway.http.routes.server import server_routes
@@ -28,6 +29,7 @@ def build_app(
     app.add_middleware(Authorize, access=frontend.access)
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
+    app.include_router(messages_routes(frontend, section))
     app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
     app.include_router(triton_routes(triton, section))

@@ -1,4 +1,4 @@
-"""Checks a request's API key before its body is read."""
+"""Checks a request's API key before its body is read. Anthropic's clients send it as `x-api-key`."""
 
 from __future__ import annotations
 
@@ -39,15 +39,19 @@ class Authorize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN_PATHS:
-            values = [value for name, value in scope["headers"] if name == b"authorization"]
             forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == _FORWARDED_FOR]
             peer, _ = scope.get("client") or (None, None)
             address = self._access.client_addresses.find(peer, forwarded)
             try:
-                scope["state"]["caller"] = self._access.identify(
-                    values[0].decode("latin-1") if values else None, address
-                )
+                scope["state"]["caller"] = self._access.identify(_authorization(scope), address)
             except Unauthenticated as error:
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str | None:
+    """The value of the header `authorization`, or one made from `x-api-key`."""
+    headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first one counts
+    key = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (None if key is None else f"Bearer {key}")

@@ -7,9 +7,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
-from services.gateway.http.errors import error_response
+from services.gateway.http.errors import error_response, is_anthropic
 from services.gateway.http.host_check import HostCheck
-from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, read_request_id
+from services.gateway.http.request_id import ANTHROPIC_HEADER, REQUEST_ID_HEADER, new_request_id, read_request_id
 
 log = structlog.get_logger()
 
@@ -31,16 +31,17 @@ class Envelope:
         except InvalidRequest as error:
             request_id, refusal = new_request_id(), error
         scope["state"]["request_id"] = request_id
-        id_header = (REQUEST_ID_HEADER.encode(), request_id.encode())
+        names = (REQUEST_ID_HEADER, ANTHROPIC_HEADER) if is_anthropic(scope) else (REQUEST_ID_HEADER,)
+        id_headers = [(name.encode(), request_id.encode()) for name in names]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *id_headers]
             await send(message)
 
         refusal = refusal or self._host_check.refuse(scope["headers"]) or self._refuse_length(scope)
         if refusal is not None:
-            await error_response(refusal, scope["path"])(scope, receive, send_with_id)
+            await error_response(refusal, scope)(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, self._limited(receive), send_with_id)

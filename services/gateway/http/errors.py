@@ -1,4 +1,4 @@
-"""Turns errors into OpenAI's error objects with an HTTP status. No other module does this for HTTP."""
+"""Turns errors into error objects of OpenAI, Anthropic or KServe with an HTTP status. No other module does it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
+from services.gateway.http.schemas.anthropic.answers import ErrorBody as AnthropicErrorBody
 from services.gateway.metrics import GatewayMetrics
 
 log = structlog.get_logger()
@@ -24,6 +26,14 @@ log = structlog.get_logger()
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 # OpenAI's error types; clients look at the status first.
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {
+    **TYPES,
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ErrorObject(TypedDict):
@@ -65,6 +75,7 @@ STATUS_DESCRIPTIONS = {
     504: "The request took too long",
 }
 ERROR_RESPONSES = _error_responses(ErrorBody)
+ANTHROPIC_ERROR_RESPONSES = _error_responses(AnthropicErrorBody)
 INFERENCE_ERROR_RESPONSES = _error_responses(TextErrorBody)
 
 
@@ -95,8 +106,15 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     return 500, error_object(f"internal error: {type(error).__name__}", status=500, code="internal")
 
 
-def error_response(error: Exception, path: str = "") -> Response:
-    """The whole answer to a failed request, with Retry-After if a retry may help. `path`: that of the request."""
+def anthropic_error(error: Exception, request_id: str) -> AnthropicErrorBody:
+    """The same as Anthropic's object, see "Errors" in its reference."""
+    status, body = describe(error)
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}, "request_id": request_id}
+
+
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The whole answer to a failed request, with Retry-After if a retry may help."""
     status, body = describe(error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.headers:
@@ -108,7 +126,11 @@ def error_response(error: Exception, path: str = "") -> Response:
             headers["retry-after"] = "1"
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-    answer: ErrorBody | TextErrorBody = {"error": body["error"]["message"]} if is_inference_path(path) else body
+    answer: ErrorBody | TextErrorBody | AnthropicErrorBody = body
+    if is_inference_path(scope["path"]):
+        answer = {"error": body["error"]["message"]}
+    elif is_anthropic(scope):
+        answer = anthropic_error(error, scope["state"]["request_id"])
     return Response(to_json(answer), status, headers, media_type="application/json")
 
 
@@ -117,13 +139,21 @@ def is_inference_path(path: str) -> bool:
     return path == "/v2" or path.startswith("/v2/")
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the request expects answers in Anthropic's form. Both vendors have the path /v1/models."""
+    path = scope["path"]
+    if path.startswith("/v1/models"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
 def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
     """Makes all routes answer with error objects. Counts validation errors; others are counted where they arise."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             metrics.on_rejected(InvalidRequest(""))
-        return error_response(error, request.url.path)
+        return error_response(error, request.scope)
 
     for kind in (TwostrokeError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

@@ -10,6 +10,7 @@ from starlette.types import Scope
 from services.common.errors import InvalidRequest
 
 REQUEST_ID_HEADER = "x-request-id"
+ANTHROPIC_HEADER = "request-id"  # a second name, where Anthropic's client looks for the id
 MAX_CHARACTERS = 100  # a request with several prompts appends a number, and the gateway's limit is 128
 _VALID = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_CHARACTERS)
 

@@ -42,6 +42,18 @@ def events(text: str) -> list[Any]:
     return [json.loads(data) for data in datas[:-1]]
 
 
+def named_events(text: str) -> list[Any]:
+    """The objects of a stream of events whose names are the types of the objects. Fails if the stream is incomplete."""
+    *parts, rest = text.split("\n\n")
+    assert rest == "", "an event was cut"
+    objects = []
+    for part in parts:
+        name, data = part.split("\n")
+        objects.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {objects[-1]['type']}", part
+    return objects
+
+
 def request_bytes(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:
     """The bytes of a POST request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()

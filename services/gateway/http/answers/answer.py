@@ -21,12 +21,11 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
 from services.gateway.http.answers.json_pieces import json_pieces
 from services.gateway.http.connection import ClientGone, while_connected
-from services.gateway.http.errors import describe
 from services.pb import gateway_pb2
 
 log = structlog.get_logger()
 
-DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"  # the end of OpenAI's older streams
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -38,6 +37,8 @@ class Format(Protocol):
     """The objects of one kind of answer. `prompt_index` is the index of a prompt in the request."""
 
     param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
+    has_event_names: bool  # whether the `type` of a streamed object is also the name of its event
+    end_of_stream: bytes  # follows the last event of a complete stream
 
     def begin(self, prompts: Sequence[list[int]]) -> None:
         """Takes the token ids of each prompt; called before all other methods."""
@@ -53,6 +54,9 @@ class Format(Protocol):
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
         """The object with all answers, grouped by prompt."""
+
+    def failure(self, error: Exception) -> Sequence[Any]:
+        """The last objects of a stream that fails."""
 
 
 class Answer(Response):
@@ -117,7 +121,13 @@ class Answer(Response):
 
     def _encode_chunk(self, prompt_index: int, chunk: Chunk) -> bytes:
         objects = self._format.chunk(prompt_index, chunk)
-        return b"".join([piece for each in objects for piece in (b"data: ", *json_pieces(each), b"\n\n")])
+        has_names = self._format.has_event_names
+        return b"".join(
+            [piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")]
+        )
+
+    def _events(self, objects: Sequence[Any]) -> bytes:
+        return events(objects, has_names=self._format.has_event_names)
 
     async def _start(self, generations: Generations, caller: Caller) -> None:
         if self._is_stream:
@@ -136,7 +146,7 @@ class Answer(Response):
     ) -> None:
         """Sends each chunk as it arrives. `send` waits while the client does not read."""
         form = self._format
-        body = events(form.opening())
+        body = self._events(form.opening())
         try:
             if body and not first.done():
                 await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -147,20 +157,24 @@ class Answer(Response):
                 if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
                     body += await asyncio.to_thread(self._encode_chunk, prompt_index, chunk)
                 else:
-                    body += events(form.chunk(prompt_index, chunk))
+                    body += self._events(form.chunk(prompt_index, chunk))
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
                 next_chunk = await generations.next_chunk()
-            end = events(form.closing()) + DONE
+            end = self._events(form.closing()) + form.end_of_stream
         except Exception as error:  # after any error the client must not take the stream for complete
-            end = events([describe(error)[1]])
+            end = self._events(form.failure(error))
         await send({"type": "http.response.body", "body": body + end, "more_body": False})
 
 
-def events(objects: Sequence[Any]) -> bytes:
-    """The objects as server-sent events (HTML standard, "Interpreting an event stream")."""
-    return b"".join([b"data: " + to_json(each) + b"\n\n" for each in objects])
+def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
+    """The objects as server-sent events (HTML standard, "Interpreting an event stream"). See `has_event_names`."""
+    return b"".join([_start(each, has_names) + to_json(each) + b"\n\n" for each in objects])
+
+
+def _start(event: Any, has_name: bool) -> bytes:
+    return b"event: " + event["type"].encode() + b"\ndata: " if has_name else b"data: "
 
 
 def _check_can_stream(message: gateway_pb2.GenerateRequest) -> None:

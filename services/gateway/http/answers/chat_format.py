@@ -8,9 +8,11 @@ from typing import ClassVar
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.frontend import Frontend
+from services.gateway.http.answers.answer import DONE
 from services.gateway.http.answers.head import UsageCounter, head, running_usage, stop_reason
 from services.gateway.http.answers.logprobs import chat_logprobs, prompt_logprobs
 from services.gateway.http.answers.tool_calls import add_parts, delta_object, finish_reason
+from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.chat import (
     AnswerMessage,
@@ -35,6 +37,8 @@ class ChatFormat:
         "prompt_token_ids": "messages",
         "request_id": REQUEST_ID_HEADER,
     }
+    has_event_names = False
+    end_of_stream = DONE
 
     def __init__(self, frontend: Frontend, body: ChatRequest, request_id: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -98,6 +102,9 @@ class ChatFormat:
 
     def closing(self) -> Sequence[ChatChunkObject]:
         return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
+
+    def failure(self, error: Exception) -> Sequence[ErrorBody]:
+        return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ChatObject:
         [(completions, prompt)] = answers

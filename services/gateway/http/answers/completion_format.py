@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Prompt
 from services.gateway.frontend import Frontend
+from services.gateway.http.answers.answer import DONE
 from services.gateway.http.answers.head import UsageCounter, head, running_usage, stop_reason
 from services.gateway.http.answers.logprobs import LegacyLogprobsBuilder, prompt_logprobs
+from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.completions import (
     CompletionChoice,
@@ -23,6 +25,8 @@ class CompletionFormat:
     """The `Format` of completions. It belongs to one request, because it counts the characters of each answer."""
 
     param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER}
+    has_event_names = False
+    end_of_stream = DONE
 
     def __init__(self, frontend: Frontend, body: CompletionRequest, request_id: str) -> None:
         self._head = head(frontend, "text_completion", f"cmpl-{request_id}", body.model)
@@ -70,6 +74,9 @@ class CompletionFormat:
 
     def closing(self) -> Sequence[CompletionObject]:
         return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
+
+    def failure(self, error: Exception) -> Sequence[ErrorBody]:
+        return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> CompletionObject:
         choices = []

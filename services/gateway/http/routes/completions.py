@@ -42,7 +42,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         _check_prompts(body, section.max_prompts, limits.max_model_len)
         return Answer(
             frontend,
-            _traced(completion_messages(body, request_id, limits), request),
+            traced(completion_messages(body, request_id, limits), request),
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
@@ -60,7 +60,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request_id)
         return Answer(
             frontend,
-            _traced([chat_message(body, request_id, frontend.limits)], request),
+            traced([chat_message(body, request_id, frontend.limits)], request),
             ChatFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
@@ -80,7 +80,7 @@ def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int
         raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")
 
 
-def _traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
+def traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
     """Adds the caller's trace context to the messages, if the request has one."""
     for message in messages:
         message.traceparent = request.headers.get("traceparent", "")

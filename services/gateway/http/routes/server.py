@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from services.gateway import __version__
 from services.gateway.frontend import Frontend
-from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.errors import ERROR_RESPONSES, is_anthropic
+from services.gateway.http.schemas.anthropic.answers import ModelInfo, ModelPage
 from services.gateway.http.schemas.server import Health, Live, ModelList, ModelObject, Version
 
 
@@ -32,16 +34,30 @@ def server_routes(frontend: Frontend) -> APIRouter:
             "vocab_size": frontend.model.vocab_size,
         }
 
+    def model_info(name: str) -> ModelInfo:
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(start, UTC).isoformat(),
+            "max_input_tokens": frontend.model.max_model_len,
+            "max_tokens": frontend.model.max_model_len,
+        }
+
     @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})
-    async def list_models() -> ModelList:
-        """The served model, once under each of its names."""
-        return {"object": "list", "data": [model_object(name) for name in frontend.names.names]}
+    async def list_models(request: Request) -> ModelList | ModelPage:
+        """The served model, once under each of its names. With the header anthropic-version as Anthropic lists it."""
+        names = frontend.names.names
+        if is_anthropic(request.scope):
+            infos = [model_info(name) for name in names]
+            return {"data": infos, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": [model_object(name) for name in names]}
 
     @router.get("/v1/models/{name:path}", responses=model_errors)
-    async def retrieve_model(name: str) -> ModelObject:
+    async def retrieve_model(name: str, request: Request) -> ModelObject | ModelInfo:
         """The served model, if that is its name."""
         frontend.names.check(name)
-        return model_object(name)
+        return model_info(name) if is_anthropic(request.scope) else model_object(name)
 
     @router.get("/live")
     async def live() -> Live:

@@ -1,0 +1,58 @@
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.gateway.frontend import Frontend
+from services.gateway.http.answers.answer import Answer
+from services.gateway.http.answers.anthropic.messages_format import MessagesFormat
+from services.gateway.http.conversions.anthropic import anthropic_chat, anthropic_message
+from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
+from services.gateway.http.json_route import json_route
+from services.gateway.http.routes.completions import STREAM_CONTENT, traced
+from services.gateway.http.schemas.anthropic.answers import MessageObject, TokensCount
+from services.gateway.http.schemas.anthropic.request import CountTokensRequest, MessagesRequest
+from services.pb import gateway_pb2
+
+
+def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+    """The routes of one gateway."""
+    route_class = json_route(section.max_body_values)
+    router = APIRouter(route_class=route_class, tags=["Messages"], responses=ANTHROPIC_ERROR_RESPONSES)
+
+    @router.post(
+        "/v1/messages",
+        response_class=Response,
+        responses={200: {"model": MessageObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        message = anthropic_message(body, request_id)
+        await asyncio.sleep(0)
+        return Answer(
+            frontend,
+            traced([message], request),
+            MessagesFormat(frontend, body, request_id),
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCount:
+        """The number of tokens that the prompt would have."""
+        await asyncio.sleep(0)
+        body.log_unknown_fields(request.state.request_id)
+        frontend.names.check(body.model)
+        message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
+        [token_ids] = await frontend.tokenize([message], request.state.caller)
+        return {"input_tokens": len(token_ids)}
+
+    return router
