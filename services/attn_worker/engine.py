@@ -99,7 +99,7 @@ class AttentionEngine:
             new.token_ids,
             new.num_prompt_tokens,
             new.cache_salt.encode(),
-            ignores_prefix_cache=new.num_prompt_logprobs is not None,
+            ignores_prefix_cache=new.num_prompt_logprobs is not None or new.return_context_logits,
         )
         self.num_cached_tokens += result.num_cached_tokens
         attachment.request_ids[new.seq_id] = new.request_id

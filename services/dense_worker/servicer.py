@@ -25,7 +25,7 @@ from services.dense_worker.metrics import DenseMetrics
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog
-from services.step import PromptLogprobs
+from services.step import Logits, PromptLogprobs
 
 log = structlog.get_logger()
 
@@ -34,6 +34,8 @@ _REASONS = {
     FinishReason.LENGTH: dense_pb2.SequenceEnd.LENGTH,
     FinishReason.ERROR: dense_pb2.SequenceEnd.ERROR,
 }
+
+MAX_LOGITS_BYTES = 4 * 2**20  # of one message, which must fit into peers.max_message_bytes
 
 _POLL_S = 0.005
 _LEAVE_TIMEOUT_S = 10.0  # for the running step to end
@@ -162,6 +164,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         messages: dict[_Outbox, dense_pb2.StepOutput] = defaultdict(
             lambda: dense_pb2.StepOutput(step_id=report.step_id)
         )
+        self._deliver_logits(report)
         for sequence in report.started:
             if outbox := self._outbox_of(sequence):
                 messages[outbox].started.add(
@@ -184,6 +187,14 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 messages[outbox].admitted.append(sequence.seq_id)
         for outbox, message in messages.items():
             outbox.put_nowait(message)
+
+    def _deliver_logits(self, report: StepReport) -> None:
+        """Sends logits before the tokens that they belong to, in messages of limited size."""
+        for field, pairs in (("logits", report.logits), ("prompt_logits", report.prompt_logits)):
+            for sequence, logits in pairs:
+                if outbox := self._outbox_of(sequence):
+                    for part in encode_logits(logits):
+                        outbox.put_nowait(dense_pb2.StepOutput(step_id=report.step_id, **{field: [part]}))
 
     def _outbox_of(self, sequence: Sequence) -> _Outbox | None:
         """The outbox of a sequence; None if it was cancelled, even if its seq_id has been submitted again since."""
@@ -260,6 +271,8 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         cache_salt=submit.cache_salt,
         num_logprobs=submit.num_logprobs if submit.HasField("num_logprobs") else None,
         num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
+        return_context_logits=submit.return_context_logits,
+        return_generation_logits=submit.return_generation_logits,
         priority=submit.priority,
         tenant=submit.tenant,
         client=submit.client,
@@ -276,6 +289,21 @@ def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs
         start=logprobs.start,
         tokens=[encode_logprobs(token) for token in logprobs.tokens],
     )
+
+
+def encode_logits(logits: Logits) -> list[dense_pb2.Logits]:
+    """Messages of at most `MAX_LOGITS_BYTES`, or one row."""
+    values = logits.values
+    size = max(1, MAX_LOGITS_BYTES // values[0].nbytes)
+    return [
+        dense_pb2.Logits(
+            seq_id=logits.seq_id,
+            start=logits.start + first,
+            num_rows=len(values[first : first + size]),
+            values=values[first : first + size].tobytes(),
+        )
+        for first in range(0, len(values), size)
+    ]
 
 
 def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:

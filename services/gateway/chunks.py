@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.logits import Logits
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import Delta
 
@@ -41,10 +42,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt, for a request with `echo` or `prompt_logprobs`."""
+    """The prompt, for a request with `echo`, `prompt_logprobs` or `return_context_logits`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None  # of all tokens but the first, if requested and computed
+    logits: Logits | None = None  # after each token, if requested and computed
 
 
 @dataclass(slots=True)  # not frozen: a frozen one takes three times as long to make, and there is one per token
@@ -58,6 +60,7 @@ class Chunk:
     num_output_tokens: int  # all tokens of the answer so far
     finish: Finish | None  # on the last chunk
     prompt: Prompt | None  # on the first chunk of answer 0, if requested
+    logits: Logits | None = None  # of `token_ids`, if requested
     deltas: Sequence[Delta] = ()  # content, reasoning and calls, if they are told apart; `text` is the content
 
 
@@ -70,6 +73,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
+    logits: list[Logits] = field(default_factory=list)  # of `token_ids`, if requested
     parts: AnswerParts | None = None  # content, reasoning and calls, if they are told apart; `text` is the content
 
     def append(self, chunk: Chunk) -> None:
@@ -78,6 +82,8 @@ class Completion:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs or ()
         self.finish = chunk.finish
+        if chunk.logits is not None:
+            self.logits.append(chunk.logits)
         if chunk.deltas:
             self.parts = self.parts or AnswerParts()
             is_cut = chunk.finish is not None and chunk.finish.reason is not FinishReason.STOP
@@ -90,6 +96,8 @@ class Completion:
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:
     """Whether encoding these takes more than a millisecond; then a thread should do it, not the event loop."""
     num_values = sum(len(each.token_ids) for each in pieces)
+    if any(each.logits for each in pieces) or any(each is not None and each.logits for each in prompts):
+        return True
     for logprobs in (*(each.logprobs for each in pieces), *(each.logprobs for each in prompts if each is not None)):
         if logprobs:
             num_values += len(logprobs) * (1 + len(logprobs[-1].top))

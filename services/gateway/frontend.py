@@ -11,15 +11,18 @@ from dataclasses import replace
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Access, Caller
-from services.gateway.access.admission import Admission
+from services.gateway.access.admission import Admission, Ticket
+from services.gateway.access.logits_budget import LogitsBudget
 from services.gateway.generation import Generation
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.logits import BYTES_PER_LOGIT
 from services.gateway.link.served_model import ServedModel
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.request import (
+    GenerationRequest,
     ModelLimits,
     check_counts,
     check_num_logprobs,
@@ -55,6 +58,7 @@ class Frontend:
         max_answers: int,
         max_request_logprobs: int,
         form_trials: FormTrials,
+        logits_budget: LogitsBudget,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids
@@ -72,6 +76,7 @@ class Frontend:
         self.max_answers = max_answers  # to all prompts of one HTTP request
         self._max_request_logprobs = max_request_logprobs
         self._form_trials = form_trials
+        self._logits_budget = logits_budget
         metrics.watch(self._counts)
 
     @property
@@ -122,6 +127,7 @@ class Frontend:
             if form is not None:
                 compiled = await self._form_trials.compile(form)
                 request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
+            self._reserve_logits(request, ticket)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -132,6 +138,12 @@ class Frontend:
                 self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
+
+    def _reserve_logits(self, request: GenerationRequest, ticket: Ticket) -> None:
+        if request.return_context_logits or request.return_generation_logits:
+            num_bytes = BYTES_PER_LOGIT * request.max_num_logits(self.model.vocab_size)
+            self._logits_budget.reserve(num_bytes)
+            ticket.at_close(lambda: self._logits_budget.release(num_bytes))
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends the answers of a caller's request as they are; returns whether there were any."""

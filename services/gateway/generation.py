@@ -168,6 +168,7 @@ class _Answer:
         if is_cut:
             reason, stop_token_id = FinishReason.STOP, None
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        logits = None if entry.logits is None else entry.logits.take(len(token_ids))
         self.num_output_tokens += len(token_ids)
         if token_ids:
             self._measure(len(token_ids))
@@ -191,10 +192,15 @@ class _Answer:
             )
             self.close()
         prompt = None
-        if is_first and not entry.index and (request.echo or request.num_prompt_logprobs is not None):
+        if is_first and not entry.index and request.returns_prompt:
             # An answer may have been aborted before they were computed.
             has_logprobs = request.num_prompt_logprobs is not None and entry.wanted_prompt_logprobs is None
-            prompt = Prompt(request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None)
+            context_logits = None
+            if entry.context_logits is not None and not entry.wants_context_logits:
+                context_logits = entry.context_logits.take(len(request.prompt_token_ids))
+            prompt = Prompt(
+                request.prompt_token_ids, entry.prompt_logprobs if has_logprobs else None, context_logits
+            )
         return Chunk(
             entry.index,
             text,
@@ -203,6 +209,7 @@ class _Answer:
             self.num_output_tokens,
             self.finish,
             prompt,
+            logits,
             deltas,
         )
 

@@ -73,6 +73,20 @@ class GenerationRequest:
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     traceparent: str = ""  # W3C trace context of its span in this gateway; empty without tracing
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
+    return_context_logits: bool = False  # report the logits after each prompt token
+    return_generation_logits: bool = False  # report the logits from which each output token was sampled
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Whether the answer shows the prompt, or something about it."""
+        return self.echo or self.num_prompt_logprobs is not None or self.return_context_logits
+
+    def max_num_logits(self, vocab_size: int) -> int:
+        """Numbers in all logits that its answers may have."""
+        num_rows = self.best_of * self.max_tokens if self.return_generation_logits else 0
+        if self.return_context_logits:
+            num_rows += len(self.prompt_token_ids)
+        return num_rows * vocab_size
 
     @property
     def num_computed_logprobs(self) -> int | None:
@@ -149,6 +163,8 @@ async def read_request(
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prompt_text=message.prompt if is_text and num_kept == len(given) else None,
         echo=message.echo,
+        return_context_logits=message.return_context_logits,
+        return_generation_logits=message.return_generation_logits,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         traceparent=message.traceparent,
@@ -341,12 +357,15 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, what:
 
 
 def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> None:
-    if message.max_tokens == 0 and (message.echo or message.HasField("prompt_logprobs")):
+    returns_prompt = message.echo or message.HasField("prompt_logprobs") or message.return_context_logits
+    if message.max_tokens == 0 and returns_prompt:
         if best_of > 1:
             raise InvalidRequest(f"best_of or n is {best_of}, must be 1 where max_tokens is 0", "n")
     elif message.max_tokens < 1:
         raise InvalidRequest(
-            f"max_tokens is {message.max_tokens}, must be at least 1, or 0 with echo or prompt_logprobs", "max_tokens"
+            f"max_tokens is {message.max_tokens}, must be at least 1, or 0 with echo, prompt_logprobs or "
+            "return_context_logits",
+            "max_tokens",
         )
 
 

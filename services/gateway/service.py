@@ -13,6 +13,7 @@ from services.common.errors import PeerError
 from services.common.model_config import load_model_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
+from services.gateway.access.logits_budget import LogitsBudget
 from services.gateway.access.reception import Reception
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
@@ -151,6 +152,7 @@ class Gateway:
             section.max_answers,
             section.max_request_logprobs,
             self._form_trials,
+            LogitsBudget(section.max_logits_bytes),
         )
 
     def _make_server(

@@ -17,6 +17,7 @@ from services.gateway.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.logits import BYTES_PER_LOGIT, Logits
 from services.gateway.siblings import Siblings
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
@@ -56,7 +57,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
                 chunk = await generation.next_chunk()
-                if (chunk.logprobs or chunk.prompt) and is_large([chunk], [chunk.prompt]):
+                if (chunk.logprobs or chunk.prompt or chunk.logits) and is_large([chunk], [chunk.prompt]):
                     message = await asyncio.to_thread(_encode_chunk, generation.request_id, chunk)
                 else:
                     message = _encode_chunk(generation.request_id, chunk)
@@ -144,6 +145,7 @@ def _encode_chunk(request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
         index=chunk.index,
         logprobs=_encode_all(chunk.logprobs) if chunk.logprobs else None,
         prompt=_encode_prompt(chunk.prompt) if chunk.prompt else None,
+        logits=_encode_logits([chunk.logits]) if chunk.logits else None,
         reasoning="".join([each.text for each in chunk.deltas if isinstance(each, ReasoningDelta)]),
         tool_calls=_encode_calls(chunk.deltas),
     )
@@ -168,6 +170,7 @@ def _encode_completion(completion: Completion) -> gateway_pb2.Completion:
         token_ids=completion.token_ids,
         logprobs=_encode_all(completion.logprobs),
         finish=_encode_finish(completion.finish),
+        logits=_encode_logits(completion.logits) if completion.logits else None,
         reasoning=parts.reasoning(),
         tool_calls=[
             gateway_pb2.ToolCall(id=call.call_id, name=call.name, arguments=call.arguments) for call in parts.calls
@@ -182,7 +185,17 @@ def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogpr
 def _encode_prompt(prompt: Prompt | None) -> gateway_pb2.PromptEcho | None:
     if prompt is None:
         return None
-    return gateway_pb2.PromptEcho(token_ids=prompt.token_ids, logprobs=_encode_all(prompt.logprobs or ()))
+    return gateway_pb2.PromptEcho(
+        token_ids=prompt.token_ids,
+        logprobs=_encode_all(prompt.logprobs or ()),
+        logits=_encode_logits([prompt.logits]) if prompt.logits else None,
+    )
+
+
+def _encode_logits(parts: Sequence[Logits]) -> gateway_pb2.Logits:
+    num_rows, values = sum(part.num_rows for part in parts), b"".join(part.values for part in parts)
+    vocab_size = len(values) // BYTES_PER_LOGIT // num_rows if num_rows else 0
+    return gateway_pb2.Logits(num_rows=num_rows, vocab_size=vocab_size, values=values)
 
 
 def _encode_finish(finish: Finish) -> gateway_pb2.Finish:

@@ -26,7 +26,7 @@ class Resumed(_message.Message):
     def __init__(self, gateway: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client")
+    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client", "return_context_logits", "return_generation_logits")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,8 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    RETURN_CONTEXT_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -59,7 +61,9 @@ class Submit(_message.Message):
     traceparent: str
     tenant: int
     client: int
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ...) -> None: ...
+    return_context_logits: bool
+    return_generation_logits: bool
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_id",)
@@ -68,7 +72,7 @@ class Cancel(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell")
+    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell", "logits", "prompt_logits")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +82,8 @@ class StepOutput(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGITS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -87,7 +93,9 @@ class StepOutput(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     admitted: _containers.RepeatedScalarFieldContainer[int]
     farewell: Farewell
-    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ...) -> None: ...
+    logits: _containers.RepeatedCompositeFieldContainer[Logits]
+    prompt_logits: _containers.RepeatedCompositeFieldContainer[Logits]
+    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., prompt_logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ...) -> None: ...
 
 class Farewell(_message.Message):
     __slots__ = ("is_crash", "reason", "running")
@@ -136,6 +144,18 @@ class PromptLogprobs(_message.Message):
     start: int
     tokens: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
     def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class Logits(_message.Message):
+    __slots__ = ("seq_id", "start", "num_rows", "values")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    start: int
+    num_rows: int
+    values: bytes
+    def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
     __slots__ = ("seq_id", "reason", "status_code", "message")

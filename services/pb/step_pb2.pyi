@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "cache_salt", "sampling", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "traceparent")
+    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "cache_salt", "sampling", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "traceparent", "return_context_logits", "return_generation_logits")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class NewSequence(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    RETURN_CONTEXT_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -29,7 +31,9 @@ class NewSequence(_message.Message):
     num_logprobs: int
     num_prompt_logprobs: int
     traceparent: str
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    return_context_logits: bool
+    return_generation_logits: bool
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., traceparent: _Optional[str] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "fork_parents", "fork_children", "fork_positions")

@@ -5,10 +5,11 @@ Nothing here needs torch, and only the codec knows the messages of gRPC.
 
 from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan, spans_of
-from services.step.result import PromptLogprobs, StepResult
+from services.step.result import Logits, PromptLogprobs, StepResult
 
 __all__ = [
     "Fork",
+    "Logits",
     "NewSequence",
     "PlanAccepted",
     "PlanEntry",

@@ -108,6 +108,8 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         num_logprobs=sequence.num_logprobs,
         num_prompt_logprobs=sequence.num_prompt_logprobs,
         traceparent=sequence.traceparent,
+        return_context_logits=sequence.return_context_logits,
+        return_generation_logits=sequence.return_generation_logits,
     )
 
 
@@ -123,6 +125,8 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
+        return_context_logits=message.return_context_logits,
+        return_generation_logits=message.return_generation_logits,
     )
 
 

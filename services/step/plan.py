@@ -28,6 +28,8 @@ class NewSequence:
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens; if set, all their logits are needed
     cache_salt: str = ""  # only sequences of equal salt share blocks
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
+    return_context_logits: bool = False  # whether the logits after each prompt token are reported
+    return_generation_logits: bool = False  # whether those from which each output token was sampled are
 
 
 class PlanEntry(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.common.token_logprobs import TokenLogprobs
 
 
@@ -15,6 +17,15 @@ class PromptLogprobs:
     seq_id: int
     start: int  # at least 1: nothing precedes the first token
     tokens: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Logits of consecutive tokens of a sequence, a row for each."""
+
+    seq_id: int
+    start: int  # index of the first row's token: in the prompt, or among the output tokens
+    values: np.ndarray  # float32 [num_rows, vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +42,5 @@ class StepResult:
     # Sequences that end because of the form of their output, by seq_id. None: the last token completes the form; else
     # an error, because of which the last token does not count.
     ended: Mapping[int, str | None] = field(default_factory=dict)
+    logits: Sequence[Logits] = ()  # from which output tokens were sampled, if requested
+    prompt_logits: Sequence[Logits] = ()  # after prompt tokens, if requested

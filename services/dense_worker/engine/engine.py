@@ -168,13 +168,17 @@ class Engine:
         sequences = [entry.sequence for entry in published.entries]
         started = step_report.record_started(sequences, step.begin_s)
         prompt_logprobs = step_report.record_prompt_logprobs(sequences, result.prompt_logprobs)
+        logits = step_report.record_logits(sequences, result.logits)
+        prompt_logits = step_report.record_prompt_logits(sequences, result.prompt_logits)
         outputs = self._scheduler.update(published, result)
         step_report.record_first_tokens(outputs, step.end_s)
-        return StepReport(published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs)
+        return StepReport(
+            published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs, logits, prompt_logits
+        )
 
     def _report(self, step: InFlight, report: StepReport) -> None:
         """Delivers the step's report to the gateways, then its figures to the observers."""
-        if report.started or report.outputs or report.prompt_logprobs:
+        if report.started or report.outputs or report.prompt_logprobs or report.prompt_logits:
             self._deliver(report)
         stats = describe_step(step, self._scheduler)
         for observer in self._observers:

@@ -50,6 +50,8 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     num_logprobs: int | None = None  # report this many most likely tokens with each output token; None: nothing
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
+    return_context_logits: bool = False  # report the logits after each prompt token; False after all were reported
+    return_generation_logits: bool = False  # report the logits from which each output token was sampled
     priority: int = 0  # lower numbers go first
     tenant: int = 0  # number of the API key; tenants share evenly
     client: int = 0  # number of the client's address; the clients of a tenant share evenly
@@ -133,6 +135,8 @@ class Sequence:
             num_logprobs=self.num_logprobs,
             num_prompt_logprobs=self.num_prompt_logprobs,
             cache_salt=self.cache_salt,
+            return_context_logits=self.return_context_logits,
+            return_generation_logits=self.return_generation_logits,
             traceparent=self.traceparent,
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
-from services.step import PromptLogprobs
+from services.step import Logits, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class StepReport:
     outputs: SequenceOf[SequenceOutput] = ()
     logprobs: Mapping[int, SequenceOf[TokenLogprobs]] = field(default_factory=dict)  # by seq_id
     prompt_logprobs: SequenceOf[tuple[Sequence, PromptLogprobs]] = ()
+    logits: SequenceOf[tuple[Sequence, Logits]] = ()  # of output tokens
+    prompt_logits: SequenceOf[tuple[Sequence, Logits]] = ()
     admitted: SequenceOf[Sequence] = ()  # sequences that steps may run from now on
 
 
@@ -49,4 +51,21 @@ def record_prompt_logprobs(
     for sequence, each in recorded:
         if each.start + len(each.tokens) == sequence.num_prompt_tokens:
             sequence.num_prompt_logprobs = None
+    return recorded
+
+
+def record_logits(sequences: Iterable[Sequence], found: SequenceOf[Logits]) -> list[tuple[Sequence, Logits]]:
+    """Adds the sequence to each span of logits; leaves out ended ones. Called before the step's tokens are appended."""
+    if not found:  # in almost all steps
+        return []
+    live = {each.seq_id: each for each in sequences if each.status is not SequenceStatus.FINISHED}
+    return [(live[each.seq_id], each) for each in found if each.seq_id in live]
+
+
+def record_prompt_logits(sequences: Iterable[Sequence], found: SequenceOf[Logits]) -> list[tuple[Sequence, Logits]]:
+    """The same for logits of prompts. A sequence with a complete prompt reports them no more."""
+    recorded = record_logits(sequences, found)
+    for sequence, each in recorded:
+        if each.start + len(each.values) == sequence.num_prompt_tokens:
+            sequence.return_context_logits = False
     return recorded

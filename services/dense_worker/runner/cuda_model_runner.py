@@ -122,8 +122,8 @@ class CudaModelRunner(ModelRunner):
     def _enqueue(self, step: StepInput, channel: Channel, stage: int) -> Callable[[], PendingTokens]:
         """Enqueues all layers; returns what enqueues the sampling."""
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
-        # Prompt log-probabilities call `last` again, but a graph's residual is in memory that graphs share.
-        is_captured = num_tokens <= self._buckets[-1] and not step.spans
+        # Logits of further rows need another call of `last`, but a graph's residual is in memory that graphs share.
+        is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         graph = self._find_graph(channel, num_rows, num_sampled) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)

@@ -17,6 +17,7 @@ import torch
 
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
 from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
@@ -47,6 +48,12 @@ class StepInput:
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
     spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
     has_unknown_tokens: bool  # a sequence with a grammar lacks its last token, which the step before samples
+    wanted_logits: WantedLogits  # that are reported
+
+    @property
+    def needs_residual(self) -> bool:
+        """Whether rows beyond the sampled ones need logits."""
+        return bool(self.spans or self.wanted_logits.prompts)
 
 
 class RunningStep(Protocol):
@@ -108,6 +115,7 @@ class ModelRunner:
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
         spans: list[PromptSpan] = []
         has_unknown_tokens = False
+        wanted_logits = WantedLogits()
         for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
             slot = sequence.slot
             if slot is None:
@@ -115,6 +123,10 @@ class ModelRunner:
             new = sequence.new
             if new.num_prompt_logprobs is not None and (span := find_span(entry, new, len(token_ids))):
                 spans.append(span)
+            if new.return_context_logits:
+                wanted_logits.add_prompt(entry, new, len(token_ids))
+            if new.return_generation_logits:
+                wanted_logits.sampled.extend(range(len(sampled_rows), len(sampled_rows) + entry.num_logits))
             _, position, num_tokens, num_logits, drafts = entry
             known = sequence.token_ids[position : position + num_tokens - len(drafts)]
             token_ids += known
@@ -139,6 +151,7 @@ class ModelRunner:
             *(np.array(column, dtype=np.int64) for column in (sampled_slots, positions, output_lens)),
             spans,
             has_unknown_tokens,
+            wanted_logits,
         )
 
     @torch.inference_mode()
@@ -162,21 +175,27 @@ class ModelRunner:
         """Samples tokens and ranks those to report. The results are on the host when the device has run the step.
 
         logits: float32 [num_sampled, vocab_size], overwritten; host_token_ids: int64 [num_sampled], filled;
-        residual: the residual of `run_layers`; None if the step has no spans
+        residual: the residual of `run_layers`; None if the step does not need it
         """
+        wanted = step.wanted_logits
         num_logprobs: dict[int, int] = {}
         ranked = prompt_ranked = None
+        kept_logits = copy_sampled(logits, wanted)
         if len(step.sampled_rows):
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
             host_token_ids.copy_(sampled.token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
+        attn_out = channel.attn_out[: len(step.token_ids)]
+        prompt_logits = copy_prompts(self._backend, attn_out, residual, wanted.prompts, self._max_num_seqs)
         if step.spans:
             assert residual is not None, "spans need the step's residual"
-            attn_out = channel.attn_out[: len(step.token_ids)]
             ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
             prompt_ranked = ranked_rows.to_host()
         entries, sequences = step.bound.plan.entries, step.bound.sequences
-        return PendingTokens(entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked)
+        logits = PendingLogits(wanted, kept_logits, prompt_logits) if wanted.sampled or wanted.prompts else None
+        return PendingTokens(
+            entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits
+        )
 
     def _assign_slot(self, sequence: KnownSequence) -> int:
         slot = sequence.slot = self._free_slots.pop()

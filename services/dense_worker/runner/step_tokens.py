@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
 from services.grammar.matcher import GrammarMatcher
-from services.step import NewSequence, PlanEntry, StepResult
+from services.step import Logits, NewSequence, PlanEntry, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class PendingTokens:
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
     spans: SequenceOf[PromptSpan]
     prompt_ranked: RankedTokens | None  # one row for each token of `spans`; None if these are empty
+    logits: PendingLogits | None = None  # that are reported; None: none
 
     def read(self) -> StepResult:
         """The step's result; also stores the tokens in the sequences. The device must have run the step."""
@@ -46,6 +48,7 @@ class PendingTokens:
         token_ids: list[SequenceOf[int]] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         formed: list[tuple[int, GrammarMatcher, int]] = []  # seq_id, grammar and token
+        logits: list[Logits] = []
         first = 0
         for entry, sequence in zip(self.entries, self.sequences, strict=True):
             accepted = verify(entry.draft_token_ids, sampled[first : first + entry.num_logits])
@@ -55,9 +58,15 @@ class PendingTokens:
                 formed.append((entry.seq_id, sequence.grammar, accepted[-1]))
             if first in ranked and accepted:
                 logprobs[entry.seq_id] = [ranked[first + index] for index in range(len(accepted))]
+            if self.logits is not None and accepted:
+                start = len(sequence.token_ids) - len(accepted) - sequence.new.num_prompt_tokens
+                found = self.logits.read_sampled(entry.seq_id, start, first, len(accepted))
+                logits += () if found is None else (found,)
             first += entry.num_logits
         prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.spans, self.prompt_ranked)
-        return StepResult(token_ids, logprobs, prompt_logprobs, _follow(formed) if formed else {})
+        prompt_logits = [] if self.logits is None else self.logits.read_prompts()
+        ended = _follow(formed) if formed else {}
+        return StepResult(token_ids, logprobs, prompt_logprobs, ended, logits, prompt_logits)
 
 
 def _follow(formed: list[tuple[int, GrammarMatcher, int]]) -> dict[int, str | None]:

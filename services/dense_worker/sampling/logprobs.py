@@ -26,7 +26,7 @@ class RankedTokens:
     def to_host(self) -> RankedTokens:
         """A copy in pinned memory, filled when the device has run all work enqueued so far; itself on the host."""
         tensors = (self.logprobs, self.top_token_ids, self.top_logprobs)
-        return RankedTokens(*(_to_host(tensor) for tensor in tensors))
+        return RankedTokens(*(to_host(tensor) for tensor in tensors))
 
     def read(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
         """One entry per row, with up to `num_top` most likely tokens of that row."""
@@ -59,7 +59,8 @@ def concatenate(parts: Iterable[RankedTokens]) -> RankedTokens:
     return RankedTokens(*(torch.cat(column) for column in columns))
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, filled when the device has run all work enqueued so far; itself on the host."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

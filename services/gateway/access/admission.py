@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from services.common.errors import CapacityError, Draining
 from services.gateway.access.access import Caller
@@ -137,6 +138,7 @@ class Ticket:
         self._is_preparing = True
         self._has_ended = False
         self._is_closed = False
+        self._at_close: list[Callable[[], None]] = []
 
     def admit(self, request: GenerationRequest) -> None:
         """Counts the request's answers and tokens, before it joins the queue.
@@ -150,6 +152,10 @@ class Ticket:
         usage.add_answers(request.best_of - 1)
         self._num_answers = request.best_of
         usage.add_tokens(len(request.prompt_token_ids))
+
+    def at_close(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the request has ended."""
+        self._at_close.append(callback)
 
     def end(self, num_output_tokens: int) -> None:
         """Counts the answers as complete, though the client may not have them yet. Does nothing the second time."""
@@ -165,6 +171,8 @@ class Ticket:
         if not self._is_closed:
             self._is_closed = True
             self._admission.note_closed()
+            for callback in self._at_close:
+                callback()
 
     def _end_preparation(self) -> None:
         if self._is_preparing:

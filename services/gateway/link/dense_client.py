@@ -17,7 +17,7 @@ import structlog
 from services.common.config import PeerSection
 from services.common.errors import PeerError
 from services.gateway.link.crash_record import CrashRecord
-from services.gateway.link.dense_messages import encode_submit, keep_output, keep_prompt_logprobs
+from services.gateway.link.dense_messages import encode_submit, keep_logits, keep_output, keep_prompt_logprobs
 from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.link.served_model import ServedModel, ask_info, peer_error, served_model, wait_info
 from services.gateway.link.stream_sequences import StreamSequences
@@ -204,6 +204,8 @@ class DenseClient:
         try:
             async for output in call:
                 self.num_messages += 1
+                if output.logits or output.prompt_logits:  # they come in messages of their own
+                    keep_logits(self.sequences, output)
                 if output.prompt_logprobs:  # before the tokens, because the first token's chunk includes them
                     await keep_prompt_logprobs(self.sequences, output.prompt_logprobs)
                 self._crashes.record_admitted(output.admitted)

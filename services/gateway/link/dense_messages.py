@@ -52,6 +52,8 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             queue_timeout_ms=entry.queue_timeout_ms,
             traceparent=request.traceparent,
             num_crashes=entry.num_crashes,
+            return_context_logits=entry.wants_context_logits,
+            return_generation_logits=request.return_generation_logits,
             tenant=request.tenant,
             client=request.client,
         )
@@ -68,6 +70,18 @@ async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense
             tokens = span.tokens[first : first + MAX_DECODED_TOKENS]
             entry.set_prompt_logprobs(span.start + first, [decode_logprobs(token) for token in tokens])
             await asyncio.sleep(0)
+
+
+def keep_logits(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:
+    """Adds logits, which come before their tokens, to their sequences."""
+    for each in output.logits:
+        entry = sequences.get(each.seq_id)
+        if entry is not None and entry.logits is not None:
+            entry.logits.set_rows(each.start, each.num_rows, each.values)
+    for each in output.prompt_logits:
+        entry = sequences.get(each.seq_id)
+        if entry is not None and entry.context_logits is not None:
+            entry.context_logits.set_rows(each.start, each.num_rows, each.values)
 
 
 def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> None:

@@ -16,6 +16,7 @@ from enum import Enum
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import MAX_SEED, SamplingParams
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.link.logits import LogitRows
 from services.gateway.request import GenerationRequest
 
 
@@ -56,6 +57,7 @@ class JournalEntry:
         "_num_taken_tokens",
         "_on_start",
         "arrival",
+        "context_logits",
         "crash_start",
         "error",
         "finish_reason",
@@ -63,6 +65,7 @@ class JournalEntry:
         "index",
         "is_admitted",
         "last_token_at",
+        "logits",
         "logprobs",
         "num_cached_tokens",
         "num_crashes",
@@ -93,6 +96,9 @@ class JournalEntry:
         self.output_token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []  # aligned with `output_token_ids`, if requested
         self.prompt_logprobs: list[TokenLogprobs] = []  # of all prompt tokens but the first, if requested
+        self.logits = LogitRows() if request.return_generation_logits else None  # of output tokens
+        # After prompt tokens. They are the same for all answers, so only the first one requests them.
+        self.context_logits = LogitRows() if request.return_context_logits and not index else None
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
         self.arrival = time.monotonic()
@@ -123,6 +129,11 @@ class JournalEntry:
             return None
         is_complete = len(self.prompt_logprobs) == len(self.request.prompt_token_ids) - 1
         return None if is_complete else self.request.num_prompt_logprobs
+
+    @property
+    def wants_context_logits(self) -> bool:
+        """Whether logits after prompt tokens are requested and have not all arrived."""
+        return self.context_logits is not None and self.context_logits.num_rows < len(self.request.prompt_token_ids)
 
     @property
     def queue_timeout_ms(self) -> int:

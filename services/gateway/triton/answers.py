@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.common.token_logprobs import TokenLogprobs
-from services.gateway.chunks import Chunk, Completion
+from services.gateway.chunks import Chunk, Completion, Prompt
+from services.gateway.link.logits import Logits
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.triton.models import ModelSpec
 from services.gateway.triton.rows import Row
@@ -22,11 +23,14 @@ LISTED = ("text_output", "batch_index", "sequence_index", "num_input_tokens", "n
 class Answers:
     """Belongs to one request: it counts the tokens of each answer."""
 
-    def __init__(self, model: ModelSpec, rows: Sequence[Row], tokenizer: Tokenizer, pad_id: int) -> None:
+    def __init__(
+        self, model: ModelSpec, rows: Sequence[Row], tokenizer: Tokenizer, pad_id: int, vocab_size: int
+    ) -> None:
         """`pad_id` fills shorter answers of a batch unless the request names another token."""
         self._is_text = any(each.name == "text_output" for each in model.outputs)
         self._rows = rows
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._pad_id = int(rows[0].get("pad_id", pad_id))
         self._prompts: Sequence[list[int]] = ()
         self._prompt_texts: list[str] = []
@@ -43,27 +47,42 @@ class Answers:
         """The outputs for new tokens of an answer; none if they do not show yet."""
         if chunk.finish is None and not (chunk.text or chunk.logprobs if self._is_text else chunk.token_ids):
             return []
-        return self._outputs(row_index, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs or ())
+        logits = [] if chunk.logits is None else [chunk.logits]
+        outputs = self._outputs(row_index, chunk.index, chunk.text, chunk.token_ids, chunk.logprobs or (), logits)
+        return [*outputs, *self._context_logits(row_index, chunk.prompt)]
 
-    def answer(self, row_index: int, completion: Completion) -> list[Tensor]:
-        """The outputs of one whole answer."""
+    def answer(self, row_index: int, completion: Completion, prompt: Prompt | None) -> list[Tensor]:
+        """The outputs of one whole answer. Those about the prompt are the same for all answers to it."""
         text, token_ids = completion.text, completion.token_ids
         if self._has_prompts and not self._rows[row_index].get("exclude_input_in_output"):
             token_ids = [*self._prompts[row_index], *token_ids]
             if self._is_text:
                 text = self._prompt_texts[row_index] + text
-        return self._outputs(row_index, completion.index, text, token_ids, completion.logprobs)
+        outputs = self._outputs(
+            row_index, completion.index, text, token_ids, completion.logprobs, completion.logits
+        )
+        return [*outputs, *self._context_logits(row_index, prompt)]
 
-    def whole(self, answers: Sequence[Sequence[Completion]]) -> list[Tensor]:
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> list[Tensor]:
         """The outputs of all answers, grouped by row: batch first, then the answers to one row."""
-        all_outputs = [self.answer(index, each) for index, row in enumerate(answers) for each in row]
+        all_outputs = [
+            self.answer(index, each, prompt)
+            for index, (completions, prompt) in enumerate(answers)
+            for each in completions
+        ]
         if len(all_outputs) == 1:
             return all_outputs[0]
-        counts = (len(answers), len(answers[0]))
+        counts = (len(answers), len(answers[0][0]))
         return [self._join([*column], counts) for column in zip(*all_outputs, strict=True)]
 
     def _outputs(
-        self, row_index: int, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        row_index: int,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        logits: Sequence[Logits],
     ) -> list[Tensor]:
         row, tensors = self._rows[row_index], []
         if self._is_text:
@@ -76,6 +95,8 @@ class Answers:
             self._cum_logprobs[row_index, index] += math.fsum(values)
             tensors.append(_float32("cum_log_probs", [[self._cum_logprobs[row_index, index]]]))
             tensors.append(_float32("output_log_probs", [[values]]))
+        if row.get("return_generation_logits"):
+            tensors.append(Tensor("generation_logits", "FP32", self._rows_of(logits)[None, None]))
         tensors.append(_int32("batch_index", [[row_index]]))
         tensors.append(_int32("sequence_index", [[index]]))
         if row.get("return_num_input_tokens"):
@@ -85,18 +106,32 @@ class Answers:
             tensors.append(_int32("num_output_tokens", [[len(token_ids) - num_prompt_tokens]]))
         return tensors
 
+    def _context_logits(self, row_index: int, prompt: Prompt | None) -> list[Tensor]:
+        if prompt is None or not self._rows[row_index].get("return_context_logits"):
+            return []
+        logits = [] if prompt.logits is None else [prompt.logits]  # none if the request was stopped before
+        return [Tensor("context_logits", "FP32", self._rows_of(logits)[None])]
+
+    def _rows_of(self, parts: Sequence[Logits]) -> np.ndarray:
+        values = np.frombuffer(b"".join(part.values for part in parts), "<f4")
+        return values.reshape(sum(part.num_rows for part in parts), self._vocab_size)
+
     def _shows_prompt(self, row: Row) -> bool:
         return self._has_prompts and not row.get("exclude_input_in_output")
 
     def _join(self, parts: Sequence[Tensor], counts: tuple[int, int]) -> Tensor:
         """One tensor of the same output of all answers; `counts` are those of rows, and of answers to each."""
         name, datatype = parts[0].name, parts[0].datatype
+        if name == "context_logits":  # all answers to a row have the same
+            parts, counts = parts[:: counts[1]], (counts[0], 1)
         if name in LISTED:
             return Tensor(name, datatype, np.concatenate([each.values for each in parts]))
         sizes = np.max([each.shape for each in parts], axis=0)
         joined = np.full((len(parts), *sizes[1:]), self._pad_id if name == "output_ids" else 0, NUMPY_TYPES[datatype])
         for target, part in zip(joined, parts, strict=True):
             target[tuple(map(slice, part.shape[1:]))] = part.values[0]
+        if name == "context_logits":
+            return Tensor(name, datatype, joined)
         return Tensor(name, datatype, joined.reshape(*counts, *sizes[2:]))
 
 

@@ -52,11 +52,12 @@ def decompressed(body: bytes, encoding: str | None, max_bytes: int) -> bytes:
 
 
 def read_infer_request(
-    model: ModelSpec, document: Any, raw: bytes, max_batch_size: int, traceparent: str
+    model: ModelSpec, document: Any, raw: bytes, max_batch_size: int, traceparent: str, max_numbers: int
 ) -> tuple[InferRequest, Mapping[str, bool]]:
     """The request, and for each requested output whether it is wanted as raw bytes (`""`: the default).
 
-    document: the parsed JSON; raw: the bytes after it. Raises `InvalidRequest`.
+    document: the parsed JSON; raw: the bytes after it; max_numbers: limit of logits in a response as JSON. Raises
+    `InvalidRequest`.
     """
     root = _object(document, "the body")
     parameters = _object(root.get("parameters") or {}, "parameters")
@@ -82,6 +83,7 @@ def read_infer_request(
         names,
         parameters,
         traceparent,
+        None if all(is_raw.get(name, is_raw[""]) for name in names or ("",)) else max_numbers,
     )
     return request, is_raw
 

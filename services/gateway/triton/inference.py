@@ -47,6 +47,7 @@ class InferRequest:
     output_names: Sequence[str] | None = None  # None: all
     parameters: Mapping[str, Any] = field(default_factory=dict)
     traceparent: str = ""
+    max_numbers: int | None = None  # in all logits of the answers, for responses in JSON; None: any number
 
     def check(self) -> None:
         """Raises `InvalidRequest` for a wrong id, an unknown output, or a setting of another server."""
@@ -135,7 +136,7 @@ class Triton:
             else:
                 async with self._generating(request, caller) as (generations, answers):
                     completions = await generations.completions()
-                    outputs = answers.whole([each for each, _ in completions])
+                    outputs = answers.whole(completions)
         return _requested(request, outputs)
 
     async def stream(self, request: InferRequest, caller: Caller) -> AsyncIterator[InferResponse]:
@@ -187,15 +188,26 @@ class Triton:
                 messages.append(message)
             try:
                 await generations.start(frontend, messages, caller)
+                self._check_numbers(request, generations)
                 if running.is_stopped:  # while its texts became tokens
                     running.stop(frontend, caller)
                 pad_id = frontend.eos_token_ids[0] if frontend.eos_token_ids else 0
-                answers = Answers(request.model, request.rows, frontend.tokenizer, pad_id)
+                answers = Answers(request.model, request.rows, frontend.tokenizer, pad_id, frontend.model.vocab_size)
                 prompts = [each.request.prompt_token_ids for each in generations.running]
                 await answers.begin(prompts, is_stream=request.is_stream)
                 yield generations, answers
             finally:
                 await generations.close()
+
+    def _check_numbers(self, request: InferRequest, generations: Generations) -> None:
+        vocab_size = self.frontend.model.vocab_size
+        count = sum(each.request.max_num_logits(vocab_size) for each in generations.running)
+        if request.max_numbers is not None and count > request.max_numbers:
+            raise InvalidRequest(
+                f"the answers may have {count} logits, at most {request.max_numbers} are sent as JSON "
+                "(gateway.max_request_logprobs): ask for binary data by infer or gRPC",
+                "return_generation_logits",
+            )
 
     @contextlib.contextmanager
     def _known(self, request: InferRequest, caller: Caller) -> Iterator[_Running]:
@@ -238,9 +250,9 @@ async def _pieces(generations: Generations, answers: Answers) -> AsyncIterator[I
 
 async def _wholes(generations: Generations, answers: Answers) -> AsyncIterator[InferResponse]:
     rows = await generations.completions()
-    pairs = [(index, each) for index, (completions, _) in enumerate(rows) for each in completions]
-    for number, (row_index, completion) in enumerate(pairs, start=1):
-        yield InferResponse(answers.answer(row_index, completion), number == len(pairs))
+    found = [(index, each, prompt) for index, (completions, prompt) in enumerate(rows) for each in completions]
+    for number, each in enumerate(found, start=1):
+        yield InferResponse(answers.answer(*each), number == len(found))
 
 
 def _stop_message(client_id: str) -> triton_pb2.ModelInferRequest:

@@ -149,8 +149,8 @@ def _generation_inputs(names: Mapping[str, str]) -> Sequence[InputSpec]:
         spec("return_log_probs", BOOL),
         spec("return_num_input_tokens", BOOL),
         spec("return_num_output_tokens", BOOL),
-        spec("return_context_logits", BOOL, only=NOTHING),
-        spec("return_generation_logits", BOOL, only=NOTHING),
+        spec("return_context_logits", BOOL),
+        spec("return_generation_logits", BOOL),
         spec("return_perf_metrics", BOOL, only=NOTHING),
         spec("beam_width", INT, only=(1,)),
         # Only beam search reads these three.
@@ -172,6 +172,8 @@ _COUNTS = (OutputSpec("num_input_tokens", "INT32", ONE), OutputSpec("num_output_
 _PROBABILITIES = (
     OutputSpec("cum_log_probs", "FP32", (-1,)),
     OutputSpec("output_log_probs", "FP32", (-1, -1)),
+    OutputSpec("context_logits", "FP32", (-1, -1)),
+    OutputSpec("generation_logits", "FP32", (-1, -1, -1)),
 )
 _INDEXES = (OutputSpec("batch_index", "INT32", ONE), OutputSpec("sequence_index", "INT32", ONE))
 _TEXT_OUTPUTS = (OutputSpec("text_output", "BYTES", (-1,)), *_PROBABILITIES, *_INDEXES, *_COUNTS)

@@ -35,6 +35,8 @@ def generate_message(
         sampling=_sampling(row),
         max_tokens=row["max_tokens"],
         stop=[word for word in row.get("stop_words", ()) if word],
+        return_context_logits=row.get("return_context_logits", False),
+        return_generation_logits=row.get("return_generation_logits", False),
         bad_words=[word for word in row.get("bad_words", ()) if word],
     )
     if "input_ids" in row:

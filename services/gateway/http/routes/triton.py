@@ -66,7 +66,12 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         parameters = {name: value for name, value in body.items() if isinstance(value, str)}
         traceparent = request.headers.get("traceparent", "")
         return InferRequest(
-            model, [row_of_json(model, body)], client_id, parameters=parameters, traceparent=traceparent
+            model,
+            [row_of_json(model, body)],
+            client_id,
+            parameters=parameters,
+            traceparent=traceparent,
+            max_numbers=section.max_request_logprobs,
         )
 
     @router.get("/v2")
@@ -149,7 +154,9 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         head, raw = split_body(body, request.headers.get(HEADER_LENGTH))
         document = await parse(head)
         traceparent = request.headers.get("traceparent", "")
-        infer_request, is_raw = read_infer_request(model, document, raw, triton.max_batch_size, traceparent)
+        infer_request, is_raw = read_infer_request(
+            model, document, raw, triton.max_batch_size, traceparent, section.max_request_logprobs
+        )
 
         def encode(outputs: Any) -> Response:
             body, json_size = encode_infer_response(infer_request, outputs, is_raw)
