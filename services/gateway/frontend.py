@@ -12,7 +12,7 @@ from dataclasses import replace
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
-from services.gateway.access.logits_budget import LogitsBudget
+from services.gateway.access.logits_budget import LogitsBudget, max_num_logits
 from services.gateway.generation import Generation
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
@@ -141,7 +141,7 @@ class Frontend:
 
     def _reserve_logits(self, request: GenerationRequest, ticket: Ticket) -> None:
         if request.return_context_logits or request.return_generation_logits:
-            num_bytes = BYTES_PER_LOGIT * request.max_num_logits(self.model.vocab_size)
+            num_bytes = BYTES_PER_LOGIT * max_num_logits(request, self.model.vocab_size)
             self._logits_budget.reserve(num_bytes)
             ticket.at_close(lambda: self._logits_budget.release(num_bytes))
 

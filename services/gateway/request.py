@@ -81,13 +81,6 @@ class GenerationRequest:
         """Whether the answer shows the prompt, or something about it."""
         return self.echo or self.num_prompt_logprobs is not None or self.return_context_logits
 
-    def max_num_logits(self, vocab_size: int) -> int:
-        """Numbers in all logits that its answers may have."""
-        num_rows = self.best_of * self.max_tokens if self.return_generation_logits else 0
-        if self.return_context_logits:
-            num_rows += len(self.prompt_token_ids)
-        return num_rows * vocab_size
-
     @property
     def num_computed_logprobs(self) -> int | None:
         """The requested number; choosing the best of several answers needs at least the tokens' own values."""

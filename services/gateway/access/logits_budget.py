@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from services.common.errors import CapacityError, InvalidRequest
+from services.gateway.request import GenerationRequest
 
 KEY = "gateway.max_logits_bytes"
+
+
+def max_num_logits(request: GenerationRequest, vocab_size: int) -> int:
+    """The numbers in all logits that the answers to a request may have."""
+    num_rows = request.best_of * request.max_tokens if request.return_generation_logits else 0
+    if request.return_context_logits:
+        num_rows += len(request.prompt_token_ids)
+    return num_rows * vocab_size
 
 
 class LogitsBudget:
