@@ -14,6 +14,7 @@ from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.messages import messages_routes
 from services.gateway.http.routes.metrics import metrics_routes
 from services.gateway.http.routes.page import page_routes
+from services.gateway.http.routes.responses import responses_routes
 from services.gateway.http.routes.server import server_routes
 from services.gateway.http.routes.tokens import token_routes
 from services.gateway.http.routes.triton import triton_routes
@@ -30,6 +31,7 @@ def build_app(
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
     app.include_router(messages_routes(frontend, section))
+    app.include_router(responses_routes(frontend, section))
     app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
     app.include_router(triton_routes(triton, section))

@@ -120,7 +120,10 @@ class Answer(Response):
             await generations.close()
 
     def _encode_chunk(self, prompt_index: int, chunk: Chunk) -> bytes:
-        objects = self._format.chunk(prompt_index, chunk)
+        return self._encode(self._format.chunk(prompt_index, chunk))
+
+    def _encode(self, objects: Sequence[Any]) -> bytes:
+        """The same as `_events` for large objects, in a thread."""
         has_names = self._format.has_event_names
         return b"".join(
             [piece for each in objects for piece in (_start(each, has_names), *json_pieces(each), b"\n\n")]
@@ -162,7 +165,11 @@ class Answer(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
                 next_chunk = await generations.next_chunk()
-            end = self._events(form.closing()) + form.end_of_stream
+            if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens
+                end = await asyncio.to_thread(self._encode, form.closing())
+            else:
+                end = self._events(form.closing())
+            end += form.end_of_stream
         except Exception as error:  # after any error the client must not take the stream for complete
             end = self._events(form.failure(error))
         await send({"type": "http.response.body", "body": body + end, "more_body": False})

@@ -11,19 +11,22 @@ MAX_PIECE_VALUES = 4096  # about a millisecond
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """The JSON of `value` in pieces: objects by key, `choices` by element, other lists by slices."""
+    """The JSON of `value` in pieces: objects by key, lists with large elements by element, other lists by slices."""
     if isinstance(value, dict):
         separator = b"{"
         for key, each in value.items():
             yield separator + to_json(key) + b":"
-            if key == "choices":
-                yield from _choices(each)
+            if key in ("choices", "output") and isinstance(each, list):
+                yield from _elements(each)
             else:
                 yield from json_pieces(each)
             separator = b","
         yield b"}" if value else b"{}"
     elif isinstance(value, list) and value:
-        size = max(1, MAX_PIECE_VALUES // _num_values(value[-1]))
+        size = MAX_PIECE_VALUES // _num_values(value[-1])  # the elements of a list are similar, so one is enough
+        if size == 0:
+            yield from _elements(value)
+            return
         separator = b"["
         for start in range(0, len(value), size):
             yield separator + to_json(value[start : start + size])[1:-1]
@@ -33,17 +36,22 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield to_json(value)
 
 
-def _choices(choices: Sequence[Any]) -> Iterator[bytes]:
+def _elements(elements: Sequence[Any]) -> Iterator[bytes]:
     separator = b"["
-    for choice in choices:
+    for element in elements:
         yield separator
-        yield from json_pieces(choice)
+        yield from json_pieces(element)
         separator = b","
-    yield b"]" if choices else b"[]"
+    yield b"]" if elements else b"[]"
 
 
-def _num_values(element: Any) -> int:
-    """Rough number of JSON values in one element. The elements of a list are similar, so one is enough."""
-    if isinstance(element, Mapping):
-        return 1 + sum(1 + (len(each) if isinstance(each, list | dict) else 0) for each in element.values())
-    return 1 + (len(element) if isinstance(element, list) else 0)
+def _num_values(element: Any, most: int = MAX_PIECE_VALUES + 1) -> int:
+    """Number of JSON values in one element, counted up to `most`."""
+    if not isinstance(element, Mapping | list):
+        return 1
+    count = 1
+    for each in element.values() if isinstance(element, Mapping) else element:
+        if count >= most:
+            break
+        count += _num_values(each, most - count)
+    return count

@@ -27,8 +27,8 @@ BILLING_LINE = "x-anthropic-billing-header:"
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def anthropic_message(body: MessagesRequest, request_id: str) -> gateway_pb2.GenerateRequest:
-    """The message of a request for an answer. Raises `InvalidRequest`."""
+def anthropic_message(body: MessagesRequest, request_id: str, *, reasons: bool) -> gateway_pb2.GenerateRequest:
+    """The message of a request for an answer. `reasons`: whether the model does. Raises `InvalidRequest`."""
     sampling: dict[str, Any] = {}
     for name in ("temperature", "top_p"):
         if (value := getattr(body, name)) is not None:
@@ -40,7 +40,7 @@ def anthropic_message(body: MessagesRequest, request_id: str) -> gateway_pb2.Gen
         schema = to_json(output_format.schema_).decode()
         sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema)
     user_id = (body.metadata and body.metadata.user_id) or ""
-    return gateway_pb2.GenerateRequest(
+    message = gateway_pb2.GenerateRequest(
         request_id=request_id,
         chat=anthropic_chat(body),
         sampling=sampling_pb2.SamplingParams(**sampling),
@@ -49,6 +49,9 @@ def anthropic_message(body: MessagesRequest, request_id: str) -> gateway_pb2.Gen
         model=body.model,
         user=user_id[:MAX_USER_CHARACTERS],
     )
+    if reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
+        message.chat.max_reasoning_tokens = body.thinking.budget_tokens
+    return message
 
 
 def anthropic_chat(body: CountTokensRequest) -> gateway_pb2.Chat:

@@ -35,7 +35,9 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
-        message = anthropic_message(body, request_id)
+        message = anthropic_message(
+            body, request_id, reasons=frontend.tokenizer.chat_formats.reasoning is not None
+        )
         await asyncio.sleep(0)
         return Answer(
             frontend,

@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.gateway.http.schemas.anthropic.blocks import Messages, Texts
-from services.gateway.http.schemas.base import Int32, Int64, RequestModel, at_most
+from services.gateway.http.schemas.base import Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.schemas.parts import Description, ToolName
 from services.gateway.http.schemas.sampling import IGNORED
 from services.gateway.request import MAX_STOP_STRINGS
@@ -53,6 +53,7 @@ class ThinkingObject(RequestModel):
     """Whether the model reasons first, if its template lets the request decide."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: UInt32 | None = Field(None, description="Longest reasoning; for models that reason")
 
 
 class OutputFormat(RequestModel):

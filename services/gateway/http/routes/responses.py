@@ -1,0 +1,66 @@
+"""OpenAI's POST /v1/responses, without a store: each request has the whole conversation."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest, NotFound
+from services.common.shorten import quote
+from services.gateway.frontend import Frontend
+from services.gateway.http.answers.answer import Answer
+from services.gateway.http.answers.responses.responses_format import ResponsesFormat
+from services.gateway.http.conversions.response_tools import offered_tools
+from services.gateway.http.conversions.responses import responses_message
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route
+from services.gateway.http.routes.completions import STREAM_CONTENT, traced
+from services.gateway.http.schemas.responses.answers import ResponseObject
+from services.gateway.http.schemas.responses.request import ResponsesRequest
+
+STORED = "/v1/responses/{response_id}"
+
+
+def responses_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
+    """The routes of one gateway."""
+    route_class = json_route(section.max_body_values)
+    router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
+
+    @router.post(
+        "/v1/responses",
+        response_class=Response,
+        responses={200: {"model": ResponseObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        await asyncio.sleep(0)  # let other tasks run: parsing a large body took milliseconds
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        if body.has_logprobs and (body.tools or frontend.tokenizer.chat_formats.reasoning is not None):
+            raise InvalidRequest(
+                "log-probabilities are for answers of plain text: not with tools, nor of a model that reasons",
+                "top_logprobs",
+            )
+        tools = offered_tools(body)
+        message = responses_message(body, request_id, tools)
+        await asyncio.sleep(0)
+        return Answer(
+            frontend,
+            traced([message], request),
+            ResponsesFormat(frontend, body, request_id, tools),
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    @router.get(STORED)
+    @router.delete(STORED)
+    @router.post(STORED + "/cancel")
+    @router.get(STORED + "/input_items")
+    async def find_response(response_id: str) -> Response:
+        """A 404: no response is stored."""
+        raise NotFound(f"there is no response {quote(response_id)}: this server stores none", "response_id")
+
+    return router
