@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ERROR_CHARACTERS = 300
+PARALLEL_FROM = 8  # masks of a step; for fewer, waking other threads takes longer
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
 
@@ -57,8 +58,11 @@ def describe_error(matcher: LLMatcher) -> str:
 class GrammarMatcher:
     """Belongs to one sequence, whose output it follows. After its construction, used on the engine thread only."""
 
-    def __init__(self, start: LLMatcher, executor: LLExecutor, vocabulary: Vocabulary, may_end: bool) -> None:
-        """`start` is at the beginning of the grammar and stays there. `may_end`: EOS ends the sequence."""
+    def __init__(self, start: LLMatcher, executor: LLExecutor | None, vocabulary: Vocabulary, may_end: bool) -> None:
+        """`start` is at the beginning of the grammar and stays there. `may_end`: EOS ends the sequence.
+
+        `executor` has the threads for the masks of many matchers; None: the caller's thread makes them all.
+        """
         self.error: str | None = None  # why no further token can be found
         self.num_words = -(-vocabulary.num_tokens // 32)  # of 32 bits, in a mask
         self._start = start
@@ -111,11 +115,10 @@ class GrammarMatcher:
     @staticmethod
     def consume(sampled: Sequence[tuple[GrammarMatcher, int]]) -> None:
         """Each running matcher takes the token of its sequence."""
-        running = [(matcher, token_id) for matcher, token_id in sampled if matcher.is_running]
-        if running:
-            running[0][0]._executor.consume_token_par([(each._matcher, token_id) for each, token_id in running])
-            for each, token_id in running:
-                each._note([token_id])
+        for matcher, token_id in sampled:
+            if matcher.is_running:
+                matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
+                matcher._note([token_id])
 
     @staticmethod
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:
@@ -125,11 +128,14 @@ class GrammarMatcher:
         """
         masks.fill(_ALL)
         running = [(i, each) for i, each in enumerate(matchers) if each.is_running]
-        if not running:
-            return
-        running[0][1]._executor.unsafe_compute_mask_ptr(
-            [(each._matcher, i) for i, each in running], masks.ctypes.data, masks.strides[0], len(masks)
-        )
+        address, mask_bytes = masks.ctypes.data, masks.strides[0]
+        executor = running[0][1]._executor if len(running) >= PARALLEL_FROM else None
+        if executor is not None:
+            batch = [(each._matcher, i) for i, each in running]
+            executor.unsafe_compute_mask_ptr(batch, address, mask_bytes, len(masks))
+        else:
+            for i, each in running:
+                each._matcher.unsafe_compute_mask_ptr(address + i * mask_bytes, mask_bytes)
         for i, each in running:
             each._note([])
             if each.error is not None:

@@ -82,9 +82,9 @@ class Grammars:
             return start
 
 
-def _load(read_vocabulary: Callable[[], Vocabulary]) -> tuple[Vocabulary, LLTokenizer, LLExecutor]:
+def _load(read_vocabulary: Callable[[], Vocabulary]) -> tuple[Vocabulary, LLTokenizer, LLExecutor | None]:
     from llguidance import LLExecutor
 
     vocabulary = read_vocabulary()
-    num_threads = max(1, min(MAX_MASK_THREADS, (os.cpu_count() or 1) // 2))
-    return vocabulary, vocabulary.load(), LLExecutor(num_threads)
+    num_threads = min(MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)
+    return vocabulary, vocabulary.load(), LLExecutor(num_threads) if num_threads > 1 else None

@@ -43,7 +43,7 @@ class Forms:
 
         self.vocabulary = vocabulary
         self.tokenizer = vocabulary.load()
-        self._executor = LLExecutor(1)
+        self._executor = LLExecutor(2)
 
     def matcher(self, form: StructuredOutput, may_end: bool = True) -> GrammarMatcher:
         """A matcher at the beginning. Raises `FormError`."""

@@ -1,0 +1,219 @@
+"""What a form of answers costs: TPOT with and without, the time to compile a form, and masks per second.
+
+    python bench/structured.py --streams 1 16 64                        # on this CPU, with the embedded model
+    python bench/structured.py --address HOST:PORT --model DIR          # against a running server, of this model
+
+Rounds with and without a form alternate; the ratio is the median over pairs of rounds. In *mixed* rounds every second
+stream has a form; the figure is that of the others, which have none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import grpc
+import numpy as np
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.model_config import load_model_config
+from services.common.sampling_params import SamplingParams
+from services.common.structured_output import Constraint, StructuredOutput
+from services.dense_worker.engine.grammars import Grammars
+from services.dense_worker.engine.sequence import Sequence as EngineSequence
+from services.gateway.text.form_trials import FormTrials
+from services.grammar.matcher import GrammarMatcher
+from services.grammar.vocabulary import read_vocabulary
+from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from tests.support.cluster import running_cluster
+
+# It cannot end before max_tokens, so that every round has the same number of steps.
+ENDLESS = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer"},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "age", "ok"],
+        "additionalProperties": False,
+    },
+}
+PLAIN, FORMED, MIXED = "plain", "formed", "mixed"
+PROMPT_TOKENS = 32
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
+
+
+def random_schema(generator: random.Random, depth: int = 0) -> dict[str, object]:
+    """A schema such as programs have: objects of up to ten properties, at most three deep."""
+    kinds = ["string", "integer", "number", "boolean", "enum"] + ["object", "array"] * (depth < 3)
+    kind = "object" if depth == 0 else generator.choice(kinds)
+    if kind == "enum":
+        return {"enum": [f"value {generator.randrange(1000)}" for _ in range(generator.randint(2, 20))]}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(generator, depth + 1), "maxItems": generator.randint(1, 20)}
+    if kind != "object":
+        return {"type": kind}
+    names = [f"field_{generator.randrange(10_000)}" for _ in range(generator.randint(1, 10))]
+    properties = {name: random_schema(generator, depth + 1) for name in names}
+    required = [name for name in properties if generator.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def make_request(seed: int, max_tokens: int, has_form: bool) -> gateway_pb2.GenerateRequest:
+    sampling = sampling_pb2.SamplingParams(temperature=1.0, seed=seed)
+    if has_form:
+        sampling.structured_output.json_schema = json.dumps(ENDLESS)
+    token_ids = [3 + (seed * 7 + i) % 200 for i in range(PROMPT_TOKENS)]
+    return gateway_pb2.GenerateRequest(
+        prompt_token_ids=gateway_pb2.TokenIds(ids=token_ids), sampling=sampling, max_tokens=max_tokens, ignore_eos=True
+    )
+
+
+async def time_round(gateway: gateway_pb2_grpc.GatewayStub, kind: str, num_streams: int, max_tokens: int) -> float:
+    """Median TPOT in milliseconds over the streams that count."""
+
+    async def stream(index: int, has_form: bool) -> float:
+        async for chunk in gateway.GenerateStream(make_request(index, max_tokens, has_form)):
+            if chunk.HasField("finish"):
+                assert chunk.finish.usage.num_output_tokens == max_tokens, "an answer ended early"
+                return chunk.finish.timings.per_token_ms
+        raise AssertionError("a stream had no end")
+
+    has_form = [kind == FORMED or (kind == MIXED and i % 2 == 1) for i in range(num_streams)]
+    tpots = await asyncio.gather(*map(stream, range(num_streams), has_form))
+    return statistics.median(tpot for tpot, formed in zip(tpots, has_form, strict=True) if formed == (kind == FORMED))
+
+
+async def measure_tpot(address: str, streams: Sequence[int], rounds: int, max_tokens: int) -> None:
+    print("| streams | TPOT plain, ms | with a form, ms | ratio | plain beside as many with a form, ms | ratio |")
+    print("|---|---|---|---|---|---|")
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        gateway = gateway_pb2_grpc.GatewayStub(channel)
+        for num_streams in streams:
+            kinds = (PLAIN, FORMED, MIXED) if num_streams > 1 else (PLAIN, FORMED)
+            times: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for kind in kinds:  # warm up
+                await time_round(gateway, kind, num_streams, max_tokens // 4)
+            for _ in range(rounds):
+                for kind in kinds:
+                    times[kind].append(await time_round(gateway, kind, num_streams, max_tokens))
+            cells = [f"{statistics.median(times[PLAIN]):.3f}"]
+            for kind in (FORMED, MIXED):
+                pairs = zip(times.get(kind, ()), times[PLAIN], strict=False)
+                ratios = [with_form / plain for with_form, plain in pairs]
+                cells += [f"{statistics.median(times[kind]):.3f}", f"{statistics.median(ratios):.3f}"] if ratios else "––"
+            print(f"| {num_streams} | {' | '.join(cells)} |", flush=True)
+
+
+async def measure_compiling(model: Path, is_optional: bool, num_forms: int) -> None:
+    config = load_model_config(model)
+    vocabulary = {
+        "path": str(model.resolve()),
+        "vocab_size": config.vocab_size,
+        "eos_token_ids": config.eos_token_ids,
+        "is_optional": is_optional,
+    }
+    trials = FormTrials(vocabulary)
+    generator, times = random.Random(0), []
+    try:
+        start = time.perf_counter()
+        await trials.compile(StructuredOutput(Constraint.JSON_OBJECT))
+        start_s = time.perf_counter() - start
+        for _ in range(num_forms):
+            form = StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(random_schema(generator)))
+            start = time.perf_counter()
+            await trials.compile(form)
+            times.append(1e3 * (time.perf_counter() - start))
+    finally:
+        await trials.close()
+    times.sort()
+    p50, p99 = times[len(times) // 2], times[int(0.99 * len(times))]
+    print(f"{num_forms} schemas, trial included: P50 {p50:.1f} ms, P99 {p99:.1f} ms, longest {times[-1]:.1f} ms")
+    print(f"first form, which starts the process: {start_s:.2f} s")
+
+
+async def measure_masks(model: Path, is_optional: bool, batch_sizes: Sequence[int], num_steps: int) -> None:
+    config = load_model_config(model)
+    vocabulary = read_vocabulary(model, config.vocab_size, config.eos_token_ids, is_optional)
+    grammars = Grammars(lambda: vocabulary)
+    form = StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(ENDLESS))
+    generator = np.random.default_rng(0)
+    print("| matchers | masks, µs per step | tokens, µs per step | masks per second |")
+    print("|---|---|---|---|")
+    for batch_size in batch_sizes:
+        matchers = []
+        for seq_id in range(batch_size):
+            sequence = EngineSequence(seq_id, "", [1], SamplingParams(structured_output=form), max_tokens=num_steps)
+            await grammars.prepare(sequence)
+            assert sequence.grammar is not None, "it has a form"
+            matchers.append(sequence.grammar)
+        masks = np.empty((batch_size, matchers[0].num_words), dtype=np.uint32)
+        fill_s, consume_s = [], []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            GrammarMatcher.fill_masks(matchers, masks)
+            filled = time.perf_counter()
+            sampled = [(matcher, _random_token(mask, generator)) for matcher, mask in zip(matchers, masks, strict=True)]
+            chosen = time.perf_counter()
+            GrammarMatcher.consume(sampled)
+            consume_s.append(time.perf_counter() - chosen)
+            fill_s.append(filled - start)
+        fill, consume = statistics.median(fill_s), statistics.median(consume_s)
+        print(f"| {batch_size} | {1e6 * fill:.0f} | {1e6 * consume:.0f} | {batch_size / fill:,.0f} |", flush=True)
+    grammars.close()
+
+
+def _random_token(mask: np.ndarray, generator: np.random.Generator) -> int:
+    return int(generator.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+
+
+@contextlib.contextmanager
+def _address(given: str | None) -> Iterator[str]:
+    if given is not None:
+        yield given
+        return
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        running_cluster(Path(directory), "scheduler.max_num_seqs=64") as cluster,
+    ):
+        yield cluster.address
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--address", help="of a running gateway's gRPC API; default: a cluster of its own on this CPU")
+    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="directory of the model that it serves")
+    parser.add_argument("--dummy", action="store_true", help="the model has dummy weights and may have no tokenizer")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="streams at once")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind; the median counts")
+    parser.add_argument("--max-tokens", type=int, default=200, help="tokens of each answer")
+    parser.add_argument("--num-forms", type=int, default=200, help="schemas to compile")
+    parser.add_argument("--num-steps", type=int, default=200, help="steps of the masks alone")
+    options = parser.parse_args()
+    print(f"{os.cpu_count()} cores, vocabulary of {load_model_config(options.model).vocab_size}\n")
+    asyncio.run(measure_masks(options.model, options.dummy, options.streams, options.num_steps))
+    print()
+    asyncio.run(measure_compiling(options.model, options.dummy, options.num_forms))
+    print()
+    with _address(options.address) as address:
+        asyncio.run(measure_tpot(address, options.streams, options.rounds, options.max_tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""On a GPU a step runs before the tokens that its grammars need are known: then its sampling is enqueued later.
+
+CUDA is replaced: what is enqueued runs at once, so that a step that is sampled too early shows other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.sampling_params import SamplingParams
+from services.common.structured_output import Constraint, StructuredOutput
+from services.dense_worker.runner import cuda_model_runner
+from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
+from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import NewSequence, PlanEntry, StepPlan, StepResult
+from tests.support.dense.forms import Forms, make_vocabulary
+
+VOCAB_SIZE, MAX_NUM_SEQS, NUM_STEPS = 300, 4, 12
+FORM = StructuredOutput(Constraint.REGEX, "(ab|cd){5}e?")
+CHANNEL: Any = SimpleNamespace(
+    qkv=torch.empty(32, 1),
+    attn_out=torch.empty(32, 1),
+    signal=lambda flag: None,
+    wait=lambda flag: None,
+    check=lambda: None,
+)
+
+
+class RandomLogits:
+    """A `DenseBackend` of one layer. The logits depend on the last token alone."""
+
+    table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+
+    def begin_step(self, plan: StepPlan, num_tokens: int) -> None: ...
+
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        return token_ids[:, None]
+
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self.table[residual[rows, 0]]
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class TorchWithoutCuda:
+    """The module torch; memory of a GPU, and pinned memory, is usual memory."""
+
+    cuda = SimpleNamespace(
+        Stream=lambda: SimpleNamespace(device="cpu"),
+        stream=lambda stream: nullcontext(),
+        set_device=lambda device: None,
+        Event=Event,
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: int, **options: Any) -> torch.Tensor:
+        return torch.zeros(*size, dtype=options["dtype"])
+
+    def empty(self, *size: int, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, dtype=options["dtype"])
+
+
+class EagerGraphs:
+    """`StepGraphs` that captures nothing."""
+
+    def __init__(self, stream: object, warm_up: object, run: Callable[[tuple[int, int]], None]) -> None:
+        self._run = run
+
+    def find(self, size: tuple[int, int]) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: self._run(size))
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    return Forms(make_vocabulary(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> CudaModelRunner:
+    monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
+    monkeypatch.setattr(cuda_model_runner, "StepGraphs", EagerGraphs)
+    config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE)
+    backend: Any = RandomLogits()
+    sampler = Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu")
+    return CudaModelRunner(backend, sampler, config, MAX_NUM_SEQS, 32, captures_lazily=True)
+
+
+def plain_runner() -> ModelRunner:
+    backend: Any = RandomLogits()
+    return ModelRunner(backend, Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu"), 1, MAX_NUM_SEQS)
+
+
+def start(runner: ModelRunner, forms: Forms, forms_of: dict[int, StructuredOutput | None]) -> None:
+    runner.attach([CHANNEL])
+    for seq_id, form in forms_of.items():
+        new = NewSequence(seq_id, f"r{seq_id}", (5, 6), 2, SamplingParams(seed=seq_id))
+        runner.open(new, None if form is None else forms.matcher(form))
+
+
+def plans(seq_ids: list[int]) -> list[StepPlan]:
+    """Prompts of two tokens, then one token per step."""
+    first = StepPlan(1, tuple(PlanEntry(seq_id, 0, 2, 1) for seq_id in seq_ids))
+    later = [
+        StepPlan(step, tuple(PlanEntry(seq_id, step, 1, 1) for seq_id in seq_ids)) for step in range(2, NUM_STEPS + 1)
+    ]
+    return [first, *later]
+
+
+def run_ahead(runner: ModelRunner, steps: list[StepPlan]) -> list[StepResult]:
+    """As the engine does: each step is launched before the one before is collected."""
+    results: list[StepResult] = []
+    running: RunningStep | None = None
+    for plan in [*steps, None]:
+        launched = None if plan is None else runner.launch(plan, CHANNEL)
+        if running is not None:
+            assert running.is_done()
+            results.append(running.collect())
+        running = launched
+    return results
+
+
+@pytest.mark.parametrize(
+    "forms_of",
+    [{1: FORM}, {1: FORM, 2: None, 3: FORM, 4: None}, {1: None, 2: None}],
+    ids=["with a form", "mixed", "without"],
+)
+def test_tokens_are_those_of_steps_one_after_the_other(
+    cuda_runner: CudaModelRunner, forms: Forms, forms_of: dict[int, StructuredOutput | None]
+) -> None:
+    start(cuda_runner, forms, forms_of)
+    found = run_ahead(cuda_runner, plans(list(forms_of)))
+    expected_runner = plain_runner()
+    start(expected_runner, forms, forms_of)
+    expected = [expected_runner.launch(plan, CHANNEL).collect() for plan in plans(list(forms_of))]
+    with_form = [i for i, form in enumerate(forms_of.values()) if form is not None]
+    ended = next((step for step, result in enumerate(expected) if result.ended), NUM_STEPS)
+    assert (ended < NUM_STEPS) == bool(with_form), "the form ends within these steps"
+    for step, (result, other) in enumerate(zip(found, expected, strict=True)):
+        for i, (token_ids, other_ids) in enumerate(zip(result.token_ids, other.token_ids, strict=True)):
+            if i not in with_form or step <= ended:  # a step after the end of a form has no meaning
+                assert token_ids == other_ids, (step, i)
+    assert found[ended].ended == expected[ended].ended if with_form else True
+    for i in with_form:
+        tokens = [result.token_ids[i][0] for result in found[: ended + 1]]
+        assert forms.accepts(FORM, forms.text(tokens)) or ended + 1 < len(tokens)
+
+
+def test_a_step_waits_only_for_tokens_that_its_grammars_need(cuda_runner: CudaModelRunner, forms: Forms) -> None:
+    start(cuda_runner, forms, {1: FORM, 2: None})
+    first = StepPlan(1, (PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 1, 0)))
+    plain_rows = StepPlan(2, (PlanEntry(2, 1, 1, 1),))
+    formed_rows = StepPlan(3, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1)))
+    running = cuda_runner.launch(first, CHANNEL)
+    assert running.is_done(), "all tokens of the prompt are known"
+    ahead = cuda_runner.launch(plain_rows, CHANNEL)
+    assert ahead.is_done(), "no grammar takes part"
+    running.collect()
+    late = cuda_runner.launch(formed_rows, CHANNEL)
+    assert late.is_done(), "the grammar's last token has been collected"
+    latest = cuda_runner.launch(StepPlan(4, (PlanEntry(1, 3, 1, 1),)), CHANNEL)
+    assert not latest.is_done()
+    ahead.collect()
+    late.collect()
+    assert latest.is_done()
+    assert len(latest.collect().token_ids[0]) == 1
+
+
+def test_a_new_attachment_forgets_the_step_that_waits(cuda_runner: CudaModelRunner, forms: Forms) -> None:
+    start(cuda_runner, forms, {1: FORM})
+    first, second = plans([1])[:2]
+    cuda_runner.launch(first, CHANNEL)
+    cuda_runner.launch(second, CHANNEL)
+    start(cuda_runner, forms, {1: FORM})
+    assert len(run_ahead(cuda_runner, plans([1]))) == NUM_STEPS
