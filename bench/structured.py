@@ -115,9 +115,11 @@ async def measure_tpot(address: str, streams: Sequence[int], rounds: int, max_to
                     times[kind].append(await time_round(gateway, kind, num_streams, max_tokens))
             cells = [f"{statistics.median(times[PLAIN]):.3f}"]
             for kind in (FORMED, MIXED):
-                pairs = zip(times.get(kind, ()), times[PLAIN], strict=False)
-                ratios = [with_form / plain for with_form, plain in pairs]
-                cells += [f"{statistics.median(times[kind]):.3f}", f"{statistics.median(ratios):.3f}"] if ratios else "––"
+                if kind not in times:
+                    cells += ["–", "–"]
+                    continue
+                ratios = [other / plain for other, plain in zip(times[kind], times[PLAIN], strict=True)]
+                cells += [f"{statistics.median(times[kind]):.3f}", f"{statistics.median(ratios):.3f}"]
             print(f"| {num_streams} | {' | '.join(cells)} |", flush=True)
 
 
