@@ -13,7 +13,6 @@ from services.dense_worker.model.segments import Weights, bind_weights
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
 from services.dense_worker.tensorrt.engine_contexts import EngineContexts
-from services.dense_worker.tensorrt.gpu import is_capturing
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
 from services.step import StepPlan
 
@@ -22,12 +21,12 @@ Binding = tuple[str, torch.Tensor]
 
 
 class TensorRTSegments:
-    """A DenseBackend: one engine per segment, with an execution context for each profile and each captured size.
+    """A DenseBackend with one engine for each segment; `EngineContexts` gives each run an execution context.
 
-    If the weights are constants of the plans, `middle` has an engine for each layer, all from one plan.
-    The contexts run one after another on the caller's stream, so they share one block of device memory.
-    Nothing waits for the device. To capture a CUDA graph, run the same sizes once before: TensorRT prepares
-    a new size with work that a graph cannot hold.
+    If the weights are constants of the plans, `middle` has an engine for each layer, all from one plan. Then all
+    layers, not only the first one, must run with the sizes of a CUDA graph before it is captured.
+    All contexts share one block of device memory, because they run one after another on the caller's stream.
+    No method waits for the device.
     """
 
     def __init__(
@@ -102,30 +101,10 @@ class TensorRTSegments:
         assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
         profile = profile_index(self._profiles, size)
         sizes = tuple(len(tensor) for _, tensor in inputs)
-        engines = self._contexts[segment]
-        if layer == 0 and not is_capturing():
-            # A warm-up runs one layer only, but the engines of all layers need a run before they can be captured.
-            for other in range(1, len(engines)):
-                if engines[other].find(profile, sizes).sizes != sizes:
-                    self._enqueue(segment, other, profile, sizes, inputs, outputs, stream)
-        engine = layer if len(engines) > 1 else 0
-        bound = [*outputs, *self._weights[segment][layer].items()]
-        self._enqueue(segment, engine, profile, sizes, inputs, bound, stream)
-
-    def _enqueue(
-        self,
-        segment: str,
-        engine: int,
-        profile: int,
-        sizes: tuple[int, ...],
-        inputs: list[Binding],
-        others: list[Binding],
-        stream: int,
-    ) -> None:
-        """Runs an engine; `others` are its outputs and the weights that are not its constants."""
+        engine = layer if len(self._engines[segment]) > 1 else 0
         shaped = self._contexts[segment][engine].find(profile, sizes)
         context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
-        for name, tensor in (*inputs, *others):
+        for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
             assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):

@@ -159,10 +159,21 @@ def test_a_plan_of_another_model_is_refused(weights: ModelWeights, config: Model
         load(trt, inputs, weights, config)
 
 
-def test_a_step_can_be_captured_after_its_first_middle_segment_ran(
+def test_uncaptured_runs_enqueue_each_layer_once(
+    weights: ModelWeights, config: ModelConfig, tmp_path: Path
+) -> None:
+    trt = make_tensorrt("8.6.0")
+    segments = load(trt, build(trt, config, tmp_path), weights, config)
+    for num_tokens in (3, 4):
+        trt.calls.clear()
+        run_step(segments, config, torch.float32, list(range(num_tokens)), [0])
+        assert len(trt.named("execute_async_v3")) == config.num_layers + 1
+
+
+def test_a_step_can_be_captured_after_the_layers_to_warm_up_ran(
     weights: ModelWeights, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up before a capture, which prepares the sizes in the engines of all layers, and overwrites no result."""
+    """Each layer has an engine of its own, which needs a run of these sizes before a capture."""
     trt = make_tensorrt("8.6.0")
     plans = build(trt, config, tmp_path)
     expected = run_step(TorchBackend(weights), config, torch.float32, [5, 6, 7], [2, 0])
@@ -170,9 +181,10 @@ def test_a_step_can_be_captured_after_its_first_middle_segment_ran(
     torch.testing.assert_close(uncaptured, expected, rtol=0, atol=1e-5)
     segments = load(trt, plans, weights, config)
     qkv, attn_out = torch.empty(3, config.qkv_size), torch.zeros(3, config.attn_size)
-    residual = segments.middle(0, attn_out, segments.first(torch.tensor([5, 6, 7]), qkv), qkv)
+    residual = segments.first(torch.tensor([5, 6, 7]), qkv)
+    for layer in range(segments.num_layers_to_warm_up):
+        residual = segments.middle(layer, attn_out, residual, qkv)
     segments.last(attn_out, residual, torch.tensor([2, 0]))
-    monkeypatch.setattr(engine_segments, "is_capturing", lambda: True)
     monkeypatch.setattr(engine_contexts, "is_capturing", lambda: True)
     trt.calls.clear()
     captured = run_step(segments, config, torch.float32, [5, 6, 7], [2, 0])
