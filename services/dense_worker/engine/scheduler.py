@@ -9,7 +9,7 @@ decides the order of sequences.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,8 @@ from typing import Literal
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes
-from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, choose_victims, put_largest_last
+from services.dense_worker.engine.fairness.turns import Turns
+from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
@@ -65,6 +66,7 @@ class Scheduler:
             limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
         )
         self._suspects = Suspects()
+        self._turns = self._new_turns()
         self._next_step_id = 1
 
     @property
@@ -96,6 +98,7 @@ class Scheduler:
         Plans in flight are void. Their tokens were never known; sampling gives the same ones again.
         """
         self.session = session
+        self._turns = self._new_turns()
         self._waiting.clear()
         for sequence in self._sequences.values():
             sequence.leave_cache()
@@ -147,22 +150,17 @@ class Scheduler:
         session, chosen = self.session, list[Sequence]()
         if self._suspects.active() is not None:
             return chosen
-        while self._waiting and (self._has_place or self._waiting.has_several_clients):
-            sequence = self._suspects.next_to_open() or next(self._ready_heads(), None)
-            if sequence is not None and not self._has_room(sequence):
-                sequence = self._make_room()
-            if sequence is None:
-                if not session.running and not session.openings and not session.closing:
-                    self._drop_held_blocks()  # nothing else can free blocks
-                break  # no overtaking: small sequences would starve a large one
+        while (sequence := self._turns.next_to_open(self._suspects.next_to_open())) is not None:
             self._waiting.choose(sequence)
-            sequence.num_reserved_blocks = self._blocks_to_reserve(sequence)
+            sequence.num_reserved_blocks = self._turns.blocks_to_reserve(sequence)
             session.ledger.reserve(sequence.num_reserved_blocks)
             sequence.status = SequenceStatus.OPENING
             session.openings[sequence.seq_id] = Opening(sequence, sequence.describe(), time.monotonic())
             chosen.append(sequence)
             if sequence.is_suspect:
                 break
+        if not session.running and not session.openings and not session.closing:
+            self._drop_held_blocks()  # nothing else can free blocks
         return chosen
 
     def opened(self, answer: SequenceOpened) -> SequenceOutput | None:
@@ -181,7 +179,7 @@ class Scheduler:
         session.held_blocks.pop(sequence.seq_id, None)
         session.ledger.give_back(answer.num_freed_blocks)
         session.ledger.take(answer.num_pinned_blocks)  # may include blocks that it has just freed
-        num_missing = self._blocks_to_reserve(sequence, answer.num_held_blocks)
+        num_missing = self._turns.blocks_to_reserve(sequence, answer.num_held_blocks)
         sequence.num_reserved_blocks = min(num_missing, session.ledger.num_available_blocks)
         session.ledger.reserve(sequence.num_reserved_blocks)
         sequence.num_blocks = answer.num_held_blocks
@@ -301,48 +299,14 @@ class Scheduler:
         if holders:
             self.session.close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
 
-    def _blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int | None = None) -> int:
-        """Blocks besides those that it holds; by default those from before the attachment."""
-        if num_held_blocks is None:
-            num_held_blocks = self.session.held_blocks.get(sequence.seq_id, 0)
-        guaranteed = self.limits.policy == "guaranteed_no_evict"
-        num_tokens = sequence.max_num_cached_tokens if guaranteed else sequence.num_tokens
-        return max(0, self.session.ledger.blocks_for(num_tokens) - num_held_blocks)
-
-    @property
-    def _has_place(self) -> bool:
-        return len(self.session.openings) + len(self.session.running) < self.limits.max_num_seqs
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        session = self.session
-        return (
-            self._has_place
-            and not session.is_short_of_blocks
-            and self._blocks_to_reserve(sequence) <= session.ledger.num_available_blocks
+    def _new_turns(self) -> Turns:
+        return Turns(
+            self.session,
+            self._waiting,
+            self.limits.max_num_seqs,
+            self._preempt,
+            is_guaranteed=self.limits.policy == "guaranteed_no_evict",
         )
-
-    def _ready_heads(self) -> Iterator[Sequence]:
-        """The first sequence of each waiting client, in the order of their turns.
-
-        Without those just preempted, whose last token, or the answer to whose closing, has not arrived yet.
-        """
-        closing = self.session.closing
-        for sequence in self._waiting.heads(self.session.held_blocks):
-            if not sequence.num_pending_tokens and sequence.seq_id not in closing:
-                yield sequence
-
-    def _make_room(self) -> Sequence | None:
-        """Preempts sequences for the first client in turn that has a right to their places or blocks.
-
-        Returns its sequence if it has room now; blocks that were in use come back only after the next plan.
-        """
-        if not self._waiting.has_several_clients:
-            return None
-        heads = ((sequence, self._blocks_to_reserve(sequence)) for sequence in self._ready_heads())
-        newcomer, victims = choose_victims(self.session, heads, needs_place=not self._has_place)
-        for victim in victims:
-            self._preempt(victim)
-        return newcomer if newcomer is not None and self._has_room(newcomer) else None
 
     def _preempt(self, victim: Sequence) -> None:
         remove(self.session.running, victim)
@@ -364,7 +328,7 @@ class Scheduler:
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks)
             return
         session.is_short_of_blocks = True
-        if not session.num_closing_plans and not session.to_close:  # first wait for blocks of sequences being closed
+        if not session.awaits_blocks:
             self._preempt_one(step.seq_ids)
 
     def _preempt_one(self, scheduled: Collection[int]) -> None:
@@ -388,6 +352,7 @@ class Scheduler:
         else:
             self.session.closing.add(sequence.seq_id)  # it is being opened, and will be closed then
         self._waiting.forget(sequence)
+        self._turns.forget(sequence)
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)

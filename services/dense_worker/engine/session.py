@@ -93,6 +93,11 @@ class Session:
         self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
 
+    @property
+    def awaits_blocks(self) -> bool:
+        """Whether sequences are being closed, so that nobody has to give up blocks before theirs have come back."""
+        return bool(self.num_closing_plans or self.to_close)
+
     def ends_claims(self, now_s: float) -> bool:
         """Whether the time to claim sequences has passed; true once."""
         if self.claim_deadline_s is None or now_s <= self.claim_deadline_s:

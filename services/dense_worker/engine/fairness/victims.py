@@ -82,7 +82,7 @@ def choose_victims(
             continue
         if not needs_place and num_missing <= 0:
             return newcomer, []  # it fits beside a sequence of a richer client that does not
-        if num_missing > 0 and (session.num_closing_plans or session.to_close):
+        if num_missing > 0 and session.awaits_blocks:
             return newcomer, []
         victims = _victims_of(newcomer, num_blocks, num_missing, session, needs_place=needs_place)
         if victims:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config import load_config
@@ -73,6 +73,7 @@ def test_others_cannot_invent_an_address() -> None:
     assert ClientAddresses().find(None, ["203.0.113.9"]) == "unix"
 
 
+@settings(deadline=None)
 @given(st.one_of(st.none(), st.text()), st.lists(st.text()))
 def test_anything_in_the_header_is_survived(peer: str | None, forwarded: list[str]) -> None:
     assert isinstance(PROXIES.find(peer, forwarded), str)

@@ -65,6 +65,7 @@ def test_waiting_clients_differ_by_at_most_the_cost_of_one_sequence(
         assert max(counts) - min(counts) <= 1 + most, "a quantum of one token, and the largest cost"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 20))
 def test_tenants_get_equal_shares_for_any_number_of_clients(num_few: int, num_many: int, prompt_len: int) -> None:
     server = Server()
@@ -103,6 +104,7 @@ def test_a_steady_flow_of_new_clients_does_not_starve_an_old_one(num_new: int, o
     assert all(later - earlier - 1 <= longest for earlier, later in pairwise(turns))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 100))
 def test_a_client_cannot_save_unused_shares_for_later(num_alone: int, num_later: int) -> None:
     server = Server()
@@ -142,6 +144,7 @@ def test_cached_prompt_tokens_cost_a_client_nothing() -> None:
     assert served[1] > 10 * served[2], "40 sequences of client 1 cost as much as one of client 2"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=2, max_size=40))
 def test_priorities_come_before_the_shares_of_clients(arrivals: list[tuple[int, int]]) -> None:
     server = Server()
@@ -151,6 +154,7 @@ def test_priorities_come_before_the_shares_of_clients(arrivals: list[tuple[int, 
     assert served == sorted(priority for priority, _ in arrivals)  # all arrived at the same time
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["arrive", "serve", "cancel"]), st.integers(0, 3), st.integers(0, 2))))
 def test_the_queue_forgets_clients_without_sequences(steps: list[tuple[str, int, int]]) -> None:
     server = Server()

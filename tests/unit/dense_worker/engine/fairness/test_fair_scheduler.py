@@ -108,6 +108,23 @@ def test_a_new_client_gets_used_blocks_after_the_plan_that_frees_them() -> None:
     assert cluster.steps_until_planned(newcomer) <= 1 + STEPS_TO_OPEN + 3
 
 
+@pytest.mark.parametrize("num_blocks", [20 * 14, 20 * 14 + 13])
+def test_blocks_given_up_for_a_client_are_not_taken_back_by_the_one_that_gave_them(num_blocks: int) -> None:
+    cluster = SharedCluster(num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=64)
+    for _ in range(50):
+        cluster.arrive(1, 4, 52)  # 14 blocks each, so that 20 fill the cache
+    cluster.run(12)
+    assert cluster.num_running_by_client == {1: 20}
+    for _ in range(50):
+        cluster.arrive(2, 4, 52)
+    cluster.run(25)
+    assert cluster.num_running_by_client[2] >= 6, "a third"
+    num_preemptions = cluster.scheduler.num_preemptions
+    assert num_preemptions <= 7, "one for each"
+    cluster.run(10)
+    assert cluster.scheduler.num_preemptions == num_preemptions
+
+
 @pytest.mark.parametrize("tenant", [0, 1])
 def test_two_clients_with_many_streams_get_half_of_the_tokens_each(tenant: int) -> None:
     cluster = SharedCluster(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, fill, limit_decodes
@@ -23,6 +23,7 @@ def fill_one_by_one(levels: list[int], wishes: list[int], total: int) -> list[in
     return shares
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=8), st.integers(0, 200))
 def test_filling_is_max_min_fair(clients: list[tuple[int, int]], total: int) -> None:
     levels, wishes = [level for level, _ in clients], [wish for _, wish in clients]
@@ -39,6 +40,7 @@ def sequences_of(clients: list[tuple[int, int]]) -> list[Sequence]:
 clients = st.tuples(st.integers(0, 2), st.integers(0, 3))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(clients, st.integers(2, 50)), max_size=12),
     st.lists(clients, max_size=12),

@@ -1,0 +1,95 @@
+"""`Turns`: which waiting sequence is opened next, and whom it may take room from. Part of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from services.dense_worker.engine.fairness.victims import choose_victims
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import Session
+from services.dense_worker.engine.waiting_queue import WaitingQueue
+
+
+class Turns:
+    """Of one attachment."""
+
+    def __init__(
+        self,
+        session: Session,
+        waiting: WaitingQueue,
+        max_num_seqs: int,
+        preempt: Callable[[Sequence], None],
+        *,
+        is_guaranteed: bool,
+    ) -> None:
+        """`preempt` makes a running sequence wait again. With `is_guaranteed` a sequence needs all blocks at once."""
+        self._session = session
+        self._waiting = waiting
+        self._max_num_seqs = max_num_seqs
+        self._preempt = preempt
+        self._is_guaranteed = is_guaranteed
+        self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
+
+    def next_to_open(self, suspect: Sequence | None) -> Sequence | None:
+        """The next sequence, if it has room now. A waiting suspect goes before all, and takes nothing from others.
+
+        Otherwise it is the first sequence of the client whose turn it is. Nobody overtakes it only because it is small,
+        which would starve large sequences; but clients that hold much less may, and may take room from others.
+        """
+        if not self._waiting or not (self._has_place or self._waiting.has_several_clients):
+            return None
+        sequence = suspect or self._entitled or next(self._ready_heads(), None)
+        if sequence is not None and not self._has_room(sequence):
+            sequence = None if sequence is suspect else self._make_room()
+        if sequence is not None:
+            self._entitled = None
+        return sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        if sequence is self._entitled:
+            self._entitled = None
+
+    def blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int | None = None) -> int:
+        """Blocks that it needs besides those that it holds; by default those from before the attachment."""
+        if num_held_blocks is None:
+            num_held_blocks = self._session.held_blocks.get(sequence.seq_id, 0)
+        num_tokens = sequence.max_num_cached_tokens if self._is_guaranteed else sequence.num_tokens
+        return max(0, self._session.ledger.blocks_for(num_tokens) - num_held_blocks)
+
+    @property
+    def _has_place(self) -> bool:
+        return len(self._session.openings) + len(self._session.running) < self._max_num_seqs
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        session = self._session
+        return (
+            self._has_place
+            and not session.is_short_of_blocks
+            and self.blocks_to_reserve(sequence) <= session.ledger.num_available_blocks
+        )
+
+    def _ready_heads(self) -> Iterator[Sequence]:
+        """The first sequence of each waiting client, in the order of their turns.
+
+        Without those just preempted, whose last token, or the answer to whose closing, has not arrived yet.
+        """
+        closing = self._session.closing
+        for sequence in self._waiting.heads(self._session.held_blocks):
+            if not sequence.num_pending_tokens and sequence.seq_id not in closing:
+                yield sequence
+
+    def _make_room(self) -> Sequence | None:
+        """Preempts sequences for the first client in turn that has a right to their places or blocks.
+
+        Returns its sequence if it has room now; blocks that were in use come back only after the next plan.
+        """
+        if not self._waiting.has_several_clients:
+            return None
+        if self._entitled is not None and self._session.awaits_blocks:
+            return None
+        heads = ((sequence, self.blocks_to_reserve(sequence)) for sequence in self._ready_heads())
+        self._entitled, victims = choose_victims(self._session, heads, needs_place=not self._has_place)
+        for victim in victims:
+            self._preempt(victim)
+        return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None
