@@ -16,7 +16,7 @@ from typing import Literal
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
-from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes
+from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.plan_builder import PlanBuilder
@@ -67,6 +67,7 @@ class Scheduler:
         )
         self._suspects = Suspects()
         self._turns = self._new_turns()
+        self._has_given_way = False  # whether the last step was only for newcomers
         self._next_step_id = 1
 
     @property
@@ -211,7 +212,16 @@ class Scheduler:
             elif num_remaining == 1:
                 decodes.append(sequence)
         shares = None  # how many tokens each prompt gets; None: as many as are left
-        if is_shared := self._waiting.has_several_clients:
+        is_shared = self._waiting.has_several_clients
+        if is_shared and not self._has_given_way and session.running:
+            if newcomers(session.running, (each.sequence for each in session.openings.values())):
+                return None  # they may come into this plan; the answer to their opening is on its way
+            if new := newcomers(decodes, (sequence for sequence, _ in prefills)):
+                decodes, prefills = [], [each for each in prefills if each[0] in new]
+                self._has_given_way = True  # the next step is for all
+        elif session.running:
+            self._has_given_way = False
+        if is_shared:
             decodes = limit_decodes(decodes, prefills, step.num_tokens)
             if session.ledger.num_available_blocks < len(decodes):
                 decodes = put_largest_last(decodes)

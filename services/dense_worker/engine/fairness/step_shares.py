@@ -8,12 +8,27 @@ as even numbers of tokens as possible.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
 
 Client = tuple[int, int]  # tenant and client
 Prefill = tuple[Sequence, int]  # with a number of tokens
+
+MIN_STREAMS = 8  # fewer of them do not make a step much longer
+
+
+def newcomers(running: SequenceOf[Sequence], sequences: Iterable[Sequence]) -> set[Sequence]:
+    """Those of `sequences` whose clients have no stream, if most of the running streams are of one client.
+
+    Streams give way to them once: a plan waits until they are open, and their prompts get a step of their own. Among
+    many clients with few streams each, newcomers are the rule, and giving way would cost all of them more.
+    """
+    num_streams = Counter(client_of(sequence) for sequence in running)
+    if len(running) < MIN_STREAMS or 2 * max(num_streams.values()) <= len(running):
+        return set()
+    return {sequence for sequence in sequences if client_of(sequence) not in num_streams}
 
 
 def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_tokens: int) -> list[Sequence]:

@@ -1,7 +1,7 @@
 """Chooses the sequences that give up their places or blocks, so that each client gets a fair share of them.
 
 A client that holds nothing may take from any that does not end up with less than it. A client that holds something may
-take only if the other still has twice as much afterwards; from there on the queue makes the shares equal, as sequences
+take only if the other still has 5/4 of that afterwards; from there on the queue makes the shares equal, as sequences
 end. So no two clients take the same place from each other again and again. Among the clients with the most, the
 youngest sequence gives way. It keeps its turn in the queue; its keys and values stay in the prefix cache until others
 need the blocks, so mostly little of it is computed again.
@@ -60,7 +60,7 @@ class Holdings:
 
 def _claim(held: int, amount: int) -> int:
     """What the other side must have afterwards."""
-    return (2 if held else 1) * (held + amount)
+    return (held + amount) * 5 // 4 if held else amount
 
 
 def choose_victims(

@@ -89,6 +89,58 @@ def test_a_new_client_gets_its_first_token_in_the_next_step_beside_500_other_str
     assert cluster.num_running_by_client[1] == 7, "only one sequence of client 1 must give way"
 
 
+def streaming_cluster(num_clients: int) -> SharedCluster:
+    """Eight running streams of one or of several clients."""
+    cluster = SharedCluster(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64)
+    for number in range(8):
+        cluster.arrive(number % num_clients, 4, 50)
+    cluster.run(4)
+    return cluster
+
+
+def test_most_streams_of_one_client_give_way_for_one_step_to_a_new_client() -> None:
+    cluster = streaming_cluster(1)
+    new = [cluster.arrive(client, 20, 30) for client in (11, 12)]
+    before = len(cluster.plans)
+    cluster.run(4)
+    new_seq_ids = {each.seq_id for each in new}
+    sizes = [[entry.seq_id in new_seq_ids for entry in plan.entries] for plan in cluster.plans[before:]]
+    first = next(number for number, size in enumerate(sizes) if any(size))
+    assert sizes[first] == [True, True], "a step of its own"
+    assert sizes[first + 1].count(False) == 8, "and the next one is for all"
+
+
+def test_streams_of_many_clients_do_not_give_way() -> None:
+    cluster = streaming_cluster(4)
+    new = cluster.arrive(11, 20, 30)
+    before = len(cluster.plans)
+    cluster.run(4)
+    for plan in cluster.plans[before:]:
+        assert sum(entry.seq_id != new.seq_id for entry in plan.entries) == 8
+
+
+def test_new_clients_without_end_do_not_stop_the_streams_of_another_one() -> None:
+    cluster = streaming_cluster(1)
+    streams = list(cluster.scheduler.session.running)
+    before = [len(stream.output_token_ids) for stream in streams]
+    for client in range(100, 120):
+        cluster.arrive(client, 4, 1)
+        cluster.step()
+    cluster.run(2)
+    assert all(len(stream.output_token_ids) - start >= 9 for stream, start in zip(streams, before, strict=True))
+
+
+def test_a_plan_waits_for_the_opening_of_a_new_client() -> None:
+    cluster = streaming_cluster(1)
+    new = cluster.arrive(11, 20, 30)
+    cluster.step(answer_opens=False)
+    before = len(cluster.plans)
+    cluster.step(answer_opens=False)
+    assert len(cluster.plans) == before, "no plan is made without the new client"
+    cluster.step()
+    assert [entry.seq_id for entry in cluster.plans[-1].entries] == [new.seq_id]
+
+
 def test_a_new_client_gets_blocks_that_are_reserved_by_another_one() -> None:
     cluster = SharedCluster(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     for _ in range(20):
@@ -118,9 +170,9 @@ def test_blocks_given_up_for_a_client_are_not_taken_back_by_the_one_that_gave_th
     for _ in range(50):
         cluster.arrive(2, 4, 52)
     cluster.run(25)
-    assert cluster.num_running_by_client[2] >= 6, "a third"
+    assert cluster.num_running_by_client[2] >= 8, "nearly half"
     num_preemptions = cluster.scheduler.num_preemptions
-    assert num_preemptions <= 7, "one for each"
+    assert num_preemptions <= 10, "one for each"
     cluster.run(10)
     assert cluster.scheduler.num_preemptions == num_preemptions
 
@@ -134,14 +186,14 @@ def test_two_clients_with_many_streams_get_half_of_the_tokens_each(tenant: int) 
     for _ in range(100):
         cluster.arrive(2, 4, 50, tenant=tenant)
     cluster.run(4)
-    assert cluster.num_running_by_client == {1: 6, 2: 2}
-    assert cluster.scheduler.num_preemptions == 2
+    assert cluster.num_running_by_client == {1: 5, 2: 3}
+    assert cluster.scheduler.num_preemptions == 3
     cluster.run(60)  # until the first sequences end
     before = len(cluster.plans)
-    cluster.run(200)
+    cluster.run(600)
     tokens = cluster.tokens_since(before)
     assert abs(tokens[1] - tokens[2]) <= 0.1 * tokens.total()
-    assert cluster.scheduler.num_preemptions == 2, "equal clients take nothing from each other"
+    assert cluster.scheduler.num_preemptions <= 3 + 5, "equal clients take hardly anything from each other"
 
 
 def test_the_clients_of_one_tenant_divide_its_share() -> None:
