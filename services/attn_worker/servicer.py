@@ -199,6 +199,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             stall=self.watchdog.stall,
             epoch=self._epoch,
             num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
             num_free_blocks=cache.num_free_blocks,
             num_cached_blocks=cache.num_cached_blocks,
             num_sequences=cache.num_sequences,

@@ -26,6 +26,7 @@ from services.gateway.loop_delay import measure_loop_delay
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.open_files import fit_connections
+from services.gateway.pool_metrics import PoolMetrics
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.form_trials import FormTrials
@@ -121,6 +122,9 @@ class Gateway:
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers)
         self._opened.push_async_callback(worker_load.close)
+        pool_metrics = PoolMetrics(worker_load, frontend.names.first)
+        self._registry.register(pool_metrics)
+        self._opened.callback(self._registry.unregister, pool_metrics)
         app = build_app(frontend, section, self._registry, worker_load, triton)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)

@@ -99,7 +99,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class AttentionStatus(_message.Message):
-    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes", "stall")
+    __slots__ = ("epoch", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_sequences", "num_steps", "num_computed_tokens", "num_cached_tokens", "resident_bytes", "stall", "block_size")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class AttentionStatus(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_blocks: int
     num_free_blocks: int
@@ -120,4 +121,5 @@ class AttentionStatus(_message.Message):
     num_cached_tokens: int
     resident_bytes: int
     stall: _stall_pb2.Stall
-    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ...) -> None: ...
+    block_size: int
+    def __init__(self, epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stall: _Optional[_Union[_stall_pb2.Stall, _Mapping]] = ..., block_size: _Optional[int] = ...) -> None: ...

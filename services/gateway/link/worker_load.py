@@ -33,6 +33,7 @@ class CacheLoad:
 
     num_blocks: int
     num_free_blocks: int
+    block_size: int = 0  # tokens of one block
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,13 @@ class WorkerLoad:
             await channel.close()
 
     async def _ask(self) -> Load:
-        dense, attention = await asyncio.gather(
+        dense, cache = await asyncio.gather(
             _answer(self._dense.GetStatus(dense_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)),
             _answer(self._attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S)),
         )
         return Load(
             None if dense is None else RequestLoad(dense.num_running, dense.num_waiting),
-            None if attention is None else CacheLoad(attention.num_blocks, attention.num_free_blocks),
+            None if cache is None else CacheLoad(cache.num_blocks, cache.num_free_blocks, cache.block_size),
         )
 
 

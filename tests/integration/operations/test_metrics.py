@@ -42,7 +42,7 @@ def test_the_table_lists_exactly_what_is_served(observed: Observed) -> None:
 def test_names_follow_the_conventions_of_prometheus() -> None:
     units = read_units()
     for row in read_table():
-        assert row.name.startswith("twostroke_")
+        assert row.name.startswith(("twostroke_", "vllm:"))
         assert row.name.endswith("_total") == (row.type == "counter")
         bare, unit = row.name.removesuffix("_total"), units[row.name]
         assert bare.endswith("_seconds") == (unit == "seconds"), "the names of times, and only these, end in _seconds"
