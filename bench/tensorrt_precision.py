@@ -1,11 +1,12 @@
 """How precisely TensorRT computes: its errors and torch's, both against the same computation in a wider dtype.
 
 The error of an output is its difference from the wide computation. Torch in the same dtype rounds every intermediate
-value, and so may TensorRT, in other places: twice torch's error is the limit. TensorRT 8.6 has no setting for the dtype
-in which a product is summed up, and sums in float16 where that is faster. Where this cannot be excluded, the limit is
-twice the error of torch with products that are summed in float16 over each 16 terms, as tensor cores do; `summed_error`
-in the results. The own error of each operation shows which one loses precision: it is computed from the very inputs
-that TensorRT gave the operation.
+value. TensorRT may round other values instead, and its error may be twice torch's. TensorRT 8.6 has no setting for the
+dtype in which a product is summed, and may sum in float16. Its limit is twice the error of torch with products whose
+sums are rounded to float16 after every 16 terms, as tensor cores round them (`summed_error` in the results).
+
+The own error of an operation is computed from the inputs that TensorRT gave this operation, so it does not contain the
+errors of earlier operations. It shows which operation loses precision.
 """
 
 from __future__ import annotations
@@ -189,6 +190,8 @@ class Probe:
             context.set_tensor_address(name, tensors[name].data_ptr())
         if not context.execute_async_v3(stream):
             raise RuntimeError(f"TensorRT cannot run the probe: {engine.take_errors()}")
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # before the context goes
         return {name: tensor for name, tensor in tensors.items() if name not in feeds}
 
     def compare(self, segment: str, size: int, feeds: Tensors, found: Tensors, may_sum: bool) -> list[Comparison]:

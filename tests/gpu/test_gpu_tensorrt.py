@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("onnx", reason="onnx is not installed: `pip install -r requirements-export.txt`")
+
 from bench import tensorrt_check
 from bench.tensorrt_check import Subject, make_subject
 from services.common.batch_buckets import token_buckets

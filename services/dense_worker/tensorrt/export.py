@@ -1,6 +1,6 @@
-"""`python -m services.dense_worker.tensorrt.export`: the dense stroke as ONNX files, the embedding, the tokenizer.
+"""`python -m services.dense_worker.tensorrt.export` writes a model's segments as ONNX, its embedding and its tokenizer.
 
-Needs no GPU. The ONNX files hold no weights: a model of any size is exported in seconds.
+It needs no GPU. The ONNX files contain no weights, so a model of any size is exported in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.dense_worker.tensorrt.optional_packages import require
 
 PARTS = ("batchful", "embed_tokens", "tokenizer")
 EMBED_FILE = "embed_tokens.safetensors"
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any of these makes a tokenizer
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer has at least one of these
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     "merges.txt",
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 after an error or where `--test` finds a difference."""
+    """Returns the exit status: 0, or 1 after an error or if `--test` finds a difference."""
     parser = _parser()
     arguments = parser.parse_args(dashed(sys.argv[1:] if argv is None else argv))
     if arguments.test and arguments.input is None:
@@ -184,29 +184,29 @@ def _parser() -> argparse.ArgumentParser:
         "--model", type=Path, required=True, metavar="DIR", help="Hugging Face model directory"
     )
     parser.add_argument(
-        "--output-dir", type=Path, metavar="OUT", help="made if missing; --test can do without"
+        "--output-dir", type=Path, metavar="OUT", help="created if it is missing; --test needs none"
     )
     parser.add_argument("--export", choices=(*PARTS, "all"), default="all", help="default: all")
-    parser.add_argument("--num-layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument("--num-layers", type=int, metavar="N", help="export only the first N layers")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="auto: the model's own, with --test float32",
+        help="auto: the dtype of the checkpoint, or float32 with --test",
     )
     parser.add_argument(
         "--load-format",
         choices=("safetensors", "dummy"),
         default="safetensors",
-        help="dummy: a random embedding; config.json is all that is needed",
+        help="dummy: export a random embedding; the model directory needs only config.json",
     )
     parser.add_argument(
         "--test",
         action="store_true",
-        help="continue --input with the export and with Hugging Face, compare",
+        help="continue --input with the exported segments and with Hugging Face, and compare the tokens",
     )
-    parser.add_argument("--input", metavar="TEXT", help="what --test continues; it needs one")
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="of --test; default: 16")
+    parser.add_argument("--input", metavar="TEXT", help="the prompt of --test, which needs one")
+    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="length of --test; default: 16 tokens")
     return parser
 
 

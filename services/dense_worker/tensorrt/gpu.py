@@ -37,7 +37,8 @@ def driver_version() -> str:
     from cuda.bindings import runtime  # comes with torch's CUDA build
 
     error, version = runtime.cudaDriverGetVersion()
-    cuda = f"CUDA {version // 1000}.{version % 1000 // 10}" if not int(error) else "CUDA"
+    is_known = error == runtime.cudaError_t.cudaSuccess
+    cuda = f"CUDA {version // 1000}.{version % 1000 // 10}" if is_known else "CUDA"
     try:
         return f"{cuda}, driver {DRIVER_VERSION_FILE.read_text().strip()}"
     except OSError:  # not every container shows it

@@ -1,4 +1,4 @@
-"""Which of TensorRT and torch runs a segment faster, by number of tokens: a short measurement on the GPU."""
+"""Measures on the GPU whether TensorRT or torch runs a segment faster, for several numbers of tokens."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def measure_segments(
     limits: Limits,
     time_us: Timer,
 ) -> Measurements:
-    """Microseconds of each segment, at the powers of two up to the limits and there, by each of `backends`.
+    """Microseconds of each segment by each of `backends`, for the powers of two below the limit and for the limit.
 
-    Inputs are random: on zeros a GPU is faster.
+    The inputs are random, because a GPU computes faster on zeros.
     """
     measured: dict[str, dict[int, dict[str, float]]] = {}
     for segment, max_size in _max_sizes(segment_names(config), limits).items():
@@ -86,7 +86,7 @@ def measure_segments(
 
 
 def known_measurements(plans: Mapping[str, CachedEnginePlan], limits: Limits) -> Measurements | None:
-    """Earlier measurements of these plans; None unless they used this torch and cover the limits."""
+    """Earlier measurements of these plans; None if they are of another version of torch or end below the limits."""
     measured: dict[str, dict[int, dict[str, float]]] = {}
     for segment, max_size in _max_sizes(plans, limits).items():
         record = plans[segment].record
@@ -97,14 +97,14 @@ def known_measurements(plans: Mapping[str, CachedEnginePlan], limits: Limits) ->
 
 
 def store_measurements(cache: EnginePlanCache, plans: Mapping[str, CachedEnginePlan], measured: Measurements) -> None:
-    """Keeps the measurements of the plans beside them."""
+    """Stores the measurements in the records of the plans."""
     for segment, times in measured.items():
         by_size = {str(size): dict(us) for size, us in times.items()}
         cache.update(replace(plans[segment].record, measured_us=by_size, measured_with=torch.__version__))
 
 
 def time_on_gpu(call: Call) -> float:
-    """Microseconds of one `call` as a part of a CUDA graph, which is where a step has it."""
+    """Microseconds of one `call` within a CUDA graph, because a step runs it within one."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.inference_mode():

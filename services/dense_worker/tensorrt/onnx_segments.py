@@ -1,7 +1,7 @@
-"""The segments as ONNX graphs, lowered from what torch.export records of `model/segments.py`: no second definition.
+"""The segments as ONNX graphs: torch.export records `model/segments.py`, and `onnx_lowering.py` converts the result.
 
-No weight is needed: shapes come from the config, and what is traced lies on the meta device. Weights are
-graph inputs. Opset 17 is what TensorRT 8.6 and everything after it can read.
+No weights are needed: the shapes come from the config, and the recorded tensors lie on torch's meta device, which holds
+no data. The weights are inputs of the graphs. TensorRT 8.6 and all later versions read opset 17.
 """
 
 from __future__ import annotations
@@ -130,5 +130,5 @@ def _stream(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[str, tor
 
 
 _META = torch.device("meta")
-_TOKENS, _ROWS = 7, 5  # any but 0 and 1, which torch.export takes for constants
+_TOKENS, _ROWS = 7, 5  # any numbers except 0 and 1, which torch.export would treat as constants
 _EXAMPLES = {"first": _first, "middle": _middle, "last": _last}
