@@ -5,6 +5,7 @@ It runs on a thread of `Tokenizer`: a template is a program by the model's autho
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -18,6 +19,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from services.common.errors import InvalidRequest
+from services.gateway.text.chat_message import Message
+from services.gateway.text.system_messages import PROBE, has_later_system_message, without_later_system_messages
 from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
 
 MAX_RENDER_S = 5.0
@@ -28,48 +31,6 @@ TEMPLATE_FILE = "<template>"  # Jinja2's file name for a template without a file
 
 # A template that tells a message without text by this test, as DeepSeek's do, gets none and not an empty text.
 _TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is (not )?none")
-
-
-@dataclass(frozen=True, slots=True)
-class MessageCall:
-    """A call of a tool in a message of the assistant."""
-
-    call_id: str
-    name: str
-    arguments: Any  # a dictionary; the client's text if that is no JSON object
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a chat; `role` as the chat template names it."""
-
-    role: str
-    content: str
-    name: str = ""  # name of the speaker; empty: none
-    calls: tuple[MessageCall, ...] = ()
-    call_id: str = ""  # of the call that a tool's message answers
-    reasoning: str = ""
-
-    def fields(self, is_none_without_text: bool = False) -> dict[str, Any]:
-        """The message as a dictionary for the chat template, as in the documentation of transformers.
-
-        `is_none_without_text`: a message that has only calls has the content None.
-        """
-        fields: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.name:
-            fields["name"] = self.name
-        if self.reasoning:  # templates use either name
-            fields["reasoning_content"] = fields["reasoning"] = self.reasoning
-        if self.call_id:
-            fields["tool_call_id"] = self.call_id
-        if self.calls:
-            if is_none_without_text and not self.content:
-                fields["content"] = None
-            fields["tool_calls"] = [
-                {"id": each.call_id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-                for each in self.calls
-            ]
-        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +71,24 @@ class ChatTemplate:
                 f"chat_template_kwargs has {taken[0]!r}, which the server sets itself", "chat_template_kwargs"
             )
 
+    @functools.cached_property
+    def _takes_later_system_message(self) -> bool:
+        """Whether the template renders a conversation with a message of the system in the middle."""
+        try:
+            self.render(Chat(PROBE), [message.fields() for message in PROBE], {}, [])
+        except InvalidRequest:
+            return False
+        return True
+
     def variables(self, chat: Chat) -> list[Any]:
         """What the client gives the template: messages, further variables, and definitions of tools."""
         template = self._hf_tokenizer.chat_template
         is_none_without_text = isinstance(template, str) and _TESTS_FOR_NONE.search(template) is not None
+        messages = chat.messages
+        if has_later_system_message(messages) and not self._takes_later_system_message:
+            messages = without_later_system_messages(messages)
         return [
-            [message.fields(is_none_without_text) for message in chat.messages],
+            [message.fields(is_none_without_text) for message in messages],
             chat.template_kwargs,
             [tool.definition for tool in chat.tools.tools] if chat.tools.choice is not ToolChoice.NONE else [],
         ]

@@ -9,7 +9,8 @@ from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
-from services.gateway.text.chat_template import Chat, Message, MessageCall
+from services.gateway.text.chat_message import Message, MessageCall
+from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.tools.tool import NAME, depth_of, read_tools
 from services.pb import gateway_pb2

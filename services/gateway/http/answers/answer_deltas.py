@@ -20,6 +20,7 @@ def completion_deltas(completion: Completion) -> Sequence[Delta]:
     """The deltas of a whole answer, as few as possible."""
     if completion.parts is None:
         return (ContentDelta(completion.text),) if completion.text else ()
+    assert completion.finish is not None
     deltas: list[Delta] = []
     num_calls = 0
     for part in completion.parts.parts:
@@ -28,10 +29,11 @@ def completion_deltas(completion: Completion) -> Sequence[Delta]:
         elif isinstance(part, ReasoningPart):
             deltas.append(ReasoningDelta(part.text))
         else:
+            is_cut = num_calls >= completion.finish.num_calls  # which counts complete calls
             deltas += (
                 CallBegin(num_calls, part.call_id, part.name),
                 CallArguments(num_calls, part.arguments),
-                CallEnd(num_calls),
+                CallEnd(num_calls, part.arguments if is_cut else None),
             )
             num_calls += 1
     return deltas

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import InvalidRequest
 from services.gateway.text import chat_template
-from services.gateway.text.chat_template import Chat, Message
+from services.gateway.text.chat_message import Message
+from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.read_chat import MAX_TEMPLATE_KWARGS_BYTES, read_chat
 from services.gateway.text.tokenizer import Tokenizer

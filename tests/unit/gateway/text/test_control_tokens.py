@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
 from services.gateway.text import tokenizer as gateway_tokenizer
-from services.gateway.text.chat_template import Chat, Message
+from services.gateway.text.chat_message import Message
+from services.gateway.text.chat_template import Chat
 
 TEXT = "Two strokes make one engine, don't they? <|Grüße|> aus </東京>, user assistant 👩‍👧 12 345\n  x = [1, 2];"
 SPECIAL = ["<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|user|>x"]

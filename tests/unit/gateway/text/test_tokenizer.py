@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import InvalidRequest, ModelError
-from services.gateway.text.chat_template import Chat, Message
+from services.gateway.text.chat_message import Message
+from services.gateway.text.chat_template import Chat
 from services.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, Tokenizer, load_tokenizer
 
 TEXTS = ["San Francisco is a", "  two  spaces\n", "东京は日本の首都です。🙂", "e\u0301", "</s>"]

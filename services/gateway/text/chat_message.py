@@ -1,0 +1,48 @@
+"""`Message`: one message of a chat, as chat templates expect it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCall:
+    """A call of a tool in a message of the assistant."""
+
+    call_id: str
+    name: str
+    arguments: Any  # a dictionary; the client's text if that is no JSON object
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat; `role` as the chat template names it."""
+
+    role: str
+    content: str
+    name: str = ""  # name of the speaker; empty: none
+    calls: tuple[MessageCall, ...] = ()
+    call_id: str = ""  # of the call that a tool's message answers
+    reasoning: str = ""
+
+    def fields(self, is_none_without_text: bool = False) -> dict[str, Any]:
+        """The message as a dictionary for the chat template, as in the documentation of transformers.
+
+        `is_none_without_text`: a message that has only calls has the content None.
+        """
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name:
+            fields["name"] = self.name
+        if self.reasoning:  # templates use either name
+            fields["reasoning_content"] = fields["reasoning"] = self.reasoning
+        if self.call_id:
+            fields["tool_call_id"] = self.call_id
+        if self.calls:
+            if is_none_without_text and not self.content:
+                fields["content"] = None
+            fields["tool_calls"] = [
+                {"id": each.call_id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+                for each in self.calls
+            ]
+        return fields
