@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.access.logits_budget import LogitsBudget, max_num_logits
@@ -31,6 +32,7 @@ from services.gateway.request import (
     read_request,
     read_text_or_chat,
 )
+from services.gateway.text.answer_form import has_own_form
 from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -125,7 +127,7 @@ class Frontend:
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             form = request.sampling.structured_output
             if form is not None:
-                compiled = await self._form_trials.compile(form)
+                compiled = await self._compile(form, request)
                 request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
             self._reserve_logits(request, ticket)
             ticket.admit(request)
@@ -144,6 +146,14 @@ class Frontend:
             num_bytes = BYTES_PER_LOGIT * max_num_logits(request, self.model.vocab_size)
             self._logits_budget.reserve(num_bytes)
             ticket.at_close(lambda: self._logits_budget.release(num_bytes))
+
+    async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
+        try:
+            return await self._form_trials.compile(form)
+        except InvalidRequest as error:
+            if request.parsing is not None and has_own_form(request.parsing):
+                raise InvalidRequest(f"the schemas of the tools cannot be enforced: {error}", "tools") from error
+            raise
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends the answers of a caller's request as they are; returns whether there were any."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.sampling_messages import decode_sampling
-from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, ReasoningLimit, SamplingParams
+from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, SamplingParams
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
+from services.gateway.text.answer_form import answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat
-from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.pb import gateway_pb2
@@ -30,7 +30,6 @@ MAX_MESSAGES = 4096  # of a chat
 MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256
-MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,10 @@ async def read_request(
     sampling.check_choice(stop_token_ids)
     parsing = None
     if chat is not None:
-        parsing = _read_parsing(chat, tokenizer, prompt_token_ids)
-        sampling = replace(sampling, reasoning_limit=_read_reasoning_limit(chat, parsing, tokenizer))
+        parsing = read_parsing(chat, tokenizer, prompt_token_ids)
+        sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
+    if parsing is not None:
+        sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
@@ -165,20 +166,6 @@ async def read_request(
     )
 
 
-def _read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokenizer) -> ReasoningLimit | None:
-    max_tokens, beginning = chat.max_reasoning_tokens, None if parsing is None else parsing.beginning
-    if max_tokens is None or beginning in (None, Beginning.CONTENT):
-        return None
-    begin_token_id, end_token_id = map(tokenizer.token_id, (BEGIN, END))
-    if begin_token_id is None or end_token_id is None:
-        raise InvalidRequest(
-            f"max_reasoning_tokens is {max_tokens}, but {BEGIN} and {END} are not single tokens of this model, so it "
-            "cannot be made to end its reasoning",
-            "max_reasoning_tokens",
-        )
-    return ReasoningLimit(max_tokens, end_token_id, begin_token_id if beginning is Beginning.EITHER else None)
-
-
 async def read_text_or_chat(
     message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer
 ) -> tuple[list[int], Chat | None]:
@@ -198,14 +185,6 @@ async def read_text_or_chat(
     size = len(message.chat.tools) + len(message.chat.messages)
     chat = await tokenizer.off_loop(size, read_chat, message.chat, tokenizer.chat_formats)
     return await tokenizer.encode_chat(chat, adds_special_tokens), chat
-
-
-def _read_parsing(chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Parsing | None:
-    prompt_end = tokenizer.decode(prompt_token_ids[-MAX_PROMPT_END_TOKENS:], skip_special_tokens=False)
-    last = chat.messages[-1]
-    return tokenizer.chat_formats.parsing(
-        chat.tools, prompt_end, last.content if chat.continue_final_message else None
-    )
 
 
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:

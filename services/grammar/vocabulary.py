@@ -62,7 +62,7 @@ def read_vocabulary(
         token_ids.update(known)
         added.append(_special_token(known[0], _END))
     added.sort(key=lambda token: token["id"])
-    special_tokens = {each["content"]: each["id"] for each in added if each["special"]}
+    special_tokens = {each["content"]: each["id"] for each in added if each["special"] or _is_tag(each["content"])}
     return Vocabulary(json.dumps(tokenizer), max(vocab_size, max(token_ids) + 1), known, special_tokens)
 
 
@@ -82,6 +82,11 @@ def _tokens_of_config(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     if config.is_file():
         for token_id, token in json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder", {}).items():
             yield int(token_id), {**_special_token(int(token_id), ""), **token}
+
+
+def _is_tag(content: str) -> bool:
+    """Whether llguidance takes an added token for special because of its name: its characters are no text then."""
+    return content.startswith("<") and content.endswith(">")
 
 
 def _special_token(token_id: int, content: str) -> dict[str, Any]:

@@ -54,12 +54,6 @@ class ChatFormats:
                 "gateway.tool_parser names none",
                 "tools",
             )
-        if tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
-            raise InvalidRequest("tool_choice must be auto or none: forcing a call is not supported yet", "tool_choice")
-        for i, tool in enumerate(tools.tools):
-            if tool.is_strict:
-                field = f"tools[{i}].function.strict"
-                raise InvalidRequest(f"{field} is true, which is not supported yet", field)
 
     def parsing(self, tools: Tools, prompt_end: str, open_message: str | None) -> Parsing | None:
         """How to read the answers to a chat; None if they are plain text. See `ReasoningFormat.beginning`."""

@@ -7,9 +7,10 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.gateway.text.deltas import Parser
+from services.gateway.text.tools.call_forms import CALL_FORMS, CallForm
 from services.gateway.text.tools.call_writer import new_call_id
 from services.gateway.text.tools.hermes import HermesParser
 from services.gateway.text.tools.llama3_json import Llama3JsonParser
@@ -31,6 +32,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # tokens that the parser must see, although a tokenizer may call them special
     make_parser: Callable[[Sequence[Tool]], Parser]
     in_template: Callable[[str], bool]  # whether a chat template asks the model for this format
+    form: CallForm  # of calls that are demanded
     has_short_ids: bool = False
 
     def call_id(self, given: str) -> str:
@@ -63,18 +65,21 @@ FORMATS: Mapping[str, ToolFormat] = {
             ("<tool_call>", "</tool_call>"),
             lambda tools: Qwen3CoderParser(new_call_id, {tool.name: tool.parameters for tool in tools}),
             lambda template: "<function=" in template and "<parameter=" in template,
+            CALL_FORMS["qwen3_coder"],
         ),
         ToolFormat(
             "hermes",
             ("<tool_call>", "</tool_call>"),
             lambda tools: HermesParser(new_call_id),
             lambda template: "<tool_call>" in template,
+            CALL_FORMS["hermes"],
         ),
         ToolFormat(
             "mistral",
             ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             lambda tools: MistralParser(new_short_id),
             lambda template: "[TOOL_CALLS]" in template,
+            CALL_FORMS["mistral"],
             has_short_ids=True,
         ),
         ToolFormat(
@@ -82,12 +87,14 @@ FORMATS: Mapping[str, ToolFormat] = {
             ("<|python_start|>", "<|python_end|>"),
             lambda tools: PythonicParser(new_call_id, {tool.name for tool in tools}),
             lambda template: "<|python_start|>" in template or re.search(r"\[\w+\(\w+ ?=", template) is not None,
+            CALL_FORMS["pythonic"],
         ),
         ToolFormat(
             "llama3_json",
             ("<|python_tag|>",),
             lambda tools: Llama3JsonParser(new_call_id, {tool.name for tool in tools}),
             lambda template: '"parameters": ' in template and "<|start_header_id|>" in template,
+            CALL_FORMS["llama3_json"],
         ),
     )
 }
@@ -95,6 +102,12 @@ FORMATS: Mapping[str, ToolFormat] = {
 
 def choose_tool_format(setting: str, template: str) -> ToolFormat | None:
     """The format of `gateway.tool_parser`, or for `auto` that of the chat template; None if there is none."""
+    if setting == NONE:
+        return None
     if setting == AUTO:
-        return next((each for each in FORMATS.values() if each.in_template(template)), None)
-    return None if setting == NONE else FORMATS[setting]
+        chosen = next((each for each in FORMATS.values() if each.in_template(template)), None)
+    else:
+        chosen = FORMATS[setting]
+    if chosen is not None and chosen.name == "mistral" and "[ARGS]" not in template:
+        return replace(chosen, form=CALL_FORMS["mistral_list"])
+    return chosen

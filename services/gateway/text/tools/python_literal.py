@@ -12,18 +12,28 @@ _NAMES = {"true": True, "false": False, "null": None}  # JSON's, which models mi
 
 
 def literal_to_json(text: str) -> str:
-    """The JSON text of a literal: None, booleans, numbers, strings, lists, tuples, and dictionaries with string keys.
+    """The JSON text of a value: JSON, or a literal of Python.
 
+    That is None, a boolean, number or string, or a list, tuple or dictionary (with strings as keys) of such values.
     Raises `ValueError` for anything else. The caller limits the depth.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"the value has {len(text)} characters, at most {MAX_CHARACTERS} allowed")
+    text = text.strip()
     try:
-        encoded = json.dumps(_value(ast.parse(text.strip(), mode="eval").body), ensure_ascii=False, allow_nan=False)
+        value = _read(text)
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
         encoded.encode()  # no halves of characters
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"not a literal: {error}") from error
     return encoded
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)  # the escapes of strings differ from Python's
+    except ValueError:
+        return _value(ast.parse(text, mode="eval").body)
 
 
 def _value(node: ast.expr) -> Any:

@@ -20,6 +20,7 @@ MAX_DEPTH = 32
 _LIST = "["
 _HEAD = re.compile(r"\s*([a-zA-Z0-9_-]{0,64})\s*")
 _KEY = re.compile(r"\s*([^\W\d]\w{0,63}|)\s*")
+PARAMETER_NAME = re.compile(r"[^\W\d]\w{0,63}")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 

@@ -1,0 +1,112 @@
+"""How to read the answer to a chat, and its form: demanded calls, and reasoning that may come before any form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from services.common.errors import InvalidRequest
+from services.common.sampling_params import ReasoningLimit
+from services.common.structured_output import Constraint, StructuredOutput
+from services.gateway.text.chat_template import Chat
+from services.gateway.text.parsing import Parsing
+from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
+from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tools.call_forms import form_of_calls
+from services.gateway.text.tools.tool import ToolChoice
+
+MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
+_TEXT = {"type": "any_text"}
+_SPACE = {"type": "regex", "pattern": "[ \\n]*"}
+
+
+def read_parsing(chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Parsing | None:
+    """What is to be found in the answers to a chat; None: they are plain text."""
+    prompt_end = tokenizer.decode(prompt_token_ids[-MAX_PROMPT_END_TOKENS:], skip_special_tokens=False)
+    last = chat.messages[-1]
+    return tokenizer.chat_formats.parsing(
+        chat.tools, prompt_end, last.content if chat.continue_final_message else None
+    )
+
+
+def read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokenizer) -> ReasoningLimit | None:
+    """The longest reasoning of an answer. Raises `InvalidRequest` if the model cannot be held to one."""
+    max_tokens, beginning = chat.max_reasoning_tokens, None if parsing is None else parsing.beginning
+    if max_tokens is None or beginning in (None, Beginning.CONTENT):
+        return None
+    begin_token_id, end_token_id = map(tokenizer.token_id, (BEGIN, END))
+    if begin_token_id is None or end_token_id is None:
+        raise InvalidRequest(
+            f"max_reasoning_tokens is {max_tokens}, but {BEGIN} and {END} are not single tokens of this model, so it "
+            "cannot be made to end its reasoning",
+            "max_reasoning_tokens",
+        )
+    return ReasoningLimit(max_tokens, end_token_id, begin_token_id if beginning is Beginning.EITHER else None)
+
+
+def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredOutput | None:
+    """The form of an answer that is parsed. `given`: the form that the request asks for itself.
+
+    Raises `InvalidRequest` if the two cannot be combined, or a tool's schema cannot be enforced.
+    """
+    calls = None
+    if parsing.tool_format is not None:
+        calls = form_of_calls(parsing.tools, parsing.tool_format.form)
+    if calls is None:
+        if given is None or parsing.beginning is not Beginning.REASONING:
+            return given  # an answer that has a form of its own does not begin with reasoning
+        form = _as_format(given)
+    elif given is not None:
+        raise InvalidRequest(
+            "the answer cannot have a form, such as response_format, and calls that are required or strict", "tools"
+        )
+    else:
+        form = calls
+    tag = {"type": "structural_tag", "format": _after_reasoning(form, parsing.beginning)}
+    result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode())
+    result.validate()
+    return result
+
+
+def has_own_form(parsing: Parsing) -> bool:
+    """Whether the form of the answer comes from the request's tools."""
+    tools = parsing.tools
+    is_forced = tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+    return is_forced or any(tool.is_strict for tool in tools.callable)
+
+
+def _after_reasoning(form: dict[str, Any], beginning: Beginning | None) -> dict[str, Any]:
+    end = {"type": "const_string", "value": END}
+    if beginning is Beginning.REASONING:
+        return {"type": "sequence", "elements": [_TEXT, end, _SPACE, form]}
+    if beginning is Beginning.EITHER:
+        begin = {"type": "const_string", "value": BEGIN}
+        return {"type": "or", "elements": [form, {"type": "sequence", "elements": [begin, _TEXT, end, _SPACE, form]}]}
+    return form
+
+
+def _as_format(form: StructuredOutput) -> dict[str, Any]:
+    """A form as a format of structural tags."""
+    try:
+        match form.constraint:
+            case Constraint.JSON_SCHEMA:
+                return {"type": "json_schema", "json_schema": json.loads(form.text)}
+            case Constraint.JSON_OBJECT:
+                return {"type": "json_schema", "json_schema": {"type": "object"}}
+            case Constraint.REGEX:
+                return {"type": "regex", "pattern": form.text}
+            case Constraint.CHOICE:
+                elements = [{"type": "const_string", "value": choice} for choice in form.choices]
+                return {"type": "or", "elements": elements}
+            case Constraint.STRUCTURAL_TAG if isinstance(tag := json.loads(form.text), dict) and "format" in tag:
+                return tag["format"]
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_output is not JSON: {error}", "structured_output") from error
+    raise InvalidRequest(
+        "structured_output cannot be a grammar, or a structural tag of the older form, in an answer that begins with "
+        "reasoning",
+        "structured_output",
+    )

@@ -1,0 +1,116 @@
+"""Forms of output that make a model call tools with arguments that are valid: structural tags, one for each format.
+
+The dense worker samples only tokens that continue the form (`services/grammar/`), so such calls always parse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.gateway.text.tools.parameter_forms import python_arguments, tagged_arguments
+from services.gateway.text.tools.tool import Tool, ToolChoice, Tools
+
+Form = dict[str, Any]  # a format of a structural tag
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How calls are written in one format."""
+
+    begin: Callable[[str], str]  # of a call, by the tool's name
+    arguments: Callable[[Mapping[str, Any]], Form]  # by the tool's schema. Raises `InvalidRequest`
+    end: str  # of a call
+    trigger: str  # the text at which a call begins
+    separator: str = ""
+    list_begin: str = ""  # before the first call
+    list_end: str = ""  # after the last one
+
+
+def _json(schema: Mapping[str, Any]) -> Form:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+CALL_FORMS: Mapping[str, CallForm] = {
+    "hermes": CallForm(
+        lambda name: f'<tool_call>\n{{"name": "{name}", "arguments": ', _json, "}\n</tool_call>", "<tool_call>", "\n"
+    ),
+    "llama3_json": CallForm(
+        lambda name: f'{{"name": "{name}", "parameters": ', _json, "}", '{"name": "', "; "
+    ),
+    "mistral": CallForm(lambda name: f"[TOOL_CALLS]{name}[ARGS]", _json, "", "[TOOL_CALLS]"),
+    "mistral_list": CallForm(
+        lambda name: f'{{"name": "{name}", "arguments": ', _json, "}", "[TOOL_CALLS]", ", ", "[TOOL_CALLS] [", "]"
+    ),
+    "pythonic": CallForm(lambda name: f"{name}(", python_arguments, ")", "[", ", ", "[", "]"),
+    "qwen3_coder": CallForm(
+        lambda name: f"<tool_call>\n<function={name}>\n",
+        tagged_arguments,
+        "</function>\n</tool_call>",
+        "<tool_call>",
+        "\n",
+    ),
+}
+
+
+def form_of_calls(tools: Tools, form: CallForm) -> Form | None:
+    """The form of an answer to a request with tools; None if the model is free to write anything.
+
+    Raises `InvalidRequest` for a schema that the format cannot be held to.
+    """
+    is_forced = tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+    if not is_forced and not any(tool.is_strict for tool in tools.callable):
+        return None
+    is_single = tools.choice is ToolChoice.NAMED or not tools.is_parallel
+    contents = [(tool, _arguments(tool, form, is_forced)) for tool in tools.callable]
+    if form.list_begin:
+        tags = _list_tags(contents, form, is_single)
+        is_single = True  # all calls are in one list
+    else:
+        tags = [_tag(form.begin(tool.name), content, form.end) for tool, content in contents]
+    if is_forced:
+        return {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": form.separator,
+            "at_least_one": True,
+            "stop_after_first": is_single,
+        }
+    # A bracket begins many texts: the name belongs to the trigger.
+    triggers = [tag["begin"] for tag in tags] if form.trigger == "[" else [form.trigger]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": is_single}
+
+
+def _list_tags(contents: Sequence[tuple[Tool, Form]], form: CallForm, is_single: bool) -> list[Form]:
+    """Tags of whole lists, one for each first call."""
+    more: list[Form] = []
+    if not is_single:
+        others = [_tag(form.separator + form.begin(tool.name), content, form.end) for tool, content in contents]
+        more = [{"type": "tags_with_separator", "tags": others, "separator": "", "at_least_one": False}]
+    return [
+        _tag(
+            form.list_begin + form.begin(tool.name),
+            {"type": "sequence", "elements": [content, {"type": "const_string", "value": form.end}, *more]},
+            form.list_end,
+        )
+        for tool, content in contents
+    ]
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _arguments(tool: Tool, form: CallForm, is_forced: bool) -> Form:
+    schema = tool.parameters
+    if schema is None:
+        schema = NO_ARGUMENTS
+    elif not (is_forced or tool.is_strict):
+        return form.arguments({"type": "object"}) if form.arguments is _json else form.arguments(schema)
+    try:
+        return form.arguments({"type": "object", **schema})
+    except InvalidRequest as error:
+        raise InvalidRequest(f"tool {tool.name!r}: {error}", "tools") from error
