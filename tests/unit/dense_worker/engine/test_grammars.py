@@ -1,0 +1,118 @@
+"""Grammars are made in threads, once for equal forms, and follow an output that a sequence already has."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.common.sampling_params import SamplingParams
+from services.common.structured_output import Constraint, StructuredOutput
+from services.dense_worker.engine import grammars as module
+from services.dense_worker.engine.grammars import Grammars
+from services.dense_worker.engine.sequence import Sequence
+from services.grammar.form_error import FormError
+from services.grammar.matcher import GrammarMatcher
+from services.grammar.vocabulary import Vocabulary
+from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return make_vocabulary(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
+    made = Grammars(lambda: vocabulary)
+    yield made
+    made.close()
+
+
+def sequence(pattern: str, output: list[int] | None = None, stop: tuple[int, ...] = (EOS,)) -> Sequence:
+    sampling = SamplingParams(structured_output=StructuredOutput(Constraint.REGEX, pattern))
+    return Sequence(1, "r", [5], sampling, 100, frozenset(stop), output_token_ids=output or [])
+
+
+def prepared(grammars: Grammars, *sequences: Sequence) -> list[GrammarMatcher]:
+    async def prepare() -> None:
+        await asyncio.gather(*map(grammars.prepare, sequences))
+
+    asyncio.run(prepare())
+    assert all(each.grammar is not None for each in sequences)
+    return [each.grammar for each in sequences if each.grammar is not None]
+
+
+def test_a_grammar_is_where_the_output_of_its_sequence_is(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    forms = Forms(vocabulary)
+    [begun, resumed] = prepared(grammars, sequence("abc"), sequence("abc", forms.tokens("ab")))
+    assert set(np.flatnonzero(allowed(begun))) == set(forms.tokens("a"))
+    assert set(np.flatnonzero(allowed(resumed))) == set(forms.tokens("c"))
+
+
+def test_grammars_of_equal_forms_move_independently(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    forms = Forms(vocabulary)
+    first, second = prepared(grammars, sequence("[ab]+c"), sequence("[ab]+c"))
+    assert len(grammars._starts) == 1
+    GrammarMatcher.consume([(first, token_id) for token_id in forms.tokens("abc")])
+    [third] = prepared(grammars, sequence("[ab]+c"))
+    assert first.is_complete and not second.is_complete
+    assert (allowed(second) == allowed(third)).all()
+
+
+def test_eos_may_end_only_those_that_stop_at_it(grammars: Grammars) -> None:
+    ends, goes_on = prepared(grammars, sequence("a*"), sequence("a*", stop=(7,)))
+    assert allowed(ends)[EOS] and not allowed(goes_on)[EOS]
+
+
+def test_what_is_kept_has_a_bound(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT", 3)
+    prepared(grammars, *(sequence(f"a{{{i}}}b") for i in range(8)))
+    assert len(grammars._starts) == 3
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 0)
+    [grammar] = prepared(grammars, sequence("xy"))
+    assert not grammars._starts and grammars._num_bytes == 0 and grammar.is_running
+
+
+@pytest.mark.parametrize("pattern", ["(", "(?=a)", "a{"])
+def test_a_bad_form_is_an_error_of_its_sequence(grammars: Grammars, pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match="structured_output cannot be used"):
+        prepared(grammars, sequence(pattern))
+    assert prepared(grammars, sequence("a"))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_form() -> None:
+    def read() -> Vocabulary:
+        raise FormError("structured output is not possible with the tokenizer of this model")
+
+    broken = Grammars(read)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="tokenizer of this model"):
+            prepared(broken, sequence("a"))
+    broken.close()
+
+
+def test_nothing_is_made_on_the_thread_that_asks(vocabulary: Vocabulary) -> None:
+    threads: list[str] = []
+
+    def read() -> Vocabulary:
+        threads.append(threading.current_thread().name)
+        return vocabulary
+
+    made = Grammars(read)
+    prepared(made, sequence("a"))
+    made.close()
+    assert threads and all(name.startswith("grammar") for name in threads)
+
+
+def test_a_vocabulary_without_eos_gets_a_token_that_no_model_has(tmp_path: Path) -> None:
+    from services.grammar.vocabulary import read_vocabulary
+
+    made = read_vocabulary(tmp_path, 160, [2_000], is_optional=True)
+    assert made.eos_token_ids == (256,) and made.num_tokens == 257
+    assert made.load().eos_tokens == [256]

@@ -1,0 +1,147 @@
+"""A sequence with a form reaches the engine when its grammar is ready; until then others do not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from unittest.mock import Mock
+
+from services.common.errors import InvalidRequest
+from services.dense_worker.engine.sequence import FinishReason, Sequence
+from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.servicer import DenseServicer
+from services.pb import dense_pb2, sampling_pb2
+from services.rpc.metrics import new_registry
+from services.rpc.spans import NoTracer
+from tests.support.clients.dense_stream import submit
+
+TIMEOUT_S = 10.0
+GATEWAY = 7
+
+
+class LateGrammars:
+    """Prepares each sequence when the test says so, with the result that it gives."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, asyncio.Future[object]] = {}
+
+    async def prepare(self, sequence: Sequence) -> None:
+        self.waiting[sequence.seq_id] = asyncio.get_running_loop().create_future()
+        sequence.grammar = await self.waiting[sequence.seq_id]  # type: ignore[assignment]
+
+
+class Front:
+    """A servicer with one gateway's stream."""
+
+    def __init__(self) -> None:
+        self.grammars, self.engine = LateGrammars(), Mock()
+        grammars: Any = self.grammars
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), grammars)
+        servicer.set_engine(self.engine, Mock())
+        servicer.set_info(dense_pb2.DenseInfo())
+        self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
+        context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)
+        self.outputs = servicer.Connect(self._read(), context)
+        self.next = asyncio.create_task(anext(self.outputs))
+
+    async def send(self, **message: Any) -> None:
+        self._requests.put_nowait(dense_pb2.GatewayMessage(**message))
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    @property
+    def submitted(self) -> list[int]:
+        return [call.args[0].seq_id for call in self.engine.submit.call_args_list]
+
+    async def _read(self) -> AsyncIterator[dense_pb2.GatewayMessage]:
+        while True:
+            yield await self._requests.get()
+
+    async def _ignore(self, metadata: object) -> None: ...
+
+
+def formed(seq_id: int) -> dense_pb2.Submit:
+    return submit(seq_id, [5, 6], 4, structured_output=sampling_pb2.StructuredOutput(regex="a"))
+
+
+def run(test: Callable[[Front], Awaitable[None]]) -> None:
+    async def body() -> None:
+        front = Front()
+        await front.settle()
+        await test(front)
+        front.next.cancel()
+        await asyncio.wait([front.next])
+        await front.outputs.aclose()
+
+    asyncio.run(asyncio.wait_for(body(), TIMEOUT_S))
+
+
+def test_others_do_not_wait_for_its_grammar() -> None:
+    async def test(front: Front) -> None:
+        await front.send(submit=formed(1))
+        await front.send(submit=submit(2, [5, 6], 4))
+        assert front.submitted == [2]
+        front.grammars.waiting[1].set_result("grammar")
+        await front.settle()
+        assert front.submitted == [2, 1]
+        assert front.engine.submit.call_args.args[0].grammar == "grammar"
+
+    run(test)
+
+
+def test_a_form_that_cannot_be_compiled_fails_its_sequence_alone() -> None:
+    async def test(front: Front) -> None:
+        for seq_id, error in ((1, InvalidRequest("the form is bad")), (2, ArithmeticError("a bug"))):
+            await front.send(submit=formed(seq_id))
+            front.grammars.waiting[seq_id].set_exception(error)
+            [end] = (await front.next).ended
+            front.next = asyncio.create_task(anext(front.outputs))
+            assert (end.seq_id, end.reason) == (seq_id, dense_pb2.SequenceEnd.ERROR)
+            assert str(error) in end.message
+        await front.send(submit=submit(3, [5, 6], 4))
+        assert front.submitted == [3]
+
+    run(test)
+
+
+def test_a_sequence_cancelled_meanwhile_is_never_submitted() -> None:
+    async def test(front: Front) -> None:
+        await front.send(submit=formed(1))
+        await front.send(cancel=dense_pb2.Cancel(seq_id=1))
+        front.grammars.waiting[1].set_result("grammar")
+        await front.settle()
+        assert front.submitted == []
+
+    run(test)
+
+
+def test_a_resumed_gateway_claims_the_blocks_of_sequences_that_wait_for_grammars() -> None:
+    async def test(front: Front) -> None:
+        await front.send(submit=formed(1))
+        await front.send(resumed=dense_pb2.Resumed(gateway=GATEWAY))
+        front.engine.close_unclaimed.assert_not_called()
+        front.grammars.waiting[1].set_result("grammar")
+        await front.settle()
+        assert front.submitted == [1]
+        front.engine.close_unclaimed.assert_called_once_with(GATEWAY)
+        names = [call[0] for call in front.engine.method_calls]
+        assert names.index("submit") < names.index("close_unclaimed")
+
+    run(test)
+
+
+def sequence(max_tokens: int) -> Sequence:
+    return Sequence(1, "r", [5], Mock(), max_tokens, stop_token_ids=frozenset([2]))
+
+
+def test_a_form_that_ends_with_the_last_allowed_token_is_complete() -> None:
+    each = sequence(2)
+    assert each.append([7]) is None
+    assert each.append([8], is_complete=True) is FinishReason.STOP
+    assert sequence(1).append([7]) is FinishReason.LENGTH
+    assert sequence(5).append([7], is_complete=True) is FinishReason.STOP
