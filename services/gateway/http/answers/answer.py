@@ -70,14 +70,19 @@ class Answer(Response):
         *,
         is_stream: bool,
         first_token_timeout_s: float,
+        repeats_prompt: bool = False,
     ) -> None:
-        """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error."""
+        """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error.
+
+        `repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer.
+        """
         super().__init__()
         self._frontend = frontend
         self._messages = messages
         self._format = answer_format
         self._is_stream = is_stream
         self._first_token_timeout_s = first_token_timeout_s
+        self._repeats_prompt = repeats_prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
@@ -104,7 +109,7 @@ class Answer(Response):
         return b"".join(json_pieces(self._format.whole(answers)))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        generations = Generations()
+        generations = Generations(repeats_prompt=self._repeats_prompt)
         try:
             await self._start(generations, scope["state"]["caller"])
             first = asyncio.ensure_future(generations.next_chunk())

@@ -57,7 +57,7 @@ class CompletionFormat:
             if index not in self._begun:
                 self._begun.add(index)
                 choice["prompt_token_ids"] = self._prompts[prompt_index]
-        if self._body.prompt_logprobs is not None and chunk.prompt is not None:
+        if self._body.prompt_logprobs is not None and chunk.prompt is not None and not chunk.index:
             choice["prompt_logprobs"] = self._prompt_logprobs(chunk.prompt)
         if chunk.finish is not None:
             self._usage.add(prompt_index, chunk.finish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -16,11 +17,42 @@ from services.pb import gateway_pb2
 T = TypeVar("T")
 
 
+class RepeatedPrompts:
+    """Holds back the chunks of each prompt's answers until answer 0 has brought the prompt, and gives it to all.
+
+    The log-probabilities of a prompt are computed once, for answer 0, which may start later than the others.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: deque[tuple[int, Chunk]] = deque()  # ready, with the indexes of their prompts
+        self._prompts: dict[int, Prompt] = {}  # by index
+        self._held = defaultdict[int, list[Chunk]](list)  # by index of the prompt
+        self._begun: set[tuple[int, int]] = set()  # indexes of prompt and answer, of answers that have the prompt
+
+    def add(self, prompt_index: int, chunk: Chunk) -> None:
+        """Adds a chunk; it and those held back become ready if the prompt is known."""
+        held = self._held[prompt_index]
+        held.append(chunk)
+        if chunk.prompt is not None:
+            self._prompts[prompt_index] = chunk.prompt
+        prompt = self._prompts.get(prompt_index)
+        if prompt is None:
+            return
+        for each in held:
+            if (prompt_index, each.index) not in self._begun:
+                self._begun.add((prompt_index, each.index))
+                each.prompt = prompt
+            self.chunks.append((prompt_index, each))
+        held.clear()
+
+
 class Generations:
     """All generations of a request. Always call `close`, also if `start` fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats_prompt: bool = False) -> None:
+        """`repeats_prompt`: the first chunk of every answer carries the prompt, and not only that of answer 0."""
         self.running: list[Generation] = []
+        self._repeated = RepeatedPrompts() if repeats_prompt else None
         self._readers: dict[asyncio.Task[Chunk], int] = {}  # index of the prompt, by the task that reads its next chunk
         self._ready: list[asyncio.Task[Chunk]] = []
 
@@ -53,6 +85,17 @@ class Generations:
 
         Raises the error of a failed generation.
         """
+        repeated = self._repeated
+        if repeated is None:
+            return await self._next_chunk()
+        while not repeated.chunks:
+            chunk = await self._next_chunk()
+            if chunk is None:
+                return None
+            repeated.add(*chunk)
+        return repeated.chunks.popleft()
+
+    async def _next_chunk(self) -> tuple[int, Chunk] | None:
         if len(self.running) == 1:
             [generation] = self.running
             return None if generation.is_finished else (0, await generation.next_chunk())

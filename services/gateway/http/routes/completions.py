@@ -46,6 +46,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
+            repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
         )
 
     @router.post(
@@ -76,8 +77,6 @@ def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int
     longest = max(prompts, key=len)
     if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before copying the tokens costs time
         check_prompt_length(len(longest), max_model_len)
-    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
-        raise InvalidRequest("echo with logprobs and n above 1 cannot be streamed", "stream")
 
 
 def traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:

@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.pb import gateway_pb2
-from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
+from services.pb import dense_pb2, gateway_pb2
+from tests.support.clients.gateway_calls import EOS, REFERENCE, ids, text_of
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import USER, say, with_client
 from tests.support.running_gateway import RunningGateway
@@ -36,6 +36,41 @@ def test_an_answer_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_a_streamed_echo_of_several_answers_shows_the_prompt_with_each(tmp_path: Path, num_prompts: int) -> None:
+    prompt_ids, token_ids = ids("Tell me about cities"), ids(" Łódź, 東京 🙂 cities")
+
+    def script(submit: dense_pb2.Submit) -> list[int]:
+        return token_ids
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": [prompt_ids] * num_prompts, "max_tokens": len(token_ids), "logprobs": 2, "echo": True, "n": 3}
+        response = await client.post("/v1/completions", json={**body, "stream": True})
+        pieces: dict[int, list[dict[str, Any]]] = {}
+        for event in events(response.text):
+            pieces.setdefault(event["choices"][0]["index"], []).append(event["choices"][0])
+        assert sorted(pieces) == list(range(3 * num_prompts))
+        for choices in pieces.values():
+            logprobs = [value for each in choices if each["logprobs"] for value in each["logprobs"]["token_logprobs"]]
+            assert logprobs == [None, *map(fake_logprob, [*prompt_ids[1:], *token_ids])]
+            offsets = [value for each in choices if each["logprobs"] for value in each["logprobs"]["text_offset"]]
+            assert offsets[0] == 0 and offsets == sorted(offsets)
+            assert "".join(each["text"] for each in choices) == text_of([*prompt_ids, *token_ids])
+            assert [each["finish_reason"] for each in choices if each["finish_reason"]] == ["length"]
+
+    with_client(tmp_path, FakeDense(script), test)
+
+
+def test_prompt_logprobs_of_a_streamed_echo_are_shown_once(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": [70, 80, 90], "max_tokens": 2, "n": 2, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+        response = await client.post("/v1/completions", json={**body, "stream": True})
+        choices = [event["choices"][0] for event in events(response.text)]
+        assert [each["index"] for each in choices if each.get("prompt_logprobs")] == [0]
+
+    with_client(tmp_path, FakeDense(lambda submit: [100, 101]), test)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
