@@ -14,22 +14,23 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import structlog
 
-from services.common.errors import CapacityError, InvalidRequest
+from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.structured_output import Constraint, StructuredOutput
 
 log = structlog.get_logger()
 
-MAX_WAITING = 64  # forms that wait for their trial
+MAX_WAITING = 16  # forms that wait for their trial, which takes seconds at most
 MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
 START_TIMEOUT_S = 60.0  # to read the vocabulary
 TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
 _MAX_LINE_BYTES = 8 * 2**20
-_MODULE = "services.grammar.trial"
+_MODULE, _ROOT = "services.grammar.trial", Path(__file__).parents[3]
 
 
 class FormTrials:
@@ -63,7 +64,7 @@ class FormTrials:
                     retry_after_s=1.0,
                 )
             task = self._running[form] = asyncio.create_task(self._try(form))
-            task.add_done_callback(lambda _: self._running.pop(form))
+            task.add_done_callback(lambda task: self._forget(form, task))
         return await asyncio.shield(task)  # others may wait for it, too
 
     async def close(self) -> None:
@@ -71,6 +72,11 @@ class FormTrials:
         for task in list(self._running.values()):
             task.cancel()
         await self._end_process()
+
+    def _forget(self, form: StructuredOutput, task: asyncio.Task[StructuredOutput]) -> None:
+        del self._running[form]
+        if not task.cancelled():
+            task.exception()  # who waited for it has it; perhaps nobody does any more
 
     async def _try(self, form: StructuredOutput) -> StructuredOutput:
         try:
@@ -115,6 +121,8 @@ class FormTrials:
         self._process = None
         status = await process.wait()
         log.warning("a form has ended the process that tries forms", status=status)
+        if status >= 0:
+            raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
         if status == -signal.SIGXCPU:
             return {"error": "it takes too long to compile"}
         return {"error": "it is too large or nested too deeply to compile"}
@@ -122,7 +130,7 @@ class FormTrials:
     async def _start_process(self) -> Process:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", _MODULE, json.dumps(self._vocabulary),
-            stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES,
+            stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES, cwd=_ROOT,
         )  # fmt: skip
 
     async def _end_process(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import CapacityError, InvalidRequest
+from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.structured_output import MAX_CHOICES, Constraint, StructuredOutput
 from services.gateway.text import form_trials
 from services.gateway.text.form_trials import FormTrials
@@ -134,6 +134,19 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
             await waiting
         assert await made.compile(regex("c+"))
 
+    run(test)
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: FormTrials) -> None:
+        for _ in range(2):
+            with pytest.raises(TwostrokeError, match="cannot be tried") as failed:
+                await made.compile(GOOD)
+            assert not isinstance(failed.value, InvalidRequest)
+        monkeypatch.undo()
+        assert await made.compile(GOOD)
+
+    monkeypatch.setattr(form_trials, "_MODULE", "services.grammar.missing")
     run(test)
 
 
