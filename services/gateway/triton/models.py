@@ -152,6 +152,8 @@ def _generation_inputs(names: Mapping[str, str]) -> Sequence[InputSpec]:
         spec("return_context_logits", BOOL),
         spec("return_generation_logits", BOOL),
         spec("return_perf_metrics", BOOL, only=NOTHING),
+        spec("guided_decoding_guide_type", TEXT),
+        spec("guided_decoding_guide", TEXT),
         spec("beam_width", INT, only=(1,)),
         # Only beam search reads these three.
         spec("length_penalty", FLOAT),
@@ -191,8 +193,6 @@ _REFUSED_TEXTS = _REFUSED | {
     "decoder_text_input",
     "embedding_bias_weights",
     "embedding_bias_words",
-    "guided_decoding_guide",
-    "guided_decoding_guide_type",
     "image_bytes_input",
     "image_input",
     "image_sizes_input",

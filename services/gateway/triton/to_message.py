@@ -12,11 +12,20 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TEMPERATURE
+from services.common.shorten import quote
 from services.gateway.triton.rows import Row
 from services.pb import gateway_pb2, sampling_pb2
 
 NO_END = -1  # the value of `end_id` for an answer that no token ends
 PADDING = -1  # of the offsets in a list of words
+# Fields of `StructuredOutput`, by the type of a guide.
+GUIDES = {
+    "json": "json_object",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
 SAME_SAMPLING_OPTIONS = (
     "frequency_penalty",
     "min_tokens",
@@ -83,8 +92,30 @@ def _sampling(row: Row) -> sampling_pb2.SamplingParams:
         options["top_p"] = top_p
     elif not top_k and 0.0 <= row.get("temperature", 1.0) <= MAX_TEMPERATURE:  # a wrong one is left to be refused
         options["temperature"] = 0.0
+    form = _structured_output(row)
+    if form is not None:
+        options["structured_output"] = form
     options["seed"] = row.get("seed", 0) % 2**64
     return sampling_pb2.SamplingParams(**options)
+
+
+def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:
+    """The form of the output that a guide asks for; None without one."""
+    kind, guide = row.get("guided_decoding_guide_type", ""), row.get("guided_decoding_guide", "")
+    if not kind:
+        if guide:
+            raise InvalidRequest(
+                "guided_decoding_guide needs a guided_decoding_guide_type", "guided_decoding_guide_type"
+            )
+        return None
+    if kind not in GUIDES:
+        raise InvalidRequest(
+            f"guided_decoding_guide_type is {quote(kind)}, must be one of {', '.join(GUIDES)}",
+            "guided_decoding_guide_type",
+        )
+    if kind == "json":
+        return sampling_pb2.StructuredOutput(json_object=True)
+    return sampling_pb2.StructuredOutput(**{GUIDES[kind]: guide})
 
 
 def _prompt_token_ids(row: Row) -> list[int]:

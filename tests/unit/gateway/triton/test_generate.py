@@ -76,6 +76,10 @@ def test_options_have_the_meaning_of_tensorrt_llm(tmp_path: Path) -> None:
         assert list((await submitted(end_id=-1)).stop_token_ids) == []
         words = (await submitted(bad_words=["cat", ""])).sampling.bad_words
         assert ids("cat") in [list(word.token_ids) for word in words]
+        guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]+"}
+        assert (await submitted(**guide)).sampling.HasField("structured_output")
+        assert (await submitted(guided_decoding_guide_type="json")).sampling.HasField("structured_output")
+        assert not (await submitted(guided_decoding_guide_type="")).sampling.HasField("structured_output")
         # Without effect: only one beam, and names that Triton would pass on as parameters.
         await submitted(beam_width=1, length_penalty=2.0, early_stopping=True, temperature=None, nothing_known=[1])
 
@@ -170,6 +174,9 @@ WRONG = [
     ({"gpt_model_type": "V1"}, ["gpt_model_type is 'V1'", "inflight_fused_batching"]),
     ({"id": "x" * 101}, ["id has 101 characters", "100"]),
     ({"id": 7}, ["id must be a string"]),
+    ({"guided_decoding_guide": "a+"}, ["needs a guided_decoding_guide_type"]),
+    ({"guided_decoding_guide_type": "xml"}, ["'xml'", "json_schema"]),
+    ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, ["regex"]),
     ({"parameters": 7}, ["parameters is 7"]),
 ]
 

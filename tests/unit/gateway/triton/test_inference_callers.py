@@ -1,0 +1,144 @@
+"""Inference with API keys, from other gateway processes, and by clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx2
+import numpy as np
+import pytest
+
+from services.gateway.siblings import PASSED_ON, Siblings
+from services.pb import triton_pb2, triton_pb2_grpc
+from tests.support.clients.gateway_calls import ids, with_gateway
+from tests.support.clients.http_clients import async_client
+from tests.support.clients.inference_messages import ASK, ENDLESS, STOP, TOKENS, Request, int32, message, output
+from tests.support.running_gateway import RunningGateway, running_gateway, until
+from tests.support.running_gateway import run as run_test
+from tests.support.workers.fake_dense import FakeDense
+
+KEYS = {"ann": "ann-ann-ann-ann-ann", "bob": "bob-bob-bob-bob-bob"}
+GENERATE = "/v2/models/ensemble/generate"
+WHOLE = {**ENDLESS, "streaming": np.array([[False]])}
+
+
+def keys_file(directory: Path) -> Path:
+    file = directory / "keys.toml"
+    file.write_text("".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in KEYS.items()))
+    return file
+
+
+def metadata(name: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {KEYS[name]}"),)
+
+
+def endless() -> FakeDense:
+    return FakeDense(lambda submit: ids(" a") * 5000, step_s=0.001)
+
+
+def test_models_need_a_key_and_probes_do_not(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        stub = triton_pb2_grpc.GRPCInferenceServiceStub(gateway.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ModelInfer(message("ensemble", ASK))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.ModelStreamInfer(iter([message("ensemble", ASK)])):
+                pass
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await stub.ModelInfer(message("ensemble", ASK), metadata=metadata("ann"))).outputs
+        async with async_client(gateway.http_address) as client:
+            for path in ("/v2", "/v2/health/live", "/v2/health/ready"):
+                assert (await client.get(path)).status_code == 200
+            refused = await client.post(GENERATE, json={"text_input": "a", "max_tokens": 1})
+            assert refused.status_code == 401 and "API key" in refused.json()["error"]
+            headers = dict(metadata("bob"))
+            allowed = await client.post(GENERATE, json={"text_input": "a", "max_tokens": 1}, headers=headers)
+            assert allowed.status_code == 200
+
+    dense = FakeDense(lambda submit: TOKENS)
+    with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path))
+
+
+def test_a_stop_ends_only_requests_of_the_same_key(tmp_path: Path) -> None:
+    dense = endless()
+
+    async def test(gateway: RunningGateway) -> None:
+        stub = triton_pb2_grpc.GRPCInferenceServiceStub(gateway.channel)
+        running = {
+            name: stub.ModelInfer(message("tensorrt_llm", WHOLE, id="same"), metadata=metadata(name)) for name in KEYS
+        }
+        await until(lambda: len(dense.submits) == 2)
+        await stub.ModelInfer(message("tensorrt_llm", STOP, id="same"), metadata=metadata("bob"))
+        assert output(await running["bob"], "sequence_length")[0, 0] < 1900
+        assert not running["ann"].done() and len(dense.cancelled_seq_ids) == 1
+        running["ann"].cancel()
+
+    with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path))
+
+
+def test_a_stop_reaches_a_request_in_another_gateway_process(tmp_path: Path) -> None:
+    """As a sibling passes it on. The process that has received it from a sibling keeps it to itself."""
+    dense = endless()
+
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway:
+            stub = triton_pb2_grpc.GRPCInferenceServiceStub(gateway.channel)
+            running = stub.ModelInfer(message("tensorrt_llm", WHOLE, id="there"))
+            await until(lambda: len(dense.submits) == 1)
+            siblings = Siblings([gateway.address, f"unix:{tmp_path}/being-started.sock"], 2**20)
+            stop = message("tensorrt_llm", STOP, id="there")
+
+            def call(channel: grpc.aio.Channel, **options: object) -> grpc.aio.UnaryUnaryCall:
+                return triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(stop, **options)
+
+            assert await siblings.pass_on(call, [(PASSED_ON, "1")]) == [], "it came from a sibling"
+            assert not running.done()
+            [answer] = await siblings.pass_on(call, [])
+            assert answer == triton_pb2.ModelInferResponse(model_name="tensorrt_llm", model_version="1", id="there")
+            assert output(await running, "sequence_length")[0, 0] < 1900
+
+    run_test(test())
+
+
+def test_a_stream_that_nobody_reads_ends_with_its_requests(tmp_path: Path) -> None:
+    dense = FakeDense(lambda submit: ids(" a") * 100_000, max_model_len=200_000)
+
+    async def test(gateway: RunningGateway) -> None:
+        async with grpc.aio.insecure_channel(
+            gateway.address, [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
+        ) as channel:
+            inputs = {**ENDLESS, "request_output_len": int32([100_000])}
+
+            async def requests() -> AsyncIterator[Request]:
+                for _ in range(3):
+                    yield message("tensorrt_llm", inputs)
+                await asyncio.sleep(100)
+
+            call = triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
+            await call.read()
+            await until(lambda: len(dense.cancelled_seq_ids) == 3)
+            call.cancel()
+
+    with_gateway(tmp_path, dense, test, slow_reader_timeout_s=0.5)
+
+
+def test_a_compressed_body_is_bounded(tmp_path: Path) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+            body = b'{"text_input": "a", "max_tokens": 1}'
+
+            async def post(content: bytes, encoding: str) -> httpx2.Response:
+                return await client.post(GENERATE, content=content, headers={"content-encoding": encoding})
+
+            assert (await post(gzip.compress(body), "gzip")).status_code == 200
+            assert (await post(gzip.compress(b" " * 100_000_000), "gzip")).status_code == 413
+            assert (await post(gzip.compress(body)[:-9], "gzip")).status_code == 400
+            assert (await post(body, "gzip")).status_code == 400
+            assert (await post(body, "br")).status_code == 415
+
+    with_gateway(tmp_path, FakeDense(lambda submit: ids(" a b c")), test)
