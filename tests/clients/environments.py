@@ -21,7 +21,8 @@ ROOT = REPOSITORY / ".clients"
 PINS = Path(__file__).parent
 INSTALL_TIMEOUT_S = 600.0
 INSTALLED = "installed"  # name of the file that marks a complete installation
-PYTHON_GROUPS = ["agents", "litellm", "guidellm", "triton"]  # litellm needs an older openai; guidellm installs torch
+# litellm needs an older openai; guidellm installs torch
+PYTHON_GROUPS = ["agents", "anthropic", "litellm", "guidellm", "triton"]
 NODE = "node"
 
 

@@ -1,4 +1,4 @@
-"""Well-known clients of the OpenAI API, as users install them, against a real cluster.
+"""Well-known clients of OpenAI's and Anthropic's APIs, as users install them, against a real cluster.
 
 Each program in `programs/` uses one client, in an environment that `make clients` installs, and prints what it
 received. Text, pieces and counts must equal those that gRPC gives for the same prompt; errors have the client's names.
@@ -46,13 +46,15 @@ class Program:
 
 COMPLETIONS = {"completion", "completion_usage"}
 CHAT = {"chat", "chat_pieces", "chat_usage"}
+RESPONSE = {"response", "response_pieces", "response_usage"}
 CLIENTS = [
     Program(
         "with_openai.py",
         "agents",
-        frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models", "several", "from_logprobs"}),
+        frozenset(COMPLETIONS | CHAT | RESPONSE | {"completion_pieces", "models", "several", "from_logprobs"}),
         CODE,
     ),
+    Program("with_anthropic.py", "anthropic", frozenset(CHAT | {"count", "models"}), "invalid_request_error"),
     Program("with_litellm.py", "litellm", frozenset(COMPLETIONS | CHAT), "ContextWindowExceededError"),
     Program(
         "with_langchain.py",
@@ -140,7 +142,7 @@ def test_a_client_gets_the_answers_of_grpc(program: Program, cluster: Cluster, c
     got = run_program(program, cluster)
     assert got.pop("overflow", None) == program.overflow
     assert got.keys() == program.shows
-    for key, expected in (("completion", completion), ("chat", chat)):
+    for key, expected in (("completion", completion), ("chat", chat), ("response", chat)):
         assert got.get(key, expected.text) == expected.text
         assert got.get(f"{key}_usage", expected.usage) == expected.usage
         if f"{key}_pieces" in got:
@@ -150,6 +152,7 @@ def test_a_client_gets_the_answers_of_grpc(program: Program, cluster: Cluster, c
     assert set(got.get("several", [chat.text])) == {chat.text}
     assert got.get("from_logprobs", chat.text).removesuffix("</s>") == chat.text, "the tokens differ from the text"
     assert got.get("models", [MODEL]) == [MODEL]
+    assert got.get("count", chat.usage[0]) == chat.usage[0]
     assert got.get("speakers", ["user", "first", "second"]) == ["user", "first", "second"]
 
 

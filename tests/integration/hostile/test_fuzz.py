@@ -95,6 +95,8 @@ def test_requests_made_from_the_openapi_document(cluster: Cluster, mode: Generat
     [
         ("/v1/completions", {"prompt": "hi", "max_tokens": 3}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
     ],
 )
 def test_a_good_request_with_a_few_generated_fields(cluster: Cluster, path: str, good: dict[str, Any]) -> None:

@@ -1,0 +1,67 @@
+"""Anthropic's own client with tools and reasoning, against a gateway whose model writes what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from tests.clients.environments import Environment
+from tests.clients.test_clients import PROGRAMS, needs, run
+from tests.support.chats.chat_models import make_chat_model, prompt_text, writes
+from tests.support.cluster import free_port
+from tests.support.running_gateway import run as run_test
+from tests.support.running_gateway import running_gateway
+from tests.support.workers.fake_dense import FakeDense
+
+CITY = {"city": 'Paris, "Île-de-France"\n'}
+CALL = f'<tool_call>\n{json.dumps({"name": "get_weather", "arguments": CITY})}\n</tool_call>'
+
+
+@needs("anthropic")
+def test_a_conversation_with_a_tool(tmp_path: Path) -> None:
+    dense = FakeDense(writes(CALL, CALL, "Sunny."), max_model_len=4096)
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "someone"\nkey = "a-secret-key-0123456789"\n')
+
+    async def test() -> None:
+        model = make_chat_model(tmp_path / "model", "hermes")
+        address = f"127.0.0.1:{free_port()}"
+        options = {"http_address": address, "model": model, "api_keys_file": keys}
+        async with running_gateway(tmp_path, dense, **options):
+            python = Environment("anthropic").program("python")
+            command = [python, str(PROGRAMS / "anthropic_tools.py"), f"http://{address}"]
+            got = json.loads(await asyncio.to_thread(run, command))
+        assert got == {
+            "whole": [["tool_use", CITY]],
+            "streamed": [["tool_use", CITY]],
+            "stop_reasons": ["tool_use", "tool_use", "end_turn"],
+            "thinking": [],
+            "has_json_events": True,
+            "last": "Sunny.",
+            "errors": [
+                ["NotFoundError", "not_found_error", True],
+                ["AuthenticationError", "authentication_error", True],
+            ],
+        }
+
+    run_test(test())
+    assert "<tool_response>\nsunny\n</tool_response>" in prompt_text(dense.submits[2])
+
+
+@needs("anthropic")
+def test_thinking_is_passed_back(tmp_path: Path) -> None:
+    dense = FakeDense(writes("<think>\nHm.\n</think>\n\n" + CALL, "<think>\nHm.\n</think>\n\n" + CALL, "Sunny."))
+
+    async def test() -> None:
+        model = make_chat_model(tmp_path / "model", "qwen3")
+        address = f"127.0.0.1:{free_port()}"
+        async with running_gateway(tmp_path, dense, http_address=address, model=model):
+            python = Environment("anthropic").program("python")
+            command = [python, str(PROGRAMS / "anthropic_tools.py"), f"http://{address}"]
+            got = json.loads(await asyncio.to_thread(run, command))
+        assert [kind for kind, _ in got["streamed"]] == [kind for kind, _ in got["whole"]] == ["thinking", "tool_use"]
+        assert [text.strip() for text in got["thinking"]] == ["Hm."]
+
+    run_test(test())
+    assert "<think>\nHm.\n</think>" in prompt_text(dense.submits[2]).replace("\n\n</think>", "\n</think>")
