@@ -23,10 +23,12 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
+from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.cluster import Cluster, running_cluster
 
 REQUEST_TIMEOUT_S = 60.0
+MODEL = EMBEDDED_MODEL.name
 MAX_MODEL_LEN = 64  # so that valid requests are short
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # `derandomize` gives the same requests in every run, so that failures can be repeated.
@@ -96,7 +98,7 @@ def test_requests_made_from_the_openapi_document(cluster: Cluster, mode: Generat
         ("/v1/completions", {"prompt": "hi", "max_tokens": 3}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        ("/v1/messages", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
     ],
 )
 def test_a_good_request_with_a_few_generated_fields(cluster: Cluster, path: str, good: dict[str, Any]) -> None:

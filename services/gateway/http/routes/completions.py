@@ -22,6 +22,13 @@ from services.gateway.request import check_prompt_length
 from services.pb import gateway_pb2
 
 STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "If stream was set"}}}
+NAMED_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+    "description": "If stream was set; `event` is the type of the object in `data`",
+}
+NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
 
 
 def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:

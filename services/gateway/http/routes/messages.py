@@ -14,7 +14,7 @@ from services.gateway.http.answers.anthropic.messages_format import MessagesForm
 from services.gateway.http.conversions.anthropic import anthropic_chat, anthropic_message
 from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
-from services.gateway.http.routes.completions import STREAM_CONTENT, traced
+from services.gateway.http.routes.completions import NAMED_STREAM_CONTENT, traced
 from services.gateway.http.schemas.anthropic.answers import MessageObject, TokensCount
 from services.gateway.http.schemas.anthropic.request import CountTokensRequest, MessagesRequest
 from services.pb import gateway_pb2
@@ -28,7 +28,7 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post(
         "/v1/messages",
         response_class=Response,
-        responses={200: {"model": MessageObject, "content": STREAM_CONTENT, "description": "The answer"}},
+        responses={200: {"model": MessageObject, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""

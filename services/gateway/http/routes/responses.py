@@ -17,7 +17,7 @@ from services.gateway.http.conversions.response_tools import offered_tools
 from services.gateway.http.conversions.responses import responses_message
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
-from services.gateway.http.routes.completions import STREAM_CONTENT, traced
+from services.gateway.http.routes.completions import NAMED_STREAM_CONTENT, traced
 from services.gateway.http.schemas.responses.answers import ResponseObject
 from services.gateway.http.schemas.responses.request import ResponsesRequest
 
@@ -32,7 +32,7 @@ def responses_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
     @router.post(
         "/v1/responses",
         response_class=Response,
-        responses={200: {"model": ResponseObject, "content": STREAM_CONTENT, "description": "The answer"}},
+        responses={200: {"model": ResponseObject, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation."""
