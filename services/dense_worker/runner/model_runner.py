@@ -179,16 +179,19 @@ class ModelRunner:
         """
         wanted = step.wanted_logits
         num_logprobs: dict[int, int] = {}
-        ranked = prompt_ranked = None
+        ranked = prompt_ranked = prompt_logits = None
         kept_logits = copy_sampled(logits, wanted)
         if len(step.sampled_rows):
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
             host_token_ids.copy_(sampled.token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
-        attn_out = channel.attn_out[: len(step.token_ids)]
-        prompt_logits = copy_prompts(self._backend, attn_out, residual, wanted.prompts, self._max_num_seqs)
+        if wanted.prompts:
+            assert residual is not None, "prompts need the step's residual"
+            attn_out = channel.attn_out[: len(step.token_ids)]
+            prompt_logits = copy_prompts(self._backend, attn_out, residual, wanted.prompts, self._max_num_seqs)
         if step.spans:
             assert residual is not None, "spans need the step's residual"
+            attn_out = channel.attn_out[: len(step.token_ids)]
             ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
             prompt_ranked = ranked_rows.to_host()
         entries, sequences = step.bound.plan.entries, step.bound.sequences

@@ -77,7 +77,7 @@ def copy_sampled(logits: torch.Tensor, wanted: WantedLogits) -> torch.Tensor | N
 def copy_prompts(
     backend: DenseBackend,
     attn_out: torch.Tensor,
-    residual: torch.Tensor | None,
+    residual: torch.Tensor,
     prompts: SequenceOf[PromptRows],
     max_num_rows: int,
 ) -> torch.Tensor | None:
@@ -86,9 +86,6 @@ def copy_prompts(
     attn_out: [num_tokens, attn_size] of the last layer; residual: [num_tokens, hidden];
     max_num_rows: maximum number of rows in one call of `last`
     """
-    if not prompts:
-        return None
-    assert residual is not None, "logits of prompts need the step's residual"
     rows = np.concatenate([np.arange(each.first_row, each.first_row + each.num_rows) for each in prompts])
     host: torch.Tensor | None = None
     begin = 0

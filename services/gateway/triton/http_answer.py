@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -83,7 +83,9 @@ class GenerateStream(Response):
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)  # before the iterator is closed
 
-    async def _send_events(self, send: Send, first: asyncio.Future[InferResponse], responses: Any) -> None:
+    async def _send_events(
+        self, send: Send, first: asyncio.Future[InferResponse], responses: AsyncIterator[InferResponse]
+    ) -> None:
         end = b""
         try:
             response = await first

@@ -16,6 +16,7 @@ from services.common.shorten import quote, show
 from services.gateway.triton.models import InputSpec, ModelSpec
 from services.gateway.triton.tensors import BYTES, Tensor, from_list
 
+MAX_FIELDS = 256  # of one request in JSON, unknown ones too
 MAX_INT32 = 2**31 - 1
 
 Row = Mapping[str, Any]
@@ -55,19 +56,16 @@ def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], max_batch_size:
 
 def row_of_json(model: ModelSpec, body: Mapping[str, Any]) -> Row:
     """Checks the body of a `generate` request. Fields that are no inputs are ignored, as Triton does."""
-    given: dict[str, Any] = {}
-    parameters = body.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise InvalidRequest(f"parameters is {show(parameters)}, must be an object", "parameters")
-    for name, value in (*(parameters or {}).items(), *body.items()):
+    specs, given = model.inputs_by_name, dict[str, Any]()
+    for name, value in flat_fields(body).items():
         if value is not None:
             _check_name(model, name)
-            if name in model.inputs_by_name:
+            if name in specs:
                 given[name] = value
     _check_missing(model, given)
     rows: list[dict[str, Any]] = [{}]
     for name, value in given.items():
-        spec = model.inputs_by_name[name]
+        spec = specs[name]
         values = value if isinstance(value, list) else [value]
         datatype = spec.datatypes[0]
         if spec.is_scalar and len(values) != 1:
@@ -80,6 +78,18 @@ def row_of_json(model: ModelSpec, body: Mapping[str, Any]) -> Row:
             shape = (1, 1, -1)
         _add(rows, spec, Tensor(name, datatype, flat.reshape(shape)))
     return rows[0]
+
+
+def flat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `generate` request, those in its `parameters` too. Raises `InvalidRequest` for too many."""
+    parameters = body.get("parameters")
+    if parameters is None:
+        parameters = {}
+    elif not isinstance(parameters, dict):
+        raise InvalidRequest(f"parameters is {show(parameters)}, must be an object", "parameters")
+    if len(body) + len(parameters) > MAX_FIELDS:
+        raise InvalidRequest(f"there are {len(body) + len(parameters)} fields, at most {MAX_FIELDS} allowed")
+    return {**parameters, **body}
 
 
 def _count(values: Sequence[Any]) -> int:

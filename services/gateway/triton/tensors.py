@@ -149,11 +149,12 @@ def _array(name: str, datatype: str, flat: list[Any]) -> np.ndarray:
         with np.errstate(over="ignore"):
             return np.array(flat, dtype=numpy_type)
     except OverflowError:
-        bounds = np.iinfo(numpy_type) if numpy_type.kind in "iu" else np.finfo(numpy_type)
-        wrong = next(each for each in flat if not bounds.min <= each <= bounds.max)
+        limits = np.finfo(numpy_type) if numpy_type.kind == "f" else np.iinfo(numpy_type)
+        kind = float if numpy_type.kind == "f" else int  # NumPy's own numbers do not compare with larger integers
+        least, most = kind(limits.min), kind(limits.max)
+        wrong = next(each for each in flat if not least <= each <= most)
         raise InvalidRequest(
-            f"input {quote(name)} has the value {show(wrong)}, {datatype} is from {bounds.min} to {bounds.max}",
-            name,
+            f"input {quote(name)} has the value {show(wrong)}, {datatype} is from {least} to {most}", name
         ) from None
 
 

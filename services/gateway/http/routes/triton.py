@@ -23,7 +23,7 @@ from services.gateway.triton.http_body import (
 )
 from services.gateway.triton.inference import InferRequest, Triton, server_metadata
 from services.gateway.triton.models import ModelSpec, find_model
-from services.gateway.triton.rows import row_of_json
+from services.gateway.triton.rows import flat_fields, row_of_json
 
 MODEL = "/v2/models/{model_name}"
 VERSIONED = MODEL + "/versions/{model_version}"
@@ -63,7 +63,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         client_id = body.get("id") or ""
         if not isinstance(client_id, str):
             raise InvalidRequest("id must be a string", "id")
-        parameters = {name: value for name, value in body.items() if isinstance(value, str)}
+        parameters = {name: value for name, value in flat_fields(body).items() if isinstance(value, str)}
         traceparent = request.headers.get("traceparent", "")
         return InferRequest(
             model,
