@@ -67,7 +67,6 @@ def test_other_ids_get_nine_characters_for_mistral(tmp_path: Path) -> None:
 
 REFUSALS: list[tuple[str, list[dict[str, Any]], str]] = [
     ("mistral", [{"role": "system", "content": "Be brief."}, *USER], "Only user, assistant and tool may speak."),
-    ("hermes", [*USER, {"role": "system", "content": "Be brief."}], "The system message must come first."),
     (
         "llama3_json",
         [*USER, {"role": "assistant", "tool_calls": [
