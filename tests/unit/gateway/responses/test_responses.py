@@ -200,6 +200,23 @@ def test_a_failure_in_the_middle_of_a_stream_is_told(tmp_path: Path) -> None:
     with_api(tmp_path, dense, test, connect_timeout_s=0.5)
 
 
+def test_a_worker_that_dies_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        events: list[Any] = []
+        async for event in await api.responses.create(model=MODEL, input="Hi", stream=True):
+            events.append(event)
+            if [each.type for each in events].count("response.output_text.delta") == 3 and len(dense.submits) == 1:
+                await dense.kill()
+                await dense.start(gateway.dense_address)
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
+        assert events[-1].type == "response.completed" and events[-1].response.output_text == TEXT
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert len(dense.submits) == 2, "the worker got the request again"
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS], step_s=0.02)
+    with_api(tmp_path, dense, test)
+
+
 def test_a_client_that_leaves_frees_its_request(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         stream = await api.responses.create(model=MODEL, input="Hi", stream=True)
