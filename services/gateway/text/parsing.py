@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.reasoning.formats import ReasoningFormat, choose_reasoning_format
-from services.gateway.text.reasoning.think_tags import Beginning
+from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 from services.gateway.text.tools.formats import ToolFormat, choose_tool_format
 from services.gateway.text.tools.tool import ToolChoice, Tools
 
@@ -28,7 +28,7 @@ class Parsing:
     def markers(self) -> frozenset[str]:
         """Special tokens that are kept in the text, since the parsers look for them."""
         tools = () if self.tool_format is None else self.tool_format.markers
-        return frozenset((*tools, *(("<think>", "</think>") if self.beginning else ())))
+        return frozenset((*tools, *((BEGIN, END) if self.beginning else ())))
 
 
 @dataclass(frozen=True, slots=True)

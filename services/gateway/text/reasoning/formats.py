@@ -18,11 +18,6 @@ class ReasoningFormat:
     name: str  # in gateway.reasoning_parser
     always_reasons: bool  # whether an answer begins with reasoning even without <think>
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Tokens that the parser must see, although a tokenizer may call them special."""
-        return BEGIN, END
-
     def beginning(self, prompt_end: str, open_message: str | None) -> Beginning:
         """What the answer to a prompt begins with.
 
