@@ -11,9 +11,6 @@ from services.gateway.http.schemas.base import RequestModel, at_most
 from services.gateway.http.schemas.parts import Description, ToolName, by_field, check_parts
 from services.gateway.text.tools.tool import MAX_TOOLS
 
-# Tools that OpenAI runs and that Codex always offers. The model is not told of them, and so does not call them.
-LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "image_generation", "tool_search")
-
 
 class FunctionTool(RequestModel):
     """A function that the client runs."""
@@ -63,7 +60,7 @@ class NamespaceTool(RequestModel):
 
 
 class HostedTool(RequestModel):
-    """A tool that is left out."""
+    """A tool that OpenAI runs and that Codex always offers. The model is not told of it, and so does not call it."""
 
     type: str
 
