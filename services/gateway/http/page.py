@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_FILE = Path(__file__).with_name("page.html")
+FOLDER = Path(__file__).with_name("web_page")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Page:
 
 
 def load_page() -> Page:
-    """Reads the page's file. Called once, at start."""
-    body = PAGE_FILE.read_bytes()
+    """Reads the page's files and puts them into one. Called once, at start."""
+    body = re.sub(rb"/\* include (.+) \*/\n", _included, (FOLDER / "page.html").read_bytes())
     policy = {
         "default-src": "'none'",
         "script-src": _hash_of(body, "script"),
@@ -48,6 +48,10 @@ def load_page() -> Page:
             "x-content-type-options": "nosniff",
         },
     )
+
+
+def _included(match: re.Match[bytes]) -> bytes:
+    return (FOLDER / match[1].decode()).read_bytes()
 
 
 def _hash_of(body: bytes, tag: str) -> str:
