@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +43,7 @@ class FormTrials:
         self._num_bytes = 0
         self._running: dict[StructuredOutput, asyncio.Task[StructuredOutput]] = {}
         self._lock = asyncio.Lock()  # of the process, which tries one form at a time
-        self._process: Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     async def compile(self, form: StructuredOutput) -> StructuredOutput:
         """The same form as a grammar that dense workers can use.
@@ -97,29 +97,23 @@ class FormTrials:
         """The process's answer; an error in its stead if the form has ended the process."""
         process = self._process
         if process is None:
-            process = self._process = await self._start_process()
-            vocabulary = await self._read_answer(process)
+            process = self._process = self._start_process()
+            vocabulary = await self._exchange(process, b"")
             if "error" in vocabulary:
                 await self._end_process()
                 return vocabulary
-        assert process.stdin is not None, "it is a pipe"
         message = {"constraint": form.constraint, "text": form.text, "choices": form.choices}
-        with contextlib.suppress(ConnectionError):  # then there is no answer either
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            await process.stdin.drain()
-        return await self._read_answer(process)
+        return await self._exchange(process, json.dumps(message).encode() + b"\n")
 
-    async def _read_answer(self, process: Process) -> dict[str, str]:
-        assert process.stdout is not None, "it is a pipe"
-        try:
-            line = await process.stdout.readline()
-        except ValueError:  # longer than _MAX_LINE_BYTES
+    async def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, str]:
+        line = await asyncio.to_thread(_write_and_read, process, message)  # the process's end ends the thread's wait
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        if len(line) == _MAX_LINE_BYTES:
             await self._end_process()
             return {"error": f"its grammar has more than {_MAX_LINE_BYTES} bytes"}
-        if line:
-            return json.loads(line)
         self._process = None
-        status = await process.wait()
+        status = await asyncio.to_thread(_close, process)
         log.warning("a form has ended the process that tries forms", status=status)
         if status >= 0:
             raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
@@ -127,18 +121,18 @@ class FormTrials:
             return {"error": "it takes too long to compile"}
         return {"error": "it is too large or nested too deeply to compile"}
 
-    async def _start_process(self) -> Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", _MODULE, json.dumps(self._vocabulary),
-            stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES, cwd=_ROOT,
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        # Not by asyncio: uvloop runs Python in the child between fork and exec, where it crashes now and then.
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE, json.dumps(self._vocabulary)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT,
         )  # fmt: skip
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            process.kill()
+            await asyncio.to_thread(_close, process)
 
     def _keep(self, form: StructuredOutput, result: StructuredOutput | InvalidRequest) -> None:
         self._results[form] = result
@@ -149,3 +143,21 @@ class FormTrials:
 
 def _num_bytes(form: StructuredOutput, result: StructuredOutput | InvalidRequest) -> int:
     return form.num_bytes + (len(str(result)) if isinstance(result, InvalidRequest) else result.num_bytes)
+
+
+def _write_and_read(process: subprocess.Popen[bytes], message: bytes) -> bytes:
+    """Writes a line and reads one, at most `_MAX_LINE_BYTES`. It has no end if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
+    with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+        process.stdin.write(message)
+        process.stdin.flush()
+    return process.stdout.readline(_MAX_LINE_BYTES)
+
+
+def _close(process: subprocess.Popen[bytes]) -> int:
+    """Closes the pipes of a process that ends; returns its exit status when it has ended."""
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
+    with contextlib.suppress(BrokenPipeError):  # the message has been written in part
+        process.stdin.close()
+    process.stdout.close()
+    return process.wait()
