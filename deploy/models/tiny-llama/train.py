@@ -2,16 +2,18 @@
 
     python train.py --output-dir /tmp/tiny-llama
 
-It takes about eleven minutes on one CPU core. The seed is fixed, so the same machine and library versions give the
-same weights again.
+It takes about twenty minutes on one CPU core. The seed is fixed, so the same machine and library versions give
+the same weights again.
 """
 
 import argparse
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import corpus
+import tool_conversations
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.utils.rnn import pad_sequence
@@ -25,9 +27,15 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT)
 
 MAX_POSITION_EMBEDDINGS = 2048
+NUM_COPYING_STEPS = 450
+COPIES_PER_STEP = 48
 NUM_EPOCHS = 60
+NUM_LAST_EPOCHS = 20
+COPIES_PER_EPOCH = 48
+MAX_COPIED_TOKENS = 24
 MAX_BATCH_TOKENS = 2048
 PEAK_LEARNING_RATE = 2e-3
+LAST_PEAK_LEARNING_RATE = 8e-4
 WARMUP_FRACTION = 0.05
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
@@ -47,7 +55,13 @@ def main() -> None:
     torch.manual_seed(SEED)
     tokenizer = train_tokenizer()
     model = build_model(tokenizer)
-    train_model(model, tokenizer)
+    rng = random.Random(SEED)
+    copies = [[encode_copy(tokenizer, rng) for _ in range(COPIES_PER_STEP)] for _ in range(NUM_COPYING_STEPS)]
+    epochs = [copies, *(make_batches(tokenizer, rng) for _ in range(NUM_EPOCHS))]
+    train_model(model, epochs, PEAK_LEARNING_RATE)
+    model.to(torch.bfloat16).float()  # the second part learns from rounded weights, as they are saved
+    rng = random.Random(SEED + 1)
+    train_model(model, [make_batches(tokenizer, rng) for _ in range(NUM_LAST_EPOCHS)], LAST_PEAK_LEARNING_RATE)
     save(model, tokenizer, arguments.output_dir)
 
 
@@ -101,14 +115,17 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """AdamW with a warm-up and a cosine decay. Matrix products are computed in bfloat16."""
-    rng = random.Random(SEED)
-    epochs = [make_batches(tokenizer, rng) for _ in range(NUM_EPOCHS)]
+def train_model(model: LlamaForCausalLM, epochs: list[list[list[Sample]]], peak_learning_rate: float) -> None:
+    """AdamW with a warm-up and a cosine decay. Matrix products are computed in bfloat16.
+
+    epochs: their batches. The very first epoch of the model only copies random tokens: else it would learn the cities
+    and sums of its tool calls by heart. Copying appears after about 200 steps (Olsson et al. 2022, In-context Learning
+    and Induction Heads).
+    """
     num_steps = sum(len(batches) for batches in epochs)
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, PEAK_LEARNING_RATE, total_steps=num_steps, pct_start=WARMUP_FRACTION, cycle_momentum=False
+        optimizer, peak_learning_rate, total_steps=num_steps, pct_start=WARMUP_FRACTION, cycle_momentum=False
     )
     model.train()
     started_at = time.monotonic()
@@ -118,7 +135,7 @@ def train_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> 
             total_loss += train_step(model, batch, optimizer)
             schedule.step()
         seconds = time.monotonic() - started_at
-        print(f"epoch {epoch}/{NUM_EPOCHS}  loss {total_loss / len(batches):.4f}  {seconds:.0f} s", flush=True)
+        print(f"epoch {epoch}/{len(epochs)}  loss {total_loss / len(batches):.4f}  {seconds:.0f} s", flush=True)
 
 
 def train_step(model: LlamaForCausalLM, batch: list[Sample], optimizer: torch.optim.Optimizer) -> float:
@@ -137,6 +154,8 @@ def make_batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list
     """One epoch: batches of samples of similar length, in random order."""
     samples = [encode_document(tokenizer, text) for text in corpus.load_documents()]
     samples += [encode_conversation(tokenizer, messages) for messages in corpus.conversations(rng)]
+    samples += [encode_conversation(tokenizer, *sample) for sample in tool_conversations.epoch(rng)]
+    samples += [encode_copy(tokenizer, rng) for _ in range(COPIES_PER_EPOCH)]
     samples.sort(key=lambda sample: len(sample[0]))
 
     batches: list[list[Sample]] = [[]]
@@ -155,9 +174,19 @@ def encode_document(tokenizer: PreTrainedTokenizerFast, text: str) -> Sample:
     return token_ids, [IGNORED_LABEL, *token_ids[1:]]
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerFast, messages: corpus.Conversation) -> Sample:
-    """A conversation in the chat template. Only the answers and their EOS are learned."""
-    token_ids = tokenizer.apply_chat_template(messages, return_dict=False)
+def encode_copy(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Sample:
+    """A user's random tokens, which the answer repeats. Only the answer and its EOS are learned."""
+    copied = [rng.randrange(len(SPECIAL_TOKENS), len(tokenizer)) for _ in range(rng.randint(4, MAX_COPIED_TOKENS))]
+    bos, eos, user, assistant = tokenizer.convert_tokens_to_ids([BOS, EOS, USER, ASSISTANT])
+    question = [bos, user, *copied, eos, assistant]
+    return question + copied + [eos], [IGNORED_LABEL] * len(question) + copied + [eos]
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerFast, messages: corpus.Conversation, tools: list[dict[str, Any]] | None = None
+) -> Sample:
+    """A conversation in the chat template. Only the answers with their calls, and their EOS, are learned."""
+    token_ids = tokenizer.apply_chat_template(messages, tools=tools or None, return_dict=False)
     assistant_id = tokenizer.convert_tokens_to_ids(ASSISTANT)
     labels = []
     is_answer = False
