@@ -16,13 +16,14 @@ import grpc
 import httpx2
 
 from services.common.config import EMBEDDED_MODEL
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, sampling_pb2
 from tests.support.clients.http_clients import socket_path
 from tests.support.clients.streams import Collected
 from tests.support.cluster import Cluster, request
 
 MAX_PROMPT_CHARACTERS = 1200
 STOPS = (". ", " the", "\n", "not in any text")
+FORMS = ("[a-z ,.]{200,2000}", r"(\d{1,3} ){50,500}end", "([A-Z][a-z]+[ ,.])+")  # of structured output
 TRANSPORTS = ("grpc_stream", "grpc", "http_stream", "http")
 GRPC_TRANSPORTS = TRANSPORTS[:2]
 TIMEOUT_S = 300.0
@@ -50,6 +51,8 @@ def _draw_message(random: Random, max_tokens: int) -> gateway_pb2.GenerateReques
         options["logit_bias"] = {random.randrange(1, 500): 2.0}
     if random.random() < 0.1:
         options["allowed_token_ids"] = random.sample(range(3, 1000), 100)
+    elif random.random() < 0.2:
+        options["structured_output"] = sampling_pb2.StructuredOutput(regex=random.choice(FORMS))
     if random.random() < 0.3:
         options |= {"stop": [random.choice(STOPS)], "include_stop_str_in_output": random.random() < 0.5}
     if random.random() < 0.3:
@@ -163,11 +166,13 @@ def _http_body(message: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     sampling = {
         field.name: list(value) if field.name == "allowed_token_ids" else value
         for field, value in message.sampling.ListFields()
-        if field.name != "logit_bias"
+        if field.name not in ("logit_bias", "structured_output")
     }
     body = {"prompt": message.prompt, "max_tokens": message.max_tokens, "return_token_ids": True, **sampling}
     if message.sampling.logit_bias:
         body["logit_bias"] = {str(key): value for key, value in message.sampling.logit_bias.items()}
+    if message.sampling.HasField("structured_output"):
+        body["structured_outputs"] = {"regex": message.sampling.structured_output.regex}
     if message.stop:
         body["stop"] = list(message.stop)
     for name in ("n", "logprobs"):
