@@ -5,6 +5,7 @@ Nothing here raises because of a grammar: a matcher that fails says why in `erro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_ERROR_CHARACTERS = 300
 PARALLEL_FROM = 8  # masks of a step; for fewer, waking other threads takes longer
+TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
+CREDIT_S = 0.25  # what it may take beyond that
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
 
@@ -71,6 +74,8 @@ class GrammarMatcher:
         self._may_end = may_end
         self._matcher = start.deep_copy()
         self._consumed: list[int] = []
+        self._credit_s = CREDIT_S
+        self._is_slow = False  # perhaps: one of a step whose masks took long
 
     @property
     def is_complete(self) -> bool:
@@ -103,6 +108,16 @@ class GrammarMatcher:
         if self._matcher.is_error():
             self.error = describe_error(self._matcher)
 
+    def _charge(self, took_s: float) -> None:
+        """Counts time that all sequences of a step wait for. A sequence that takes too much ends."""
+        self._is_slow = took_s > TOKEN_S
+        self._credit_s = min(CREDIT_S, self._credit_s + TOKEN_S - took_s)
+        if self._credit_s < 0 and self.error is None:
+            self.error = (
+                f"the tokens that may follow {len(self._consumed)} tokens took {1e3 * took_s:.0f} ms to find, at most "
+                f"{1e3 * TOKEN_S:.0f} ms allowed in the mean"
+            )
+
     def _forbid_eos(self, mask: np.ndarray) -> None:
         """Takes EOS out of a mask, unless nothing else is in it."""
         kept = [(token_id >> 5, mask[token_id >> 5]) for token_id in self._eos_token_ids]
@@ -117,7 +132,9 @@ class GrammarMatcher:
         """Each running matcher takes the token of its sequence."""
         for matcher, token_id in sampled:
             if matcher.is_running:
+                begin = time.thread_time()
                 matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
+                matcher._credit_s -= time.thread_time() - begin
                 matcher._note([token_id])
 
     @staticmethod
@@ -129,13 +146,21 @@ class GrammarMatcher:
         masks.fill(_ALL)
         running = [(i, each) for i, each in enumerate(matchers) if each.is_running]
         address, mask_bytes = masks.ctypes.data, masks.strides[0]
-        executor = running[0][1]._executor if len(running) >= PARALLEL_FROM else None
-        if executor is not None:
-            batch = [(each._matcher, i) for i, each in running]
-            executor.unsafe_compute_mask_ptr(batch, address, mask_bytes, len(masks))
-        else:
-            for i, each in running:
-                each._matcher.unsafe_compute_mask_ptr(address + i * mask_bytes, mask_bytes)
+        executor = running[0][1]._executor if running else None
+        together, alone = [], running
+        if executor is not None and len(running) >= PARALLEL_FROM:
+            together = [(each._matcher, i) for i, each in running if not each._is_slow]
+            alone = [(i, each) for i, each in running if each._is_slow]
+        if executor is not None and together:
+            begin = time.monotonic()
+            executor.unsafe_compute_mask_ptr(together, address, mask_bytes, len(masks))
+            if time.monotonic() - begin > TOKEN_S:
+                for _, each in running:
+                    each._is_slow = True  # in the next step each is timed alone
+        for i, each in alone:
+            begin = time.thread_time()
+            each._matcher.unsafe_compute_mask_ptr(address + i * mask_bytes, mask_bytes)
+            each._charge(time.thread_time() - begin)
         for i, each in running:
             each._note([])
             if each.error is not None:

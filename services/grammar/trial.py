@@ -30,7 +30,7 @@ from services.grammar.vocabulary import Vocabulary, read_vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CPU_S = 3  # for one form
+MAX_CPU_S = 1  # for one form; others wait meanwhile
 MAX_MEMORY_BYTES = 3 * 2**30  # of address space
 STACK_BYTES = 2**20  # what fits here fits the stacks of the dense worker's threads, which are larger
 NICENESS = 5  # streams come first

@@ -24,7 +24,7 @@ from services.common.structured_output import Constraint, StructuredOutput
 
 log = structlog.get_logger()
 
-MAX_WAITING = 16  # forms that wait for their trial, which takes seconds at most
+MAX_WAITING = 64  # forms that wait for their trial, which takes milliseconds, and two seconds of CPU time at most
 MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
 START_TIMEOUT_S = 60.0  # to read the vocabulary

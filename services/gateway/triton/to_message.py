@@ -115,6 +115,10 @@ def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:
         )
     if kind == "json":
         return sampling_pb2.StructuredOutput(json_object=True)
+    if not guide:
+        raise InvalidRequest(
+            f"guided_decoding_guide_type {kind} needs a guided_decoding_guide", "guided_decoding_guide"
+        )
     return sampling_pb2.StructuredOutput(**{GUIDES[kind]: guide})
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar import matcher as matcher_module
 from services.grammar.form_error import FormError
 from services.grammar.matcher import GrammarMatcher
 from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary, schema
@@ -185,3 +188,17 @@ def test_the_walks_do_end(forms: Forms, tmp_path: Path) -> None:
         forms.walk(matcher, random.Random(seed), MAX_TOKENS)
         ends.append(matcher.is_complete)
     assert sum(ends) > 20
+
+
+def test_a_form_that_takes_too_long_for_its_tokens_ends_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock takes the place of a mask's time: 0.1 s for the masks of one matcher, nothing for the other's."""
+    slow, fast = forms.matcher(StructuredOutput(Constraint.REGEX, "a*")), forms.matcher(SPELLED)
+    times = itertools.chain.from_iterable(([i * 0.1, i * 0.1 + 0.1, 9.0, 9.0]) for i in range(100))
+    monkeypatch.setattr(matcher_module, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    masks = np.zeros((2, slow.num_words), dtype=np.uint32)
+    for _ in range(3):
+        assert slow.error is None
+        GrammarMatcher.fill_masks([slow, fast], masks)
+    assert slow.error is not None
+    assert "100 ms" in slow.error and "at most 5 ms" in slow.error
+    assert fast.error is None and fast.is_running

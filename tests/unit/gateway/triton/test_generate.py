@@ -179,6 +179,7 @@ WRONG = [
     ({f"field{i}": 1 for i in range(300)}, ["304 fields", "256"]),
     ({"id": 7}, ["id must be a string"]),
     ({"guided_decoding_guide": "a+"}, ["needs a guided_decoding_guide_type"]),
+    ({"guided_decoding_guide_type": "regex"}, ["regex needs a guided_decoding_guide"]),
     ({"guided_decoding_guide_type": "xml"}, ["'xml'", "json_schema"]),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, ["regex"]),
     ({"parameters": 7}, ["parameters is 7"]),
