@@ -29,7 +29,7 @@ PYTEST := $(RUN) -m pytest --hypothesis-profile=ci
 ALONE := tests/integration/hostile tests/unit/channel
 
 # Side by side, on two cores: each half takes about as long as the other.
-HALF := tests/unit tests/integration/api
+HALF := tests/unit
 
 test-one-half:
 	$(PYTEST) $(HALF) $(ALONE:%=--ignore=%)
