@@ -57,8 +57,9 @@ def rows_of(logits: gateway_pb2.Logits) -> np.ndarray:
 
 def ask(prompt: list[int], max_tokens: int, **options: object) -> gateway_pb2.GenerateRequest:
     fields = {"return_context_logits": True, "return_generation_logits": True, **options}
+    sampling = {"seed": 5, "temperature": 2}
     return gateway_pb2.GenerateRequest(
-        prompt_token_ids={"ids": prompt}, max_tokens=max_tokens, ignore_eos=True, sampling={"seed": 5}, **fields
+        prompt_token_ids={"ids": prompt}, max_tokens=max_tokens, ignore_eos=True, sampling=sampling, **fields
     )
 
 

@@ -268,8 +268,9 @@ def test_errors_are_the_clients_own_exceptions(api: openai.OpenAI) -> None:
         api.chat.completions.create(model="gpt-5", messages=USER)
     with pytest.raises(openai.BadRequestError) as unsupported:
         tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-        api.chat.completions.create(model=MODEL, messages=USER, tools=tools)
-    assert unsupported.value.param == "tools"
+        other: Any = {"type": "function", "function": {"name": "g"}}
+        api.chat.completions.create(model=MODEL, messages=USER, tools=tools, tool_choice=other)
+    assert unsupported.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError):  # the stream is refused before it begins
         api.completions.create(model=MODEL, prompt=PROMPT, temperature=1000, stream=True)
     for stream in (False, True):

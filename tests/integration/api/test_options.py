@@ -244,7 +244,7 @@ def test_logit_bias_equals_hugging_face_sequence_bias(cluster: Cluster) -> None:
 
 
 def test_bad_words_equal_hugging_face(cluster: Cluster) -> None:
-    prompt = random_prompt(30, seed=4)
+    prompt = random_prompt(30, seed=5)
     plain = reference_tokens(prompt, 40)
     # One word of a single token, and some of two to five tokens that the model would generate.
     words = [[plain[0]], plain[5:7], plain[10:13], plain[20:25]]
