@@ -1,3 +1,3 @@
 """The front of the server: public API, tokenizer, and the journal of open requests. One event loop."""
 
-from services.common.version import VERSION as __version__  # noqa: F401  the gateway's name for it
+from services import VERSION as __version__  # noqa: F401  the gateway's name for it

@@ -25,10 +25,9 @@ from services.launch.dense_address import DenseAddress
 from services.launch.health_watch import HealthWatch
 from services.launch.metrics import LaunchMetrics
 from services.launch.mps import MpsDaemon, start_mps, stop_mps
-from services.launch.own_key import make_own_key
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
-from services.launch.service_configs import service_configs
+from services.launch.service_configs import make_own_key, service_configs
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving
 from services.launch.start_deadline import StartDeadline

@@ -6,14 +6,16 @@ Unix socket, at which the launcher and its siblings reach it, and its own port f
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import NamedTuple
 
 from services.common.child_options import ChildOptions
-from services.common.config import MAX_PORT, Config
+from services.common.config import MAX_PORT, Config, add_api_key, api_keys_of_environment
 from services.common.errors import ConfigError
 from services.launch.dense_address import DenseAddress
 
+OWN_KEY_NAME = "twostroke-launcher"
 METRICS_PORT_STEP = 10  # 9100, 9110, ...: other services usually have the ports between
 
 
@@ -86,3 +88,12 @@ def _metrics_address(first: str | None, index: int) -> str | None:
             f"gateway.metrics_address is {first}: process {index} would have port {own_port}, the last is {MAX_PORT}"
         )
     return f"{host}:{own_port}"
+
+
+def make_own_key(config: Config) -> str | None:
+    """Adds a key for the gateways that this process will start and returns it; None if they require none."""
+    if config.gateway.api_keys_file is None and not api_keys_of_environment():
+        return None
+    api_key = secrets.token_urlsafe(32)
+    add_api_key(OWN_KEY_NAME, api_key)
+    return api_key

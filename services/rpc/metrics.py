@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import structlog
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, start_http_server
 
+from services import VERSION
 from services.common.errors import ConfigError
-from services.common.version import VERSION
 
 log = structlog.get_logger()
 

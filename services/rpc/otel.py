@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common.version import VERSION
+from services import VERSION
 from services.rpc.spans import Attribute
 
 MAX_NUM_PENDING = 2048  # spans

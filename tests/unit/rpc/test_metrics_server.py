@@ -11,8 +11,8 @@ import urllib.request
 import pytest
 from prometheus_client import Counter, Histogram
 
+from services import VERSION
 from services.common.errors import ConfigError
-from services.common.version import VERSION
 from services.rpc.metrics import LATENCY_BUCKETS_S, STEP_BUCKETS_S, new_registry, serving_metrics
 from tests.support.scrape import Scrape
 
