@@ -149,7 +149,7 @@ class Frontend:
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
-            return await self._form_trials.compile(form)
+            return await self._form_trials.compile(form, (request.tenant, request.client))
         except InvalidRequest as error:
             if request.parsing is not None and has_own_form(request.parsing):
                 raise InvalidRequest(f"the schemas of the tools cannot be enforced: {error}", "tools") from error

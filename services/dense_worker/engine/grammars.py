@@ -1,6 +1,7 @@
 """`Grammars`: makes the matcher of each sequence whose output has a form, in threads; none of it on the engine thread.
 
-The gateway has tried each form before, in a process of its own. What still fails here fails one sequence.
+The gateway has tried each form before, in a process of its own. What still fails here fails one sequence. Clients take
+turns, so nobody waits for all the expensive forms of another client.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from services.common.errors import InvalidRequest
 from services.common.structured_output import StructuredOutput
 from services.dense_worker.engine.sequence import Sequence
+from services.grammar.client_turns import ClientTurns
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
 from services.grammar.matcher import GrammarMatcher, compile_grammar
@@ -35,6 +37,7 @@ class Grammars:
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._turns = ClientTurns(NUM_THREADS)
         self._loaded = self._threads.submit(_load, read_vocabulary)
         self._lock = threading.Lock()  # of all below
         self._starts: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # the least recently used first
@@ -45,7 +48,8 @@ class Grammars:
 
         Raises `InvalidRequest` if its form cannot be compiled.
         """
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, sequence)
+        async with self._turns.turn((sequence.tenant, sequence.client)):
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, sequence)
 
     def close(self) -> None:
         """Ends the threads."""

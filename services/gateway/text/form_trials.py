@@ -1,7 +1,8 @@
 """`FormTrials`: tries the forms of structured output before their requests run, in a process of its own.
 
 Event loop and engine never meet a form that explodes: the process has limits of CPU time, memory and stack, and is
-started again after a form has ended it. It starts with the first form. Results are kept by value.
+started again after a form has ended it. It starts with the first form. It tries one form at a time; the clients whose
+forms wait take turns. Results are kept by value.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ import structlog
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar.client_turns import Client, ClientTurns
 
 log = structlog.get_logger()
 
-MAX_WAITING = 64  # forms that wait for their trial, which takes milliseconds, and two seconds of CPU time at most
+# Forms that wait for their trial, which takes milliseconds, and two seconds of CPU time at most.
+MAX_WAITING_OF_CLIENT = 64
+MAX_WAITING = 512  # of all clients
 MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
 START_TIMEOUT_S = 60.0  # to read the vocabulary
@@ -41,30 +45,25 @@ class FormTrials:
         self._vocabulary = vocabulary
         self._results: OrderedDict[StructuredOutput, StructuredOutput | InvalidRequest] = OrderedDict()
         self._num_bytes = 0
-        self._running: dict[StructuredOutput, asyncio.Task[StructuredOutput]] = {}
-        self._lock = asyncio.Lock()  # of the process, which tries one form at a time
+        self._running: dict[tuple[Client, StructuredOutput], asyncio.Task[StructuredOutput]] = {}
+        self._num_running_of = Counter[Client]()
+        self._turns = ClientTurns(1)
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def compile(self, form: StructuredOutput) -> StructuredOutput:
+    async def compile(self, form: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
         """The same form as a grammar that dense workers can use.
 
         Raises `InvalidRequest` if it cannot be used, and `CapacityError` if too many forms wait.
         """
-        known = self._results.get(form)
+        known = self._known(form)
         if known is not None:
-            self._results.move_to_end(form)
-            if isinstance(known, InvalidRequest):
-                raise InvalidRequest(str(known), known.param)
             return known
-        task = self._running.get(form)
+        task = self._running.get((client, form))
         if task is None:
-            if len(self._running) >= MAX_WAITING:
-                raise CapacityError(
-                    f"{len(self._running)} forms of structured output wait to be compiled, at most {MAX_WAITING} may",
-                    retry_after_s=1.0,
-                )
-            task = self._running[form] = asyncio.create_task(self._try(form))
-            task.add_done_callback(lambda task: self._forget(form, task))
+            self._check_room(client)
+            task = self._running[client, form] = asyncio.create_task(self._try(form, client))
+            self._num_running_of[client] += 1
+            task.add_done_callback(lambda task: self._forget(form, client, task))
         return await asyncio.shield(task)  # others may wait for it, too
 
     async def close(self) -> None:
@@ -73,14 +72,43 @@ class FormTrials:
             task.cancel()
         await self._end_process()
 
-    def _forget(self, form: StructuredOutput, task: asyncio.Task[StructuredOutput]) -> None:
-        del self._running[form]
+    def _known(self, form: StructuredOutput) -> StructuredOutput | None:
+        """The kept result; None if there is none. Raises `InvalidRequest` if it is an error."""
+        known = self._results.get(form)
+        if known is None:
+            return None
+        self._results.move_to_end(form)
+        if isinstance(known, InvalidRequest):
+            raise InvalidRequest(str(known), known.param)
+        return known
+
+    def _check_room(self, client: Client) -> None:
+        for num_waiting, most, whose in (
+            (self._num_running_of[client], MAX_WAITING_OF_CLIENT, " of this client"),
+            (len(self._running), MAX_WAITING, ""),
+        ):
+            if num_waiting >= most:
+                raise CapacityError(
+                    f"{num_waiting} forms of structured output{whose} wait to be compiled, at most {most} may",
+                    retry_after_s=1.0,
+                )
+
+    def _forget(self, form: StructuredOutput, client: Client, task: asyncio.Task[StructuredOutput]) -> None:
+        del self._running[client, form]
+        self._num_running_of[client] -= 1
+        if not self._num_running_of[client]:
+            del self._num_running_of[client]
         if not task.cancelled():
             task.exception()  # who waited for it has it; perhaps nobody does any more
 
-    async def _try(self, form: StructuredOutput) -> StructuredOutput:
+    async def _try(self, form: StructuredOutput, client: Client) -> StructuredOutput:
+        async with self._turns.turn(client):
+            known = self._known(form)  # another client may have had the same form tried
+            return known if known is not None else await self._try_now(form)
+
+    async def _try_now(self, form: StructuredOutput) -> StructuredOutput:
         try:
-            async with self._lock, asyncio.timeout(START_TIMEOUT_S + TRIAL_TIMEOUT_S):
+            async with asyncio.timeout(START_TIMEOUT_S + TRIAL_TIMEOUT_S):
                 answer = await self._ask(form)
         except TimeoutError:
             await self._end_process()

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,29 @@ def test_a_tokenizer_that_cannot_be_used_is_an_error_of_each_form() -> None:
         with pytest.raises(InvalidRequest, match="tokenizer of this model"):
             prepared(broken, sequence("a"))
     broken.close()
+
+
+def test_clients_take_turns(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+    lower, lock = module.lower, threading.Lock()
+
+    def noted(form: StructuredOutput, *rest: Any) -> str:
+        with lock:
+            order.append((form.text[0], int(form.text[1:])))
+        return lower(form, *rest)
+
+    monkeypatch.setattr(module, "lower", noted)
+    busy = [sequence(f"x{i}") for i in range(10)]
+    other = [sequence(f"y{i}") for i in range(3)]
+    for each in busy:
+        each.client = 1
+    for each in other:
+        each.client = 2
+    prepared(grammars, *busy, *other)
+    # With two threads, two of the busy client's forms have begun before, and a third has asked before the others.
+    assert order.index(("y", 0)) < order.index(("x", 5)), order
+    assert order.index(("y", 2)) < order.index(("x", 7)), order
+    assert len(order) == 13
 
 
 def test_nothing_is_made_on_the_thread_that_asks(vocabulary: Vocabulary) -> None:

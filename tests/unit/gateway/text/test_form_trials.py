@@ -17,8 +17,10 @@ from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.structured_output import MAX_CHOICES, Constraint, StructuredOutput
 from services.gateway.text import form_trials
 from services.gateway.text.form_trials import FormTrials
+from services.grammar.client_turns import Client
 from tests.support.process_memory import resident_bytes
 
+BUSY, OTHER = (0, 1), (0, 2)
 GOOD = StructuredOutput(Constraint.REGEX, "[0-9]+")
 MAX_RESIDENT_BYTES = 3 * 2**30
 
@@ -190,14 +192,54 @@ def test_one_trial_serves_all_who_wait_for_the_form_whoever_gives_up() -> None:
     run(test)
 
 
-def test_no_more_forms_wait_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "whose"), [("MAX_WAITING", ""), ("MAX_WAITING_OF_CLIENT", " of this client")])
+def test_no_more_forms_wait_than_allowed(monkeypatch: pytest.MonkeyPatch, limit: str, whose: str) -> None:
     async def test(made: FormTrials) -> None:
-        tasks = [asyncio.create_task(made.compile(regex(f"x{i}"))) for i in range(3)]
+        tasks = [asyncio.create_task(made.compile(regex(f"x{i}"), BUSY)) for i in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match="3 forms of structured output wait to be compiled, at most 3"):
-            await made.compile(GOOD)
-        assert len(await asyncio.gather(*tasks)) == 3
-        assert await made.compile(GOOD)
+        message = f"3 forms of structured output{whose} wait to be compiled, at most 3"
+        with pytest.raises(CapacityError, match=message):
+            await made.compile(GOOD, BUSY)
+        if whose:
+            tasks.append(asyncio.create_task(made.compile(GOOD, OTHER)))
+        assert await made.compile(regex("x1"), BUSY), "the same form again is no further one"
+        assert len(await asyncio.gather(*tasks)) == len(tasks)
+        assert await made.compile(GOOD, BUSY)
+        assert not made._num_running_of
 
-    monkeypatch.setattr(form_trials, "MAX_WAITING", 3)
+    monkeypatch.setattr(form_trials, limit, 3)
+    run(test)
+
+
+def test_clients_take_turns_with_their_forms() -> None:
+    async def test(made: FormTrials) -> None:
+        order: list[str] = []
+
+        async def compile_(name: str, pattern: str, client: Client) -> None:
+            await made.compile(regex(pattern), client)
+            order.append(name)
+
+        asked = [(f"busy {i}", f"x{i}", BUSY) for i in range(8)]
+        asked += [("other 0", "y0", OTHER), ("other 1", "y1", OTHER), ("third", "z", (1, 1))]
+        await asyncio.gather(*(compile_(*each) for each in asked))
+        # By tenant first: the third client has a tenant of its own.
+        assert order[:6] == ["busy 0", "busy 1", "third", "other 0", "busy 2", "other 1"]
+        assert order[6:] == [f"busy {i}" for i in range(3, 8)]
+
+    run(test)
+
+
+def test_a_form_that_two_clients_wait_for_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[StructuredOutput] = []
+    ask = FormTrials._ask
+
+    async def counted(made: FormTrials, form: StructuredOutput) -> dict[str, str]:
+        asked.append(form)
+        return await ask(made, form)
+
+    async def test(made: FormTrials) -> None:
+        first, second = await asyncio.gather(made.compile(GOOD, BUSY), made.compile(GOOD, OTHER))
+        assert first is second and asked == [GOOD]
+
+    monkeypatch.setattr(FormTrials, "_ask", counted)
     run(test)
