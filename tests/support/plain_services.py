@@ -44,8 +44,12 @@ class PlainServices(Stubs):
         for role in self._modules:
             self._start(role)
         self._keeper.start()
+        self.wait_serving(1)
+
+    def wait_serving(self, num_gateways: int) -> None:
+        """Waits until that many gateways, one after another, have been connected to the dense worker."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while "event=serving" not in self.log("gateway"):
+        while self.log("gateway").count("event=serving") < num_gateways:
             assert time.monotonic() < deadline, self.log("gateway")
             time.sleep(0.05)
 

@@ -87,6 +87,7 @@ def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     services.wait_idle(timeout_s=60.0)
     assert (services.dense_status().num_running, services.dense_status().num_waiting) == (0, 0)
+    services.wait_serving(starts["gateway"] + 1)
     stream = services.gateway.GenerateStream(messages[0], wait_for_ready=True)
     token_ids = [token_id for chunk in stream for token_id in chunk.token_ids]
     assert token_ids == undisturbed[0].token_ids[0]
