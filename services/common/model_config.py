@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from services.common.errors import ModelError
+from services.common.quantization.read import MODELOPT_FILE, read_quantization
+from services.common.quantization.schemes import QuantizationConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -85,12 +87,13 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]  # any of these ends an answer; may be empty
-    checkpoint_dtype: str  # element type of the weight files, as torch names it
+    checkpoint_dtype: str  # element type of the unquantized weights in the files, as torch names it
+    quantization: QuantizationConfig | None = None  # of the linear layers; only the dense worker needs it
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of all fields: equal in two processes that run the same model."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+        """Hexadecimal digest of all fields but the quantization: equal in two processes that run the same model."""
+        return hashlib.blake2b(repr(replace(self, quantization=None)).encode(), digest_size=16).hexdigest()
 
     @property
     def attn_size(self) -> int:
@@ -150,6 +153,7 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
         rope=_rope_config(hf, head_dim, path),
         eos_token_ids=_eos_token_ids(hf, path),
         checkpoint_dtype=_checkpoint_dtype(hf, path),
+        quantization=read_quantization(str(path), raw.get("quantization_config"), _read_json(path / MODELOPT_FILE)),
     )
 
 
@@ -173,10 +177,6 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     architectures = raw.get("architectures")
     if architectures and ARCHITECTURES[family] not in architectures:
         raise ModelError(f"{path} has architectures {architectures}, supported: {', '.join(ARCHITECTURES.values())}")
-    if raw.get("quantization_config") is not None:
-        raise ModelError(
-            f"{path} has a quantization_config ({raw['quantization_config']}), supported: unquantized weights"
-        )
     for name in _SIZES:
         size = raw.get(name)
         if size is not None and (type(size) is not int or size < 1):

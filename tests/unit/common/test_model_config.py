@@ -258,7 +258,7 @@ UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": ["llama"]}, "supported: llama"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Classification.*LlamaForCausalLM"),
     ("llama", {"hidden_act": "gelu"}, "'gelu', supported: silu"),
-    ("llama", {"quantization_config": {"quant_method": "awq"}}, "awq.*supported: unquantized"),
+    ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm', supported: .*awq, gptq"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4,.*num_key_value_heads 3"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads 0,"),
     ("qwen3", {"hidden_size": -64}, "hidden_size -64,"),
