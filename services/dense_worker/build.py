@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import structlog
 
 from services.common.config import Config, ModelSection
+from services.common.errors import ConfigError
 from services.common.gpu import naming_what_needs_memory
-from services.common.resolve import ResolvedModel, use_device
+from services.common.quantization.schemes import on_the_fly_fp8
+from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.tensorrt.profiles import Limits
 from services.pb import dense_pb2
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,22 @@ class LoadedModel:
         )
 
 
+def resolve_dense_model(config: Config) -> ResolvedModel:
+    """The model as the dense worker runs it: with the quantization of its checkpoint, or the one that is made here.
+
+    Raises `ModelError` or `ConfigError`, naming value and limit.
+    """
+    model = resolve_model(config.model, config.dense.device)
+    if config.dense.quantization == "checkpoint":
+        return model
+    if model.config.quantization is not None:
+        raise ConfigError(
+            f"dense.quantization is {config.dense.quantization!r}, but the checkpoint {config.model.path} is quantized "
+            f"already ({model.config.quantization.method})"
+        )
+    return replace(model, config=replace(model.config, quantization=on_the_fly_fp8()))
+
+
 def load_model(
     config: Config, model: ResolvedModel, report: Callable[[str], None], *, takes_over: bool = False
 ) -> LoadedModel:
@@ -61,8 +86,16 @@ def load_model(
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     prepared = prepare_backend(config.dense, section, model, limits, report)
     weights = _load_weights(section, model)
+    if model.config.quantization is not None:
+        log_formats(model.config.quantization.method, weights)
     with naming_what_needs_memory("the buffers of a step"):
         return _build_runner(config, model, digest, prepared.load(weights), takes_over)
+
+
+def log_formats(method: str, weights: ModelWeights) -> None:
+    """Logs the formats of all linear layers, and that the reference multiplies the quantized ones."""
+    formats = Counter(type(linear.weight).__name__ for linear in parts_of_type(Linear, weights))
+    log.info("weights are quantized", method=method, multiplied_by="reference in torch", **formats)
 
 
 def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:

@@ -12,8 +12,8 @@ import structlog
 from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
-from services.common.resolve import ResolvedModel, resolve_model, use_device
-from services.dense_worker.build import LoadedModel, load_model
+from services.common.resolve import ResolvedModel, use_device
+from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.drafts import DraftSource
 from services.dense_worker.engine.engine import Engine
@@ -60,7 +60,7 @@ class DenseWorker:
         self._opened.enter_context(serving_metrics(address, self._registry))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
-        resolved = resolve_model(config.model, config.dense.device)
+        resolved = resolve_dense_model(config)
         use_device(resolved.device, config.dense.num_threads)
         # While the weights load: reading the vocabulary holds the interpreter lock.
         grammars = Grammars(lambda: self._read_vocabulary(resolved))

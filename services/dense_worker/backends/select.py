@@ -144,6 +144,8 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
         raise ConfigError(
             f"TensorRT runs on a CUDA device, and the dense worker's device is {str(model.device)!r}{install}"
         )
+    if model.config.quantization is not None:
+        raise ConfigError(f"quantized weights ({model.config.quantization.method}) run only with dense.backend 'torch'")
     api = load_tensorrt()
     api.check_gpu(gpu)
     api.check_dtype(model.dtype)

@@ -32,6 +32,13 @@ class WeightFormat(Protocol):
         """
 
 
+class QuantizedFormat(WeightFormat, Protocol):
+    """A weight format whose tensors are codes and scales."""
+
+    def fill_random(self, std: float, generator: torch.Generator) -> None:
+        """Fills the tensors so that the weights have about this standard deviation. For models without weights."""
+
+
 class Cut(enum.Enum):
     """How a layer is split over several GPUs; each has one part of it."""
 

@@ -6,13 +6,38 @@ all families can be listed, loaded, and rebuilt from tensors that are inputs of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 Part = TypeVar("Part")
+
+
+class Loaded(NamedTuple):
+    """A tensor of a checkpoint, and its name for errors."""
+
+    name: str
+    tensor: torch.Tensor  # on the device of the parameter
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that a checkpoint must have, in its own layout."""
+
+    names: tuple[str, ...]  # alternatives: the first that the checkpoint has counts
+    dtypes: tuple[str, ...]  # any of these, as safetensors names them
+    shapes: tuple[tuple[int, ...], ...]  # any of these
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Makes rows of a parameter of one or several tensors of a checkpoint."""
+
+    inputs: tuple[StoredTensor, ...]
+    convert: Callable[..., torch.Tensor]  # takes a `Loaded` for each input, or None for an absent optional one
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +46,7 @@ class Source:
 
     name: str  # such as "model.layers.0.self_attn.q_proj.weight"
     num_rows: int  # along dimension 0
+    conversion: Conversion | None = None  # None: the tensor has these rows, in any float dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,15 @@ class PlainWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features] by torch; on CUDA that is cuBLAS."""
-        matrix = self.matrix.data
-        if out is None:
-            return F.linear(x, matrix, bias)
-        if bias is None:
-            return torch.mm(x, matrix.t(), out=out)
-        return torch.addmm(bias, x, matrix.t(), out=out)
+        return multiply_matrix(x, self.matrix.data, bias, out)
+
+
+def multiply_matrix(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """x [n, in_features], matrix [out_features, in_features], all of one dtype -> [n, out_features], `out` if given."""
+    if out is None:
+        return F.linear(x, matrix, bias)
+    if bias is None:
+        return torch.mm(x, matrix.t(), out=out)
+    return torch.addmm(bias, x, matrix.t(), out=out)

@@ -8,70 +8,78 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from services.common.errors import ModelError
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
 from services.dense_worker.model.families import BUILDERS
+from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.parameters import tensors_by_name, with_tensors
+from services.dense_worker.model.parameters import (
+    Loaded,
+    Source,
+    StoredTensor,
+    parts_of_type,
+    tensors_by_name,
+    with_tensors,
+)
+from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.model.quantized.layer import FLOATS
 
-_INDEX_FILE = "model.safetensors.index.json"
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-# The tensors of a layer, except a constant that old files contain.
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(?!.*rotary_emb\.inv_freq$)")
+# The tensors of a layer, except a constant that old files contain and the scales of a quantized KV cache.
+_LAYER_TENSOR = re.compile(
+    r"model\.layers\.(\d+)\.(?!.*(rotary_emb\.inv_freq|\.[qkv]_scale|\.[kv]_proj\.output_scale)$)"
+)
+_HEAD = "lm_head.weight"
+RANDOM_STD = 0.02
 _HASH_SAMPLES = 64
 _HASH_SAMPLE_BYTES = 4096
+# Small tensors that change what all others mean; samples could miss them.
+_HASHED_WHOLE = re.compile(r"scale|zero|g_idx")
 
 
 def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Reads the safetensors of the Hugging Face directory `path`, one file or sharded.
 
-    Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, so at most one
-    further tensor is in memory. Layers beyond `config.num_layers` are not read. Raises ModelError that names the file
-    or tensor that is missing, damaged, or inconsistent with `config`.
+    Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, or to the format
+    that `config.quantization` says, so at most the tensors of one projection are in memory besides. Layers beyond
+    `config.num_layers` are not read. Raises ModelError that names the file or tensor that is missing, damaged, or
+    inconsistent with `config`.
     """
-    files = _checkpoint_files(path)
-    weights = empty_weights(config, dtype, device)
-    missing = _destinations(weights)
-    tied_head_file: Path | None = None
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    place = missing.pop(name, None)
-                    if place is not None:
-                        _check_tensor(file, name, tensors.get_slice(name), place)
-                        place.copy_(tensors.get_tensor(name))
-                    elif name == "lm_head.weight":
-                        tied_head_file = file
-                    elif (match := _LAYER_TENSOR.match(name)) and int(match[1]) < config.num_layers:
-                        raise ModelError(f"{file} holds {name}, for which config.json has no place")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is missing, truncated or damaged: {error}") from error
-    if missing:
-        names = ", ".join(list(missing)[:3])
-        raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
-    return weights if tied_head_file is None else _with_head_of(tied_head_file, weights)
+    with open_checkpoint(path) as checkpoint:
+        weights = empty_weights(config, dtype, device)
+        destinations = list(_destinations(weights))
+        _check_names(path, config, checkpoint, [source for source, _ in destinations])
+        for source, place in destinations:
+            _fill(checkpoint, source, place)
+        has_tied_head = all(source.name != _HEAD for source, _ in destinations)
+        return _with_own_head(checkpoint, weights) if has_tied_head and _HEAD in checkpoint else weights
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
-    """Random weights, generated on `device`: norms are one, all else is normal with standard deviation 0.02.
+    """Random weights, generated on `device`: norms are one, all else has the standard deviation 0.02.
+
+    Unquantized weights are normally distributed; for the others see `fill_random` of their format.
 
     The same seed, shapes, dtype and kind of device give the same weights.
     """
     weights = empty_weights(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
+    quantized = [each.weight for each in parts_of_type(Linear, weights) if not isinstance(each.weight, PlainWeight)]
+    for weight in quantized:
+        weight.fill_random(RANDOM_STD, generator)
+    filled = {id(tensor) for weight in quantized for tensor in tensors_by_name(weight).values()}
     for name, tensor in weights.named_tensors():
         if name.endswith("norm"):
             tensor.fill_(1.0)
-        else:
-            tensor.normal_(std=0.02, generator=generator)
+        elif id(tensor) not in filled:
+            tensor.normal_(std=RANDOM_STD, generator=generator)
     return weights
 
 
@@ -80,16 +88,21 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
 
     It covers config.json, `config.num_layers` and, for each safetensors file, its name, size, header (names, dtypes,
     shapes) and 64 evenly spaced pieces of 4 KiB, including the first and last bytes. Retrained or converted weights
-    differ everywhere, so samples suffice; it is not a checksum of the whole file. With `dummy_seed` (random weights) no
-    weight file is read. Raises ModelError for a missing file.
+    differ everywhere, so samples suffice; it is not a checksum of the whole file. For quantized weights it also covers
+    the schemes of `config.quantization`, and all scales, zero points and orders of features whole. With `dummy_seed`
+    (random weights) no weight file is read. Raises ModelError for a missing file.
     """
     digest = hashlib.blake2b(digest_size=32)
     try:
         digest.update((path / "config.json").read_bytes())
         digest.update(f"\0num_layers={config.num_layers} dummy_seed={dummy_seed}".encode())
+        if config.quantization is not None:
+            digest.update(repr(config.quantization).encode())
         if dummy_seed is None:
-            for file in _checkpoint_files(path):
+            for file in checkpoint_files(path):
                 _hash_file(digest, file)
+                if config.quantization is not None:
+                    _hash_scales(digest, file)
     except OSError as error:
         raise ModelError(f"weights of {path} cannot be read: {error}") from error
     return digest.hexdigest()
@@ -107,53 +120,80 @@ def _hash_file(digest: hashlib.blake2b, file: Path) -> None:
             digest.update(stream.read(_HASH_SAMPLE_BYTES))
 
 
-def _checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of `path`, sorted by name. A single file takes precedence, as in transformers."""
-    single, index = path / "model.safetensors", path / _INDEX_FILE
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        others = sorted(f.name for f in path.glob("*") if f.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        found = f"found {', '.join(others[:3])}, supported: safetensors" if others else "found no weights"
-        raise ModelError(f"{path} has neither model.safetensors nor {_INDEX_FILE} ({found})")
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [path / name for name in sorted(names)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+def _hash_scales(digest: hashlib.blake2b, file: Path) -> None:
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(header_size))
+            places = [each["data_offsets"] for name, each in header.items() if _HASHED_WHOLE.search(name)]
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            raise ModelError(f"{file} is truncated or damaged: {error!r}") from error
+        for begin, end in sorted(places):
+            stream.seek(8 + header_size + begin)
+            digest.update(stream.read(end - begin))
 
 
-def _with_head_of(file: Path, weights: ModelWeights) -> ModelWeights:
+def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, sources: list[Source]) -> None:
+    """Raises ModelError for the first tensors that are missing, and for one that nothing reads."""
+    inputs = [each for source in sources if source.conversion is not None for each in source.conversion.inputs]
+    required = [each.names for each in inputs if not each.is_optional]
+    required += [(source.name,) for source in sources if source.conversion is None]
+    missing = [names[0] for names in dict.fromkeys(required) if not any(name in checkpoint for name in names)]
+    if missing:
+        names = ", ".join(missing[:3])
+        raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
+    known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
+    for name in checkpoint.names:
+        layer = _LAYER_TENSOR.match(name)
+        if name in known or not layer or int(layer[1]) >= config.num_layers:
+            continue
+        if not _is_empty_bias(config, checkpoint, name):
+            raise ModelError(f"{checkpoint.file_of(name)} holds {name}, for which config.json has no place")
+
+
+def _is_empty_bias(config: ModelConfig, checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros, which programs for GPTQ add to layers that have none."""
+    if config.quantization is None or config.quantization.method != "gptq" or not name.endswith(".bias"):
+        return False
+    return not checkpoint.tensor(name).any()
+
+
+def _fill(checkpoint: Checkpoint, source: Source, place: torch.Tensor) -> None:
+    """Reads what a source names, converts it on the device of `place`, and writes it there."""
+    if source.conversion is None:
+        place.copy_(checkpoint.read(source.name, FLOATS, (tuple(place.shape),)))
+        return
+    tensors = [_load(checkpoint, stored, place.device) for stored in source.conversion.inputs]
+    rows = source.conversion.convert(*tensors)
+    assert rows.shape == place.shape, f"{source.name}: {rows.shape} for {place.shape}"
+    place.copy_(rows)
+
+
+def _load(checkpoint: Checkpoint, stored: StoredTensor, device: torch.device) -> Loaded | None:
+    """The first of the alternatives that the checkpoint has; None if it has none, which only an optional one may."""
+    name = next((name for name in stored.names if name in checkpoint), None)
+    return None if name is None else Loaded(name, checkpoint.read(name, stored.dtypes, stored.shapes).to(device))
+
+
+def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights) -> ModelWeights:
     """Unties an lm_head that differs from the embedding, whatever config.json says, as transformers does."""
-    embed, source = weights.embedding.table.data, "lm_head.weight"
-    lm_head = torch.empty_like(embed)
-    with safe_open(file, framework="pt") as tensors:
-        _check_tensor(file, source, tensors.get_slice(source), lm_head)
-        lm_head.copy_(tensors.get_tensor(source))
+    embed = weights.embedding.table.data
+    lm_head = torch.empty_like(embed).copy_(checkpoint.read(_HEAD, FLOATS, (tuple(embed.shape),)))
     if torch.equal(lm_head, embed):
         return weights
     return replace(weights, head=with_tensors(weights.head, tensors_by_name(weights.head) | {"lm_head": lm_head}))
 
 
-def _check_tensor(file: Path, name: str, found: object, place: torch.Tensor) -> None:
-    """Checks shape and dtype. `found` is a slice of safe_open, so no data is read."""
-    shape, expected = tuple(found.get_shape()), tuple(place.shape)
-    if shape != expected:
-        raise ModelError(f"{name} in {file} has shape {shape}, config.json calls for {expected}")
-    if found.get_dtype() not in _FLOAT_DTYPES:
-        supported = ", ".join(_FLOAT_DTYPES)
-        raise ModelError(f"{name} in {file} has dtype {found.get_dtype()}, supported: {supported}")
-
-
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """The uninitialised parts of the model's family; on the meta device they take no memory."""
-    return BUILDERS[config.family](config, WeightAllocator(dtype, device))
+    """The uninitialised parts of the model's family; on the meta device they take no memory.
+
+    Raises ModelError for shapes that the format of quantized weights does not allow.
+    """
+    return BUILDERS[config.family](config, WeightAllocator(dtype, device, config.quantization))
 
 
-def _destinations(weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """The destinations of checkpoint tensors: the name of a tensor -> a view of our tensors."""
-    destinations: dict[str, torch.Tensor] = {}
+def _destinations(weights: ModelWeights) -> Iterator[tuple[Source, torch.Tensor]]:
+    """What a checkpoint fills: the source, and a view of one of our tensors."""
     for _, parameter in weights.named_parameters():
         views = parameter.data.split([source.num_rows for source in parameter.sources]) if parameter.sources else ()
-        destinations |= zip((source.name for source in parameter.sources), views, strict=True)
-    return destinations
+        yield from zip(parameter.sources, views, strict=True)

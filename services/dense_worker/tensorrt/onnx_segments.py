@@ -14,6 +14,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
+from services.common.errors import ModelError
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.parameters import tensors_by_name
 from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
@@ -41,10 +42,12 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
 
     Inputs: the activations (`token_ids` and `rows` are int32, because TensorRT 8.6 has no int64), then the
     weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
-    The same arguments give the same bytes.
+    The same arguments give the same bytes. Raises ModelError for quantized weights.
     """
-    # Quantization will start here: Q/DQ pairs (FP8, INT8) around the Gemms of `onnx_lowering`, or an INT4
-    # weight input and its scales, dequantized before the Gemm (both need a later opset and TensorRT 10).
+    if config.quantization is not None:
+        # Q/DQ pairs (FP8, INT8) would go around the Gemms of `onnx_lowering`; INT4 weights and their scales would be
+        # inputs, dequantized before the Gemm (both need a later opset and TensorRT 10).
+        raise ModelError(f"quantized weights ({config.quantization.method}) cannot be exported to ONNX and TensorRT")
     example = _EXAMPLES[name](config, dtype)
     weights = tensors_by_name(example.segment)
     sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}

@@ -1,0 +1,90 @@
+"""`Checkpoint`: the safetensors files of a Hugging Face directory, one file or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.common.errors import ModelError
+
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """Open files. Tensors are mapped, and read when they are used. Every error is a ModelError that names the file."""
+
+    def __init__(self, files: Sequence[Path], opened: ExitStack) -> None:
+        self._files: dict[str, tuple[Path, Any]] = {}  # the file and its handle, by name of the tensor
+        for file in files:
+            with _naming(file):
+                handle = opened.enter_context(safe_open(file, framework="pt"))
+                self._files |= dict.fromkeys(handle.keys(), (file, handle))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._files[name][0]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of any type and shape, on the CPU."""
+        file, handle = self._files[name]
+        with _naming(file):
+            return handle.get_tensor(name)
+
+    def read(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """A tensor on the CPU. Its type and shape must be among those given, which is checked before it is read."""
+        file, handle = self._files[name]
+        with _naming(file):
+            found = handle.get_slice(name)
+            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            if shape not in shapes:
+                expected = " or ".join(map(str, shapes))
+                raise ModelError(f"{name} in {file} has shape {shape}, config.json calls for {expected}")
+            if dtype not in dtypes:
+                raise ModelError(f"{name} in {file} has dtype {dtype}, supported: {', '.join(dtypes)}")
+        return self.tensor(name)
+
+
+@contextmanager
+def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+    """Opens the files of the directory `path`. Raises ModelError for one that is missing, truncated or damaged."""
+    files = checkpoint_files(path)
+    with ExitStack() as opened:
+        yield Checkpoint(files, opened)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of `path`, sorted by name. A single file takes precedence, as in transformers."""
+    single, index = path / "model.safetensors", path / _INDEX_FILE
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        others = sorted(f.name for f in path.glob("*") if f.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"found {', '.join(others[:3])}, supported: safetensors" if others else "found no weights"
+        raise ModelError(f"{path} has neither model.safetensors nor {_INDEX_FILE} ({found})")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [path / name for name in sorted(names)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is missing, truncated or damaged: {error}") from error

@@ -1,0 +1,40 @@
+"""The quantization of a layer's input, as a checkpoint prescribes it. The result is dequantized again: a reference."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from services.common.quantization.schemes import Element
+
+GREATEST = {Element.FP8: 448.0, Element.INT8: 127.0}  # of the elements; symmetric, so -128 is not used
+SMALLEST_GREATEST = 1e-12  # a row of zeros gets the scale of this greatest value
+
+
+def token_scale(x: torch.Tensor, element: Element, max_activation: float | None = None) -> torch.Tensor:
+    """x [..., size] -> float32 [..., 1]: the scale by which the greatest value of each row becomes the greatest code.
+
+    With `max_activation` greater values do not count, and are cut off.
+    """
+    greatest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_GREATEST, max=max_activation)
+    return greatest / GREATEST[element]
+
+
+def to_codes(x: torch.Tensor, scale: torch.Tensor, element: Element) -> torch.Tensor:
+    """x / scale, rounded to the nearest code (ties to even) and cut off at the greatest: in the element's type."""
+    greatest = GREATEST[element]
+    scaled = (x.float() / scale).clamp(-greatest, greatest)
+    return scaled.to(torch.float8_e4m3fn) if element is Element.FP8 else scaled.round().to(torch.int8)
+
+
+def rounded(x: torch.Tensor, scale: torch.Tensor, element: Element) -> torch.Tensor:
+    """x as its codes represent it, in x's dtype."""
+    return (to_codes(x, scale, element).float() * scale).to(x.dtype)
+
+
+def rounded_by_groups(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """x [n, in_features] as FP8 with a scale for each row and group of features; the last group may be shorter."""
+    num_features = x.shape[-1]
+    groups = F.pad(x, (0, -num_features % group_size)).unflatten(-1, (-1, group_size))
+    result = rounded(groups, token_scale(groups, Element.FP8), Element.FP8)
+    return result.flatten(-2)[..., :num_features]

@@ -1,0 +1,80 @@
+"""`BlockFp8Weight`: FP8 (e4m3) elements with a scale for each block, as DeepSeek and Qwen publish them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from services.common.quantization.schemes import BlockFp8Scheme, Element
+from services.dense_worker.model.linear import Projection
+from services.dense_worker.model.parameters import Parameter, Source, StoredTensor
+from services.dense_worker.model.plain_weight import multiply_matrix
+from services.dense_worker.model.quantized.activations import GREATEST, rounded_by_groups, to_codes
+from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
+from services.dense_worker.model.quantized.scales import checked_scales
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFp8Weight:
+    """A WeightFormat: each block of the matrix has a scale, and each token one for every block of its features.
+
+    Blocks begin anew with each projection, and the last block of a projection may have fewer rows or columns.
+    """
+
+    matrix: Parameter  # float8_e4m3fn [out_features, in_features]
+    scale: Parameter  # float32 [blocks of rows of all projections, blocks of columns]
+    block_size: tuple[int, int]  # rows, columns
+    part_sizes: tuple[int, ...]  # out_features of each projection
+
+    @property
+    def kind(self) -> Hashable:
+        return "blocks of FP8", self.block_size, self.part_sizes
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [n, in_features] -> [n, out_features]: both factors are dequantized to x's dtype, then multiplied."""
+        matrix = (self.matrix.data.float() * self._scale_of_elements()).to(x.dtype)
+        return multiply_matrix(rounded_by_groups(x, self.block_size[1]), matrix, bias, out)
+
+    def fill_random(self, std: float, generator: torch.Generator) -> None:
+        """Normally distributed weights; the scales are such that few are cut off."""
+        self.scale.data.fill_(5 * std / GREATEST[Element.FP8])
+        values = torch.empty(self.matrix.data.shape, device=self.matrix.data.device)
+        values.normal_(std=std, generator=generator)
+        self.matrix.data.copy_(to_codes(values, self.scale.data[:1, :1], Element.FP8))
+
+    def _scale_of_elements(self) -> torch.Tensor:
+        """[out_features, in_features]"""
+        height, width = self.block_size
+        num_blocks = [math.ceil(size / height) for size in self.part_sizes]
+        parts = zip(self.scale.data.split(num_blocks), self.part_sizes, strict=True)
+        rows = torch.cat([scale.repeat_interleave(height, 0)[:size] for scale, size in parts])
+        return rows.repeat_interleave(width, 1)[:, : self.matrix.data.shape[1]]
+
+
+def create_block_fp8(scheme: BlockFp8Scheme, layer: QuantizedLayer) -> BlockFp8Weight:
+    """A weight that a checkpoint stores as `scheme` says."""
+    height, width = scheme.block_size
+    num_columns = math.ceil(layer.in_features / width)
+
+    def matrix(projection: Projection) -> Source:
+        shape = (projection.out_features, layer.in_features)
+        stored = StoredTensor((f"{projection.name}.weight",), ("F8_E4M3",), (shape,))
+        return converted(projection.out_features, lambda loaded: loaded.tensor, stored)
+
+    def scale(projection: Projection) -> Source:
+        num_rows = math.ceil(projection.out_features / height)
+        names = (f"{projection.name}.weight_scale_inv", f"{projection.name}.weight_scale")
+        return converted(num_rows, checked_scales, StoredTensor(names, FLOATS, ((num_rows, num_columns),)))
+
+    num_rows = sum(math.ceil(size / height) for size in layer.part_sizes)
+    return BlockFp8Weight(
+        layer.parameter("", (layer.out_features, layer.in_features), torch.float8_e4m3fn, matrix),
+        layer.parameter("_scale", (num_rows, num_columns), torch.float32, scale),
+        scheme.block_size,
+        layer.part_sizes,
+    )

@@ -1,0 +1,214 @@
+"""How AWQ, GPTQ and compressed-tensors store a `GroupedIntWeight`: names, shapes, orders, and their checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from services.common.errors import ModelError
+from services.common.quantization.schemes import GroupedIntScheme, Packing
+from services.dense_worker.model.linear import Projection
+from services.dense_worker.model.parameters import Loaded, Source, StoredTensor
+from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, check_divides, converted
+from services.dense_worker.model.quantized.packing import WORD_BITS, pack, unpack, unpack_awq
+from services.dense_worker.model.quantized.scales import checked_scales
+
+
+def create_grouped_int(scheme: GroupedIntScheme, layer: QuantizedLayer) -> GroupedIntWeight:
+    """A weight that a checkpoint stores as `scheme` says. Raises ModelError if its shape does not allow the groups."""
+    name, per_word = layer.merged_from[0].name, WORD_BITS // scheme.num_bits
+    group_size = scheme.group_size or layer.in_features
+    check_divides(group_size, "in_features", layer.in_features, name)
+    check_divides(per_word, "in_features", layer.in_features, name)
+    if scheme.packing is not Packing.COMPRESSED_TENSORS:
+        for projection in layer.merged_from:
+            check_divides(per_word, "out_features", projection.out_features, projection.name)
+    num_groups = layer.in_features // group_size
+    sources = _SOURCES[scheme.packing](scheme, layer.in_features, group_size)
+    size = layer.out_features
+    words = layer.in_features // per_word
+    zero_point = order = None
+    if not scheme.is_symmetric:
+        zero_point = layer.parameter("_zero_point", (size, num_groups), torch.uint8, sources.zero_point)
+    if scheme.has_order:
+        order = layer.parameter("_order", (len(layer.merged_from), layer.in_features), torch.int32, sources.order)
+    return GroupedIntWeight(
+        layer.parameter("", (size, words), torch.int32, sources.packed),
+        layer.parameter("_scale", (size, num_groups), layer.dtype, partial(sources.scale, layer.dtype)),
+        zero_point,
+        order,
+        scheme.num_bits,
+        group_size,
+        layer.part_sizes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The sources of one packing. Shapes are those of a projection."""
+
+    scheme: GroupedIntScheme
+    in_features: int
+    group_size: int
+
+    @property
+    def num_groups(self) -> int:
+        return self.in_features // self.group_size
+
+    @property
+    def per_word(self) -> int:
+        return WORD_BITS // self.scheme.num_bits
+
+    def index(self, projection: Projection) -> StoredTensor:
+        """The group of each input feature. Without act-order it may be absent."""
+        name = "weight_g_idx" if self.scheme.packing is Packing.COMPRESSED_TENSORS else "g_idx"
+        is_optional = not self.scheme.has_order
+        return StoredTensor((f"{projection.name}.{name}",), ("I32", "I64"), ((self.in_features,),), is_optional)
+
+    def order(self, projection: Projection) -> Source:
+        """The row of `GroupedIntWeight.order`."""
+        return converted(1, lambda index: self.sorted_features(index)[None], self.index(projection))
+
+    def sorted_features(self, index: Loaded) -> torch.Tensor:
+        """The input features, group by group. Raises ModelError for an index that is no grouping."""
+        groups = index.tensor.long()
+        bad = (groups < 0) | (groups >= self.num_groups)
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            raise ModelError(
+                f"{index.name} holds the group {groups[at].item()} at {at}, expected 0 to {self.num_groups - 1}"
+            )
+        counts = torch.bincount(groups, minlength=self.num_groups)
+        wrong = (counts != self.group_size).nonzero()
+        if len(wrong):
+            group = int(wrong[0])
+            raise ModelError(
+                f"{index.name} gives group {group} {counts[group].item()} features, group_size is {self.group_size}"
+            )
+        return torch.argsort(groups, stable=True)
+
+    def in_order(self, words: torch.Tensor, index: Loaded | None) -> torch.Tensor:
+        """The words [out_features, words] with neighbouring columns for each group."""
+        if index is None:
+            return words
+        if self.scheme.has_order:
+            return pack(unpack(words, self.scheme.num_bits)[:, self.sorted_features(index)], self.scheme.num_bits)
+        expected = torch.arange(self.in_features, device=index.tensor.device) // self.group_size
+        if not torch.equal(index.tensor.long(), expected):
+            raise ModelError(f"{index.name} reorders input features, but the config says that there is no act-order")
+        return words
+
+
+class _CompressedTensorsSources(_Sources):
+    """pack-quantized: rows of output channels, signed codes stored with an offset of half of the range."""
+
+    def packed(self, projection: Projection) -> Source:
+        size, name = projection.out_features, projection.name
+        words = StoredTensor((f"{name}.weight_packed",), ("I32",), ((size, self.in_features // self.per_word),))
+        shape = StoredTensor((f"{name}.weight_shape",), ("I32", "I64"), ((2,),))
+
+        def convert(packed: Loaded, shape: Loaded, index: Loaded | None) -> torch.Tensor:
+            if shape.tensor.tolist() != [size, self.in_features]:
+                raise ModelError(f"{shape.name} is {shape.tensor.tolist()}, expected {[size, self.in_features]}")
+            return self.in_order(packed.tensor, index)
+
+        return converted(size, convert, words, shape, self.index(projection))
+
+    def scale(self, dtype: torch.dtype, projection: Projection) -> Source:
+        shape = (projection.out_features, self.num_groups)
+        stored = StoredTensor((f"{projection.name}.weight_scale",), FLOATS, (shape,))
+        return converted(projection.out_features, partial(checked_scales, dtype=dtype), stored)
+
+    def zero_point(self, projection: Projection) -> Source:
+        """Packed along the output channels, or in older files one signed byte for each."""
+        size, num_bits = projection.out_features, self.scheme.num_bits
+        shapes = (-(-size // self.per_word), self.num_groups), (size, self.num_groups)
+        stored = StoredTensor((f"{projection.name}.weight_zero_point",), ("I32", "I8"), shapes)
+
+        def convert(zero_point: Loaded) -> torch.Tensor:
+            is_packed = zero_point.tensor.dtype == torch.int32
+            if tuple(zero_point.tensor.shape) != shapes[0 if is_packed else 1]:
+                dtype, shape = zero_point.tensor.dtype, tuple(zero_point.tensor.shape)
+                raise ModelError(f"{zero_point.name} has shape {shape} in {dtype}, expected {shapes[not is_packed]}")
+            if is_packed:
+                return unpack(zero_point.tensor.t(), num_bits).t()[:size]
+            return (zero_point.tensor.int() + 2 ** (num_bits - 1)).to(torch.uint8)
+
+        return converted(size, convert, stored)
+
+
+class _AwqSources(_Sources):
+    """AutoAWQ: rows of input features; eight output channels in a word, in an order of its own."""
+
+    def packed(self, projection: Projection) -> Source:
+        size = projection.out_features
+        stored = StoredTensor((f"{projection.name}.qweight",), ("I32",), ((self.in_features, size // self.per_word),))
+        return converted(size, lambda loaded: pack(unpack_awq(loaded.tensor).t(), self.scheme.num_bits), stored)
+
+    def scale(self, dtype: torch.dtype, projection: Projection) -> Source:
+        return _scales_by_group(self.num_groups, dtype, projection)
+
+    def zero_point(self, projection: Projection) -> Source:
+        size = projection.out_features
+        stored = StoredTensor((f"{projection.name}.qzeros",), ("I32",), ((self.num_groups, size // self.per_word),))
+        return converted(size, lambda loaded: unpack_awq(loaded.tensor).t(), stored)
+
+
+class _GptqSources(_Sources):
+    """AutoGPTQ and GPTQModel: several input features in a word, and zero points that version 1 stores less one."""
+
+    def packed(self, projection: Projection) -> Source:
+        size = projection.out_features
+        stored = StoredTensor((f"{projection.name}.qweight",), ("I32",), ((self.in_features // self.per_word, size),))
+
+        def convert(words: Loaded, index: Loaded | None) -> torch.Tensor:
+            return self.in_order(words.tensor.t(), index)
+
+        return converted(size, convert, stored, self.index(projection))
+
+    def scale(self, dtype: torch.dtype, projection: Projection) -> Source:
+        """Symmetric checkpoints have zero points, too, which must all be half of the range."""
+        scales = _scales_by_group(self.num_groups, dtype, projection)
+        if not self.scheme.is_symmetric:
+            return scales
+        assert scales.conversion is not None
+        convert = scales.conversion.convert
+
+        def checked(scales: Loaded, zeros: Loaded) -> torch.Tensor:
+            found, middle = self._zero_points(zeros), 2 ** (self.scheme.num_bits - 1)
+            if (found != middle).any():
+                value = found[found != middle][0].item()
+                raise ModelError(f"{zeros.name} holds the zero point {value}, the config's sym means {middle}")
+            return convert(scales)
+
+        return converted(projection.out_features, checked, *scales.conversion.inputs, self._stored_zeros(projection))
+
+    def zero_point(self, projection: Projection) -> Source:
+        return converted(projection.out_features, self._zero_points, self._stored_zeros(projection))
+
+    def _stored_zeros(self, projection: Projection) -> StoredTensor:
+        shape = (self.num_groups, projection.out_features // self.per_word)
+        return StoredTensor((f"{projection.name}.qzeros",), ("I32",), (shape,))
+
+    def _zero_points(self, zeros: Loaded) -> torch.Tensor:
+        """uint8 [out_features, groups]. Version 1 stores 0 less one as the greatest code: it wraps around."""
+        stored = unpack(zeros.tensor, self.scheme.num_bits).t()
+        offset = 1 if self.scheme.packing is Packing.GPTQ else 0
+        return (stored + offset) & (2**self.scheme.num_bits - 1)
+
+
+def _scales_by_group(num_groups: int, dtype: torch.dtype, projection: Projection) -> Source:
+    """Scales that are stored as [groups, out_features]."""
+    stored = StoredTensor((f"{projection.name}.scales",), FLOATS, ((num_groups, projection.out_features),))
+    return converted(projection.out_features, lambda loaded: checked_scales(loaded, dtype).t(), stored)
+
+
+_SOURCES = {
+    Packing.COMPRESSED_TENSORS: _CompressedTensorsSources,
+    Packing.AWQ: _AwqSources,
+    Packing.GPTQ: _GptqSources,
+    Packing.GPTQ_V2: _GptqSources,
+}
