@@ -1,8 +1,8 @@
 """Measures what an attack costs others: gaps in another client's stream, work that holds the event loop, and memory.
 
-A machine that also does other things stops any process now and then, which no attack has caused. So the event loop's delays
-are measured by the processor time that the gateway spends meanwhile, which stands still with it, and each of the three
-limits must be kept in one of several runs, not all of them in the same one.
+A machine that also does other things stops any process now and then, which no attack has caused. So the event loop's
+delays are measured by the processor time that the gateway spends meanwhile, which stands still with it, and each of the
+three limits must be kept in one of several runs, not all of them in the same one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def assert_undisturbed(
     headers: Mapping[str, str] | None = None,
     max_growth_bytes: int = MAX_GROWTH_BYTES,
 ) -> None:
-    """Runs `attack` while another client streams (with `headers`) and a third one asks for the gateway's health. The stream
-    must keep its pace, the event loop answer in time, and the gateway grow by at most `max_growth_bytes`, each in at least
-    one of NUM_TRIES runs.
+    """Runs `attack` while another client streams (with `headers`) and a third one asks for the gateway's health. The
+    stream must keep its pace, the event loop answer in time, and the gateway grow by at most `max_growth_bytes`, each
+    in at least one of NUM_TRIES runs.
 
     The attack's own assertions must hold in every run.
     """
@@ -53,11 +53,13 @@ def assert_undisturbed(
             steady.stop()
         assert cluster.pid_of("gateway") == gateway, "the gateway died"
         figures.append((gap, pings.longest_cpu_s, growth))
-        if all(min(tries) <= most for tries, most in zip(zip(*figures, strict=True), limits(max_growth_bytes), strict=True)):
+        tries_by_limit = zip(zip(*figures, strict=True), limits(max_growth_bytes), strict=True)
+        if all(min(tries) <= most for tries, most in tries_by_limit):
             return
     raise AssertionError(
         "; ".join(
-            f"the stream stood still for {gap:.2f} s, the event loop for {cpu:.2f} s of work, the gateway grew by {growth >> 20} MiB"
+            f"the stream stood still for {gap:.2f} s, the event loop for {cpu:.2f} s of work, "
+            f"the gateway grew by {growth >> 20} MiB"
             for gap, cpu, growth in figures
         )
     )
