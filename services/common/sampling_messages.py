@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import ReasoningLimit, SamplingParams
-from services.common.structured_output import Constraint, StructuredOutput
+from services.common.structured_output import FIELD_NAME, Constraint, StructuredOutput
 from services.pb import sampling_pb2
 
 _COMPOUND = ("logit_bias", "bad_words", "allowed_token_ids", "structured_output", "reasoning_limit")
@@ -59,20 +59,19 @@ def _encode_structured_output(form: StructuredOutput | None) -> sampling_pb2.Str
     if form is None:
         return None
     if form.constraint is Constraint.CHOICE:
-        return sampling_pb2.StructuredOutput(choice=sampling_pb2.Choice(choices=form.choices))
-    if form.constraint is Constraint.JSON_OBJECT:
-        return sampling_pb2.StructuredOutput(json_object=True)
-    return sampling_pb2.StructuredOutput(**{form.constraint.value: form.text})
+        value: Any = sampling_pb2.Choice(choices=form.choices)
+    else:
+        value = True if form.constraint is Constraint.JSON_OBJECT else form.text
+    return sampling_pb2.StructuredOutput(**{form.constraint.value: value}, field_name=form.field_name)
 
 
 def _decode_structured_output(message: sampling_pb2.StructuredOutput) -> StructuredOutput:
-    name = message.WhichOneof("constraint")
+    name, field_name = message.WhichOneof("constraint"), message.field_name or FIELD_NAME
     if name is None or (name == "json_object" and not message.json_object):
         names = ", ".join(constraint.value for constraint in Constraint)
-        raise InvalidRequest(f"structured_output names no form: one of {names} is required", "structured_output")
+        raise InvalidRequest(f"{FIELD_NAME} names no form: one of {names} is required", FIELD_NAME)
     constraint = Constraint(name)
     if constraint is Constraint.CHOICE:
-        return StructuredOutput(constraint, choices=tuple(message.choice.choices))
-    if constraint is Constraint.JSON_OBJECT:
-        return StructuredOutput(constraint)
-    return StructuredOutput(constraint, getattr(message, name))
+        return StructuredOutput(constraint, choices=tuple(message.choice.choices), field_name=field_name)
+    text = "" if constraint is Constraint.JSON_OBJECT else getattr(message, name)
+    return StructuredOutput(constraint, text, field_name=field_name)

@@ -5,13 +5,15 @@ Gateway and dense worker compile the same value with the same tokenizer, so what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.common.errors import InvalidRequest
 
 MAX_FORM_BYTES = 256 * 1024
 MAX_CHOICES = 10_000
+MAX_FIELD_NAME_CHARACTERS = 128
+FIELD_NAME = "structured_output"
 
 
 class Constraint(StrEnum):
@@ -32,6 +34,7 @@ class StructuredOutput:
     constraint: Constraint
     text: str = ""  # schema, regular expression, grammar or structural tag; empty for the other kinds
     choices: tuple[str, ...] = ()  # of `Constraint.CHOICE`; in the client's order
+    field_name: str = field(default=FIELD_NAME, compare=False)  # its name in the client's request, for error messages
 
     @property
     def num_bytes(self) -> int:
@@ -40,19 +43,19 @@ class StructuredOutput:
 
     def validate(self) -> None:
         """Raises `InvalidRequest` if it is too large to be compiled, or has an empty text to choose."""
+        name = self.field_name
+        if len(name) > MAX_FIELD_NAME_CHARACTERS or not name.isprintable():
+            raise InvalidRequest(
+                f"structured_output.field_name has {len(name)} characters, must be at most "
+                f"{MAX_FIELD_NAME_CHARACTERS} printable ones",
+                "structured_output.field_name",
+            )
         if self.num_bytes > MAX_FORM_BYTES:
             raise InvalidRequest(
-                f"structured_output ({self.constraint.value}) has {self.num_bytes} bytes, "
-                f"at most {MAX_FORM_BYTES} allowed",
-                "structured_output",
+                f"{name} ({self.constraint.value}) has {self.num_bytes} bytes, at most {MAX_FORM_BYTES} allowed", name
             )
         if self.constraint is Constraint.CHOICE:
             if not 1 <= len(self.choices) <= MAX_CHOICES:
-                raise InvalidRequest(
-                    f"structured_output has {len(self.choices)} choices, must have 1 to {MAX_CHOICES}",
-                    "structured_output",
-                )
+                raise InvalidRequest(f"{name} has {len(self.choices)} choices, must have 1 to {MAX_CHOICES}", name)
             if not all(self.choices):
-                raise InvalidRequest(
-                    f"structured_output has an empty choice at index {self.choices.index('')}", "structured_output"
-                )
+                raise InvalidRequest(f"{name} has an empty choice at index {self.choices.index('')}", name)

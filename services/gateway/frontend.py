@@ -32,9 +32,10 @@ from services.gateway.request import (
     read_request,
     read_text_or_chat,
 )
-from services.gateway.text.answer_form import has_own_form
+from services.gateway.text.answer_form import refusal
 from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer
+from services.grammar.form_error import FormError
 from services.pb import gateway_pb2
 from services.rpc.spans import Tracer
 
@@ -149,11 +150,10 @@ class Frontend:
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
-            return await self._form_trials.compile(form, (request.tenant, request.client))
-        except InvalidRequest as error:
-            if request.parsing is not None and has_own_form(request.parsing):
-                raise InvalidRequest(f"the schemas of the tools cannot be enforced: {error}", "tools") from error
-            raise
+            compiled = await self._form_trials.compile(form, (request.tenant, request.client))
+        except FormError as error:
+            raise refusal(error, form, request.parsing) from error
+        return replace(compiled, field_name=form.field_name)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends the answers of a caller's request as they are; returns whether there were any."""

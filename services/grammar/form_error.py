@@ -4,4 +4,11 @@ from __future__ import annotations
 
 
 class FormError(ValueError):
-    """Says what is wrong with the form, in words for the client."""
+    """Says what is wrong with the form, in words for the client.
+
+    `origin`: the field of the client's request that is wrong, where it is known to be a part of what was compiled.
+    """
+
+    def __init__(self, message: str, origin: str | None = None) -> None:
+        super().__init__(message)
+        self.origin = origin

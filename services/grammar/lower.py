@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.form_error import FormError
 from services.grammar.quote import DEFAULTS, STRICT, quote
-from services.grammar.structural_tag import lower_structural_tag
+from services.grammar.structural_tag import lower_structural_tag, origin_of
 
+_POSITION = re.compile(r"(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")  # in a grammar
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -36,6 +38,16 @@ def lower(form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
             return lower_structural_tag(form.text, special_tokens)
         case Constraint.GRAMMAR:
             return _lower_grammar(form.text)
+
+
+def locate(error: FormError, form: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> FormError:
+    """An error of compiling a form's grammar, in terms of the form: the client has not seen the grammar."""
+    position = _POSITION.match(str(error))
+    if position is None or form.constraint is Constraint.GRAMMAR:
+        return error
+    is_tag = form.constraint is Constraint.STRUCTURAL_TAG
+    origin = origin_of(form.text, special_tokens, int(position[1])) if is_tag else None
+    return FormError(str(error)[position.end() :], origin)
 
 
 def _lower_schema(text: str) -> str:

@@ -5,6 +5,7 @@ Nothing here raises because of a grammar: a matcher that fails says why in `erro
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ MAX_ERROR_CHARACTERS = 300
 PARALLEL_FROM = 8  # masks of a step; for fewer, waking other threads takes longer
 TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
 CREDIT_S = 0.25  # what it may take beyond that
+_EXCERPT = re.compile(r"\n +\d+ \| ")  # of the grammar, which clients do not know, follows a message
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
 
@@ -51,8 +53,9 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def describe_error(matcher: LLMatcher) -> str:
-    """llguidance's message without its own state, shortened."""
-    message = matcher.get_error().partition("\n<")[0].partition(" <non-verbose/>")[0].strip()
+    """llguidance's message without its own state and without the grammar, shortened."""
+    message = _EXCERPT.split(matcher.get_error(), maxsplit=1)[0]
+    message = message.partition("\n<")[0].partition(" <non-verbose/>")[0].strip()
     if message.startswith("NoExtension"):
         message = "no further token of the vocabulary fits the form"
     return " ".join(message.split())[:MAX_ERROR_CHARACTERS]

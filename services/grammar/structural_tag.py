@@ -3,7 +3,8 @@
     {"type": "structural_tag", "format": FORMAT}
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}    (the older form)
 
-Free text is lexed lazily: it ends where a trigger, or the end of its tag, first appears.
+Free text is lexed lazily: it ends where a trigger, or the end of its tag, first appears. A format may have an `origin`,
+the name that errors within it have: tools have it, whose schemas the gateway combines to one tag.
 """
 
 from __future__ import annotations
@@ -25,13 +26,25 @@ def lower_structural_tag(text: str, special_tokens: Mapping[str, int]) -> str:
 
     Where a text of the tag names a special token, only this token matches, by its id.
     """
+    return "\n".join(_rules(text, special_tokens).lines)
+
+
+def origin_of(text: str, special_tokens: Mapping[str, int], line: int) -> str | None:
+    """The origin of what became this line of the grammar; the first line is 1. None if it has none."""
+    origins = _rules(text, special_tokens).origins
+    return origins[line - 1] if 1 <= line <= len(origins) else None
+
+
+def _rules(text: str, special_tokens: Mapping[str, int]) -> _Rules:
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormError(f"the structural tag is not JSON: {error}") from error
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise FormError('a structural tag is an object with "type": "structural_tag"')
-    return _Rules(special_tokens).grammar(tag["format"] if "format" in tag else _newer_format(tag))
+    rules = _Rules(special_tokens)
+    rules.add_start(tag["format"] if "format" in tag else _newer_format(tag))
+    return rules
 
 
 def _newer_format(tag: dict[str, Any]) -> dict[str, Any]:
@@ -54,12 +67,14 @@ class _Rules:
         self._special_tokens = special_tokens
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        self._lines: list[str] = []
+        self.lines = ["%llguidance {}", f"TEXT: {_TEXT}"]  # of the grammar
+        self.origins: list[str | None] = [None, None]  # of these lines
+        self._origin: str | None = None
         self._depth = 0
 
-    def grammar(self, format_: Any) -> str:
-        start = self._expression(format_)
-        return "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: {_TEXT}", *self._lines, ""])
+    def add_start(self, format_: Any) -> None:
+        """Completes the grammar by its start."""
+        self.lines += [f"start: {self._expression(format_)}", ""]
 
     def _expression(self, format_: Any) -> str:
         kind = format_.get("type") if isinstance(format_, dict) else format_
@@ -68,13 +83,20 @@ class _Rules:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise FormError(f"the formats of the structural tag are nested more than {MAX_DEPTH} deep")
-        expression = _FORMATS[kind](self, format_)
+        before, origin = self._origin, format_.get("origin")
+        self._origin = origin if isinstance(origin, str) else before
+        try:
+            expression = _FORMATS[kind](self, format_)
+        except FormError as error:
+            raise FormError(str(error), error.origin or self._origin) from error
+        self._origin = before
         self._depth -= 1
         return expression
 
     def _rule(self, body: str, kind: str = "rule", attribute: str = "") -> str:
-        name = f"{kind}_{len(self._lines)}"
-        self._lines.append(f"{name}{attribute}: {body}")
+        name = f"{kind}_{len(self.lines)}"
+        self.lines.append(f"{name}{attribute}: {body}")
+        self.origins.append(self._origin)
         return name
 
     def _literal(self, text: str) -> str:

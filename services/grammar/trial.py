@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.form_error import FormError
-from services.grammar.lower import lower
+from services.grammar.lower import locate, lower
 from services.grammar.matcher import compile_grammar, describe_error
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 
@@ -67,6 +67,8 @@ def _serve() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + MAX_CPU_S, hard))
         try:
             _answer(grammar=try_form(tokenizer, vocabulary, read_form(json.loads(line))))
+        except FormError as error:
+            _answer(error=str(error), origin=error.origin)
         except (ValueError, RecursionError, MemoryError) as error:
             _answer(error=str(error) or type(error).__name__)
 
@@ -79,7 +81,10 @@ def read_form(message: dict[str, Any]) -> StructuredOutput:
 def try_form(tokenizer: LLTokenizer, vocabulary: Vocabulary, form: StructuredOutput) -> str:
     """The grammar of a form, tried. Raises `FormError`."""
     grammar = lower(form, vocabulary.special_tokens)
-    start = compile_grammar(tokenizer, grammar)
+    try:
+        start = compile_grammar(tokenizer, grammar)
+    except FormError as error:
+        raise locate(error, form, vocabulary.special_tokens) from error
     for walk in range(NUM_WALKS):
         _walk(start.deep_copy(), random.Random(walk))
     return grammar
@@ -114,7 +119,7 @@ def _random_token(mask: bytes, generator: random.Random) -> int | None:
     return 8 * found.start() + generator.choice(bits)
 
 
-def _answer(**values: str) -> None:
+def _answer(**values: str | None) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 

@@ -62,7 +62,7 @@ class Grammars:
             vocabulary, tokenizer, executor = self._loaded.result()
             start = self._compile(form, tokenizer, vocabulary)
         except FormError as error:
-            raise InvalidRequest(f"structured_output cannot be used: {error}", "structured_output") from error
+            raise InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name) from error
         may_end = not sequence.stop_token_ids.isdisjoint(vocabulary.eos_token_ids)
         with self._lock:  # it copies the start
             grammar = GrammarMatcher(start, executor, vocabulary, may_end)

@@ -15,9 +15,10 @@ from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.text.tools.call_forms import form_of_calls
-from services.gateway.text.tools.tool import ToolChoice
+from services.gateway.text.tools.call_forms import describe_parameters, form_of_calls
+from services.grammar.form_error import FormError
 
+TOOLS = "tools"  # the field that a form of calls comes from
 MAX_PROMPT_END_TOKENS = 16  # enough to see whether a chat template opened the reasoning
 _TEXT = {"type": "any_text"}
 _SPACE = {"type": "regex", "pattern": "[ \\n]*"}
@@ -61,21 +62,25 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
         form = _as_format(given)
     elif given is not None:
         raise InvalidRequest(
-            "the answer cannot have a form, such as response_format, and calls that are required or strict", "tools"
+            "the answer cannot have a form, such as response_format, and calls that are required or strict", TOOLS
         )
     else:
         form = calls
     tag = {"type": "structural_tag", "format": _after_reasoning(form, parsing.beginning)}
-    result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode())
+    field_name = TOOLS if given is None else given.field_name
+    result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode(), field_name=field_name)
     result.validate()
     return result
 
 
-def has_own_form(parsing: Parsing) -> bool:
-    """Whether the form of the answer comes from the request's tools."""
-    tools = parsing.tools
-    is_forced = tools.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
-    return is_forced or any(tool.is_strict for tool in tools.callable)
+def refusal(error: FormError, form: StructuredOutput, parsing: Parsing | None) -> InvalidRequest:
+    """The error of a request whose form cannot be used. It names the field, and the tool, that is wrong."""
+    if parsing is not None and form.field_name == TOOLS:
+        tool = next((tool for tool in parsing.tools.callable if tool.path == error.origin), None)
+        if tool is not None:
+            return InvalidRequest(f"{describe_parameters(tool)}: {error}", tool.path)
+        return InvalidRequest(f"the schemas of the tools cannot be enforced: {error}", TOOLS)
+    return InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name)
 
 
 def _after_reasoning(form: dict[str, Any], beginning: Beginning | None) -> dict[str, Any]:
@@ -104,9 +109,9 @@ def _as_format(form: StructuredOutput) -> dict[str, Any]:
             case Constraint.STRUCTURAL_TAG if isinstance(tag := json.loads(form.text), dict) and "format" in tag:
                 return tag["format"]
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"structured_output is not JSON: {error}", "structured_output") from error
+        raise InvalidRequest(f"{form.field_name} is not JSON: {error}", form.field_name) from error
     raise InvalidRequest(
-        "structured_output cannot be a grammar, or a structural tag of the older form, in an answer that begins with "
+        f"{form.field_name} cannot be a grammar, or a structural tag of the older form, in an answer that begins with "
         "reasoning",
-        "structured_output",
+        form.field_name,
     )

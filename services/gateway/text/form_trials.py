@@ -20,9 +20,10 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.common.errors import CapacityError, TwostrokeError
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.client_turns import Client, ClientTurns
+from services.grammar.form_error import FormError
 
 log = structlog.get_logger()
 
@@ -43,7 +44,7 @@ class FormTrials:
     def __init__(self, vocabulary: Mapping[str, Any]) -> None:
         """`vocabulary`: the arguments of `read_vocabulary`, as JSON has them."""
         self._vocabulary = vocabulary
-        self._results: OrderedDict[StructuredOutput, StructuredOutput | InvalidRequest] = OrderedDict()
+        self._results: OrderedDict[StructuredOutput, StructuredOutput | FormError] = OrderedDict()
         self._num_bytes = 0
         self._running: dict[tuple[Client, StructuredOutput], asyncio.Task[StructuredOutput]] = {}
         self._num_running_of = Counter[Client]()
@@ -53,7 +54,7 @@ class FormTrials:
     async def compile(self, form: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
         """The same form as a grammar that dense workers can use.
 
-        Raises `InvalidRequest` if it cannot be used, and `CapacityError` if too many forms wait.
+        Raises `FormError` if it cannot be used, and `CapacityError` if too many forms wait.
         """
         known = self._known(form)
         if known is not None:
@@ -73,13 +74,13 @@ class FormTrials:
         await self._end_process()
 
     def _known(self, form: StructuredOutput) -> StructuredOutput | None:
-        """The kept result; None if there is none. Raises `InvalidRequest` if it is an error."""
+        """The kept result; None if there is none. Raises `FormError` if it is an error."""
         known = self._results.get(form)
         if known is None:
             return None
         self._results.move_to_end(form)
-        if isinstance(known, InvalidRequest):
-            raise InvalidRequest(str(known), known.param)
+        if isinstance(known, FormError):
+            raise FormError(str(known), known.origin)
         return known
 
     def _check_room(self, client: Client) -> None:
@@ -114,7 +115,7 @@ class FormTrials:
             await self._end_process()
             raise CapacityError(f"the form has not been compiled within {TRIAL_TIMEOUT_S:g} s") from None
         if "error" in answer:
-            error = InvalidRequest(f"structured_output cannot be used: {answer['error']}", "structured_output")
+            error = FormError(answer["error"], answer.get("origin"))
             self._keep(form, error)
             raise error
         compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"])
@@ -162,15 +163,15 @@ class FormTrials:
             process.kill()
             await asyncio.to_thread(_close, process)
 
-    def _keep(self, form: StructuredOutput, result: StructuredOutput | InvalidRequest) -> None:
+    def _keep(self, form: StructuredOutput, result: StructuredOutput | FormError) -> None:
         self._results[form] = result
         self._num_bytes += _num_bytes(form, result)
         while len(self._results) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
             self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
 
 
-def _num_bytes(form: StructuredOutput, result: StructuredOutput | InvalidRequest) -> int:
-    return form.num_bytes + (len(str(result)) if isinstance(result, InvalidRequest) else result.num_bytes)
+def _num_bytes(form: StructuredOutput, result: StructuredOutput | FormError) -> int:
+    return form.num_bytes + (len(str(result)) if isinstance(result, FormError) else result.num_bytes)
 
 
 def _write_and_read(process: subprocess.Popen[bytes], message: bytes) -> bytes:

@@ -114,12 +114,12 @@ def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:
             "guided_decoding_guide_type",
         )
     if kind == "json":
-        return sampling_pb2.StructuredOutput(json_object=True)
+        return sampling_pb2.StructuredOutput(json_object=True, field_name="guided_decoding_guide_type")
     if not guide:
         raise InvalidRequest(
             f"guided_decoding_guide_type {kind} needs a guided_decoding_guide", "guided_decoding_guide"
         )
-    return sampling_pb2.StructuredOutput(**{GUIDES[kind]: guide})
+    return sampling_pb2.StructuredOutput(**{GUIDES[kind]: guide}, field_name="guided_decoding_guide")
 
 
 def _prompt_token_ids(row: Row) -> list[int]:

@@ -65,6 +65,19 @@ def test_a_structured_output_without_a_form_is_refused(form: dict[str, bool]) ->
         decode_sampling(message)
 
 
+def test_the_name_of_a_form_survives_the_wire_and_does_not_make_it_another_form() -> None:
+    form = StructuredOutput(Constraint.REGEX, "a+", field_name="guided_regex")
+    decoded = decode_sampling(encode_sampling(SamplingParams(structured_output=form))).structured_output
+    assert decoded is not None and decoded.field_name == "guided_regex"
+    assert decoded == StructuredOutput(Constraint.REGEX, "a+") and len({decoded, form}) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "a\nb"])
+def test_a_name_that_cannot_stand_in_a_message_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="field_name has"):
+        StructuredOutput(Constraint.REGEX, "a+", field_name=name).validate()
+
+
 def test_every_form_has_a_field_of_the_same_name() -> None:
-    names = {field.name for field in sampling_pb2.StructuredOutput.DESCRIPTOR.fields}
+    names = {field.name for field in sampling_pb2.StructuredOutput.DESCRIPTOR.oneofs_by_name["constraint"].fields}
     assert names == set(Constraint)

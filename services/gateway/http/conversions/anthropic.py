@@ -35,10 +35,12 @@ def anthropic_message(body: MessagesRequest, request_id: str, *, reasons: bool) 
             sampling[name] = value
     if body.top_k not in (None, 0, -1):
         sampling["top_k"] = body.top_k
-    output_format = (body.output_config and body.output_config.format) or body.output_format
+    configured = body.output_config and body.output_config.format
+    output_format = configured or body.output_format
     if output_format is not None:
         schema = to_json(output_format.schema_).decode()
-        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema)
+        field_name = "output_config.format" if configured else "output_format"
+        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema, field_name=field_name)
     user_id = (body.metadata and body.metadata.user_id) or ""
     message = gateway_pb2.GenerateRequest(
         request_id=request_id,

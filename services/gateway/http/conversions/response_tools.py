@@ -6,7 +6,7 @@ and the local shell a function with the fields of its action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -60,6 +60,7 @@ class OfferedTool:
     namespace: str | None
     description: str
     parameters: dict[str, Any] | None
+    path: str  # in the request, such as tools[0]
     is_strict: bool | None = None
 
     @property
@@ -115,21 +116,23 @@ def _chosen_name(choice: NamedTool, offered: dict[str, OfferedTool]) -> str:
 
 
 def _all_tools(body: ResponsesRequest) -> Iterator[OfferedTool]:
-    for tool in body.tools or ():
+    for i, tool in enumerate(body.tools or ()):
+        path = f"tools[{i}]"
         if isinstance(tool, NamespaceTool):
-            yield from _members(tool.tools, tool.name)
+            for j, member in enumerate(tool.tools):
+                yield _offered(member, tool.name, f"{path}.tools[{j}]")
         elif isinstance(tool, FunctionTool | CustomTool):
-            yield from _members([tool], None)
+            yield _offered(tool, None, path)
         elif isinstance(tool, LocalShellTool):
-            yield OfferedTool(ToolKind.LOCAL_SHELL, LOCAL_SHELL, None, SHELL_DESCRIPTION, SHELL_PARAMETERS)
+            yield OfferedTool(ToolKind.LOCAL_SHELL, LOCAL_SHELL, None, SHELL_DESCRIPTION, SHELL_PARAMETERS, path)
 
 
-def _members(tools: Sequence[FunctionTool | CustomTool], namespace: str | None) -> Iterator[OfferedTool]:
-    for tool in tools:
-        description = tool.description or ""
-        if isinstance(tool, FunctionTool):
-            yield OfferedTool(ToolKind.FUNCTION, tool.name, namespace, description, tool.parameters, tool.strict)
-            continue
-        if tool.format is not None and tool.format.definition:
-            description += f"\nGrammar of the input ({tool.format.syntax}):\n{tool.format.definition}"
-        yield OfferedTool(ToolKind.CUSTOM, tool.name, namespace, description.strip(), CUSTOM_PARAMETERS)
+def _offered(tool: FunctionTool | CustomTool, namespace: str | None, path: str) -> OfferedTool:
+    description = tool.description or ""
+    if isinstance(tool, FunctionTool):
+        return OfferedTool(
+            ToolKind.FUNCTION, tool.name, namespace, description, tool.parameters, path, is_strict=tool.strict
+        )
+    if tool.format is not None and tool.format.definition:
+        description += f"\nGrammar of the input ({tool.format.syntax}):\n{tool.format.definition}"
+    return OfferedTool(ToolKind.CUSTOM, tool.name, namespace, description.strip(), CUSTOM_PARAMETERS, path)

@@ -53,9 +53,10 @@ def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
         sampling["top_k"] = body.top_k
     form = None if body.text is None else body.text.format
     if form is not None and form.type == "json_object":
-        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_object=True)
+        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_object=True, field_name="text.format")
     elif form is not None and form.type == "json_schema":
-        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=to_json(form.schema_).decode())
+        schema = to_json(form.schema_).decode()
+        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema, field_name="text.format")
     return sampling_pb2.SamplingParams(**sampling)
 
 

@@ -88,7 +88,10 @@ def _forms(body: FormFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
     found += [(name, _Message(regex=text)) for name in ("guided_regex", "regex") if (text := getattr(body, name))]
     grammars = ("guided_grammar", "grammar", "ebnf")
     found += [(name, _Message(grammar=text)) for name in grammars if (text := getattr(body, name))]
-    return [(name, form) for name, form in found if form is not None]
+    forms = [(name, form) for name, form in found if form is not None]
+    for name, form in forms:
+        form.field_name = form.field_name or name
+    return forms
 
 
 def _of_response_format(given: ResponseFormat | None) -> _Message | None:
@@ -108,22 +111,24 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
 def _of_structured_outputs(given: StructuredOutputs | None) -> _Message | None:
     if given is None:
         return None
-    forms = [
-        _of_schema(given.json_, _whitespace_options(given)),
-        None if given.regex is None else _Message(regex=given.regex),
-        _of_choice(given.choice),
-        None if given.grammar is None else _Message(grammar=given.grammar),
-        _Message(json_object=True) if given.json_object else None,
-        _of_tag(given.structural_tag),
-    ]
-    named = [form for form in forms if form is not None]
+    forms = {
+        "json": _of_schema(given.json_, _whitespace_options(given)),
+        "regex": None if given.regex is None else _Message(regex=given.regex),
+        "choice": _of_choice(given.choice),
+        "grammar": None if given.grammar is None else _Message(grammar=given.grammar),
+        "json_object": _Message(json_object=True) if given.json_object else None,
+        "structural_tag": _of_tag(given.structural_tag),
+    }
+    named = [(name, form) for name, form in forms.items() if form is not None]
     if len(named) != 1:
         raise PydanticCustomError(
             "one_form",
-            "exactly one of json, regex, choice, grammar, json_object, structural_tag is required; there are {count}",
-            {"count": len(named), "field": "structured_outputs"},
+            "exactly one of {names} is required; there are {count}",
+            {"names": ", ".join(forms), "count": len(named), "field": "structured_outputs"},
         )
-    return named[0]
+    [(name, form)] = named
+    form.field_name = f"structured_outputs.{name}"
+    return form
 
 
 def _whitespace_options(given: StructuredOutputs) -> dict[str, Any]:

@@ -105,12 +105,15 @@ def _tag(begin: str, content: Form, end: str) -> Form:
 
 
 def _arguments(tool: Tool, form: CallForm, is_forced: bool) -> Form:
-    schema = tool.parameters
-    if schema is None:
-        schema = NO_ARGUMENTS
-    elif not (is_forced or tool.is_strict):
-        return form.arguments({"type": "object"}) if form.arguments is _json else form.arguments(schema)
+    schema = NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    if form.arguments is _json and not (is_forced or tool.is_strict):
+        schema = {}
     try:
-        return form.arguments({"type": "object", **schema})
+        return {**form.arguments({"type": "object", **schema}), "origin": tool.path}
     except InvalidRequest as error:
-        raise InvalidRequest(f"tool {tool.name!r}: {error}", "tools") from error
+        raise InvalidRequest(f"{describe_parameters(tool)}: {error}", tool.path) from error
+
+
+def describe_parameters(tool: Tool) -> str:
+    """How a message begins that says why calls of a tool cannot be held to its schema."""
+    return f"the parameters of the tool {tool.name!r} cannot be enforced"

@@ -38,6 +38,7 @@ class Tool:
     parameters: Mapping[str, Any] | None  # JSON Schema of the arguments; None: no arguments
     is_strict: bool  # whether arguments must be valid against it
     definition: Mapping[str, Any]  # as the client wrote it, for the chat template
+    path: str  # of its parameters in a request for a chat, such as tools[0].function.parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ def _read_tool(definition: Any, path: str) -> Tool:
     is_strict = function.get("strict")
     if is_strict is not None and not isinstance(is_strict, bool):
         raise InvalidRequest(f"{path}.strict is not a boolean", f"{path}.strict")
-    return Tool(name, _read_parameters(function.get("parameters"), f"{path}.parameters"), bool(is_strict), definition)
+    path += ".parameters"
+    return Tool(name, _read_parameters(function.get("parameters"), path), bool(is_strict), definition, path)
 
 
 def _read_parameters(schema: Any, path: str) -> dict[str, Any] | None:

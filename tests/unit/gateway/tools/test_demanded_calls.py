@@ -48,6 +48,9 @@ def test_a_demanded_call_has_a_grammar(tmp_path: Path) -> None:
 
 
 BAD = {"properties": {"a": {"pattern": "("}}}
+BAD_TOOL: Any = {"type": "function", "function": {"name": "find_it", "parameters": BAD}}
+NEGATION = {"properties": {"a": {"type": "string", "not": {"const": "b"}}}}
+STRICT_TOOL: Any = {"type": "function", "function": {"name": "find_it", "parameters": NEGATION, "strict": True}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tool_choice": {"type": "function", "function": {"name": "get_news"}}},
@@ -56,10 +59,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools", "cannot have a form"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}], "tool_choice": "required"},
-        "tools",
-        "schemas of the tools cannot be enforced",
+        {"tools": [WEATHER, TIME, BAD_TOOL], "tool_choice": "required"},
+        "tools[2].function.parameters",
+        "the parameters of the tool 'find_it' cannot be enforced: regex parse",
     ),
+    ({"tools": [TIME, STRICT_TOOL]}, "tools[1].function.parameters", r"'find_it' cannot be enforced: .*\[.*not.*\]"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tool_choice": "always"}, "tool_choice", "'always'"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
@@ -74,6 +78,7 @@ def test_what_cannot_be_demanded_is_refused(options: Any, param: str, words: str
         with pytest.raises(openai.BadRequestError, match=words) as refused:
             await api.chat.completions.create(**given)
         assert refused.value.param == param
+        assert "%json" not in str(refused.value) and "x-guidance" not in str(refused.value), "it shows our grammar"
 
     with_chat_model(tmp_path, "hermes", [CALL], test)
 

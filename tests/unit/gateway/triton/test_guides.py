@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.common.errors import InvalidRequest
@@ -19,11 +21,14 @@ def form_of(kind: str, guide: str | None = None) -> sampling_pb2.StructuredOutpu
 
 
 def test_each_type_of_guide_sets_the_field_of_its_form() -> None:
-    assert form_of("json") == sampling_pb2.StructuredOutput(json_object=True)
-    assert form_of("json_schema", SCHEMA) == sampling_pb2.StructuredOutput(json_schema=SCHEMA)
-    assert form_of("regex", "a+") == sampling_pb2.StructuredOutput(regex="a+")
-    assert form_of("ebnf_grammar", 'root ::= "a"') == sampling_pb2.StructuredOutput(grammar='root ::= "a"')
-    assert form_of("structural_tag", "{}") == sampling_pb2.StructuredOutput(structural_tag="{}")
+    def guide(**form: Any) -> sampling_pb2.StructuredOutput:
+        return sampling_pb2.StructuredOutput(**form, field_name="guided_decoding_guide")
+
+    assert form_of("json") == sampling_pb2.StructuredOutput(json_object=True, field_name="guided_decoding_guide_type")
+    assert form_of("json_schema", SCHEMA) == guide(json_schema=SCHEMA)
+    assert form_of("regex", "a+") == guide(regex="a+")
+    assert form_of("ebnf_grammar", 'root ::= "a"') == guide(grammar='root ::= "a"')
+    assert form_of("structural_tag", "{}") == guide(structural_tag="{}")
 
 
 @pytest.mark.parametrize(("kind", "guide", "words"), [("xml", "<a>", "'xml'"), ("", "a+", "guide needs a guided")])

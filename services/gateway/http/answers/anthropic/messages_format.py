@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.frontend import Frontend
@@ -15,22 +15,24 @@ from services.gateway.http.schemas.anthropic.answers import MessageObject, StopR
 from services.gateway.http.schemas.anthropic.request import MessagesRequest
 from services.gateway.link.journal_entry import FinishReason
 
+PARAM_NAMES = {
+    "chat": "messages",
+    "prompt": "messages",
+    "request_id": REQUEST_ID_HEADER,
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+
 
 class MessagesFormat:
     """The `Format` of messages. A message is the only answer to a single prompt."""
 
-    param_names: ClassVar[Mapping[str, str]] = {
-        "chat": "messages",
-        "prompt": "messages",
-        "request_id": REQUEST_ID_HEADER,
-        "stop": "stop_sequences",
-        "structured_output": "output_config.format",
-        "user": "metadata.user_id",
-    }
     has_event_names = True
     end_of_stream = b""
 
     def __init__(self, frontend: Frontend, body: MessagesRequest, request_id: str) -> None:
+        paths = {f"tools[{i}].function.parameters": f"tools[{i}].input_schema" for i in range(len(body.tools or ()))}
+        self.param_names: Mapping[str, str] = PARAM_NAMES | paths
         self._request_id = request_id
         self._model = body.model or frontend.names.first
         self._blocks = ContentBlocks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from services.gateway.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.frontend import Frontend
@@ -18,19 +18,19 @@ from services.gateway.http.schemas.responses.answers import ResponseError, Respo
 from services.gateway.http.schemas.responses.request import ResponsesRequest
 from services.gateway.link.journal_entry import FinishReason
 
+PARAM_NAMES = {
+    "chat": "input",
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "request_id": REQUEST_ID_HEADER,
+}
+
 
 class ResponsesFormat:
     """The `Format` of responses. A response is the only answer to a single prompt."""
 
-    param_names: ClassVar[Mapping[str, str]] = {
-        "chat": "input",
-        "logprobs": "top_logprobs",
-        "max_tokens": "max_output_tokens",
-        "messages": "input",
-        "prompt": "input",
-        "request_id": REQUEST_ID_HEADER,
-        "structured_output": "text.format",
-    }
     has_event_names = True
     end_of_stream = b""
 
@@ -38,6 +38,8 @@ class ResponsesFormat:
         self, frontend: Frontend, body: ResponsesRequest, request_id: str, tools: Mapping[str, OfferedTool]
     ) -> None:
         """`tools`: those of the request, by the name that the model sees."""
+        paths = {f"tools[{i}].function.parameters": f"{tool.path}.parameters" for i, tool in enumerate(tools.values())}
+        self.param_names: Mapping[str, str] = PARAM_NAMES | paths
         self._tokenizer = frontend.tokenizer
         self._has_logprobs = body.has_logprobs
         self._items = OutputItems(request_id, tools)

@@ -192,4 +192,4 @@ def test_a_schema_that_a_format_cannot_keep_is_refused(name: str, parameters: An
     tools = read_tools(json.dumps([tool("f", parameters)]), "required", True)
     with pytest.raises(InvalidRequest, match=words) as refused:
         answer_form(Parsing(FORMATS[name], tools, None), None)
-    assert refused.value.param == "tools"
+    assert refused.value.param == "tools[0].function.parameters" and "'f'" in str(refused.value)
