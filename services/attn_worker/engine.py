@@ -98,7 +98,7 @@ class AttentionEngine:
             new.seq_id,
             new.token_ids,
             new.num_prompt_tokens,
-            new.cache_salt.encode(),
+            _cache_key(new),
             ignores_prefix_cache=new.num_prompt_logprobs is not None or new.return_context_logits,
         )
         self.num_cached_tokens += result.num_cached_tokens
@@ -157,3 +157,11 @@ class AttentionEngine:
     def _check_attachment(self, attachment: Attachment) -> None:
         if attachment is not self._attachment:
             raise StaleEpoch(f"attachment {attachment.attachment_id} has been replaced")
+
+
+def _cache_key(new: NewSequence) -> bytes:
+    """What sequences that share blocks have in common besides their tokens: the salt, and the adapter."""
+    salt = new.cache_salt.encode()
+    if new.adapter is None:
+        return salt
+    return b"\xff" + bytes.fromhex(new.adapter.hash) + salt  # no text in UTF-8 begins with this byte

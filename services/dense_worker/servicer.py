@@ -22,6 +22,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
+from services.lora.adapter import decode_adapter
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog
@@ -273,6 +274,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         num_prompt_logprobs=submit.num_prompt_logprobs if submit.HasField("num_prompt_logprobs") else None,
         return_context_logits=submit.return_context_logits,
         return_generation_logits=submit.return_generation_logits,
+        adapter=decode_adapter(submit.adapter),
         priority=submit.priority,
         tenant=submit.tenant,
         client=submit.client,

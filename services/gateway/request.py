@@ -18,6 +18,7 @@ from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
+from services.lora.adapter import Adapter
 from services.pb import gateway_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -74,6 +75,7 @@ class GenerationRequest:
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
     return_context_logits: bool = False  # report the logits after each prompt token
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
+    adapter: Adapter | None = None  # that the request names as its model
 
     @property
     def returns_prompt(self) -> bool:

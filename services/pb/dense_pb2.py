@@ -22,61 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from services.pb import adapter_pb2 as adapter__pb2
 from services.pb import sampling_pb2 as sampling__pb2
 from services.pb import stall_pb2 as stall__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xa7\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"\xed\x03\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\x06\x12\x0e\n\x06\x63lient\x18\x10 \x01(\x06\x12\x1d\n\x15return_context_logits\x18\x14 \x01(\x08\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xbb\x03\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xbe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x10\n\x0eGetInfoRequest\"\xaf\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\radapter.proto\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xa7\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"\x95\x04\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\x06\x12\x0e\n\x06\x63lient\x18\x10 \x01(\x06\x12\x1d\n\x15return_context_logits\x18\x14 \x01(\x08\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x12&\n\x07\x61\x64\x61pter\x18( \x01(\x0b\x32\x15.twostroke.v1.AdapterB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xbb\x03\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xbe\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x10\n\x0eGetInfoRequest\"\xaf\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dense_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GATEWAYMESSAGE']._serialized_start=65
-  _globals['_GATEWAYMESSAGE']._serialized_end=232
-  _globals['_RESUMED']._serialized_start=234
-  _globals['_RESUMED']._serialized_end=260
-  _globals['_SUBMIT']._serialized_start=263
-  _globals['_SUBMIT']._serialized_end=756
-  _globals['_CANCEL']._serialized_start=758
-  _globals['_CANCEL']._serialized_end=782
-  _globals['_STEPOUTPUT']._serialized_start=785
-  _globals['_STEPOUTPUT']._serialized_end=1228
-  _globals['_FAREWELL']._serialized_start=1230
-  _globals['_FAREWELL']._serialized_end=1325
-  _globals['_SEQUENCESPAN']._serialized_start=1327
-  _globals['_SEQUENCESPAN']._serialized_end=1385
-  _globals['_SEQUENCESTART']._serialized_start=1387
-  _globals['_SEQUENCESTART']._serialized_end=1463
-  _globals['_SEQUENCELOGPROBS']._serialized_start=1465
-  _globals['_SEQUENCELOGPROBS']._serialized_end=1543
-  _globals['_PROMPTLOGPROBS']._serialized_start=1545
-  _globals['_PROMPTLOGPROBS']._serialized_end=1637
-  _globals['_LOGITS']._serialized_start=1639
-  _globals['_LOGITS']._serialized_end=1712
-  _globals['_SEQUENCEEND']._serialized_start=1715
-  _globals['_SEQUENCEEND']._serialized_end=1905
-  _globals['_SEQUENCEEND_REASON']._serialized_start=1840
-  _globals['_SEQUENCEEND_REASON']._serialized_end=1905
-  _globals['_GETINFOREQUEST']._serialized_start=1907
-  _globals['_GETINFOREQUEST']._serialized_end=1923
-  _globals['_DENSEINFO']._serialized_start=1926
-  _globals['_DENSEINFO']._serialized_end=2101
-  _globals['_GETSTATUSREQUEST']._serialized_start=2103
-  _globals['_GETSTATUSREQUEST']._serialized_end=2121
-  _globals['_DENSESTATUS']._serialized_start=2124
-  _globals['_DENSESTATUS']._serialized_end=2462
-  _globals['_DENSESTATUS_STATE']._serialized_start=2378
-  _globals['_DENSESTATUS_STATE']._serialized_end=2462
-  _globals['_LEAVEREQUEST']._serialized_start=2464
-  _globals['_LEAVEREQUEST']._serialized_end=2478
-  _globals['_LEAVEREPLY']._serialized_start=2480
-  _globals['_LEAVEREPLY']._serialized_end=2492
-  _globals['_TAKEOVERREQUEST']._serialized_start=2494
-  _globals['_TAKEOVERREQUEST']._serialized_end=2511
-  _globals['_TAKEOVERREPLY']._serialized_start=2513
-  _globals['_TAKEOVERREPLY']._serialized_end=2528
-  _globals['_DENSEWORKER']._serialized_start=2531
-  _globals['_DENSEWORKER']._serialized_end=2948
+  _globals['_GATEWAYMESSAGE']._serialized_start=80
+  _globals['_GATEWAYMESSAGE']._serialized_end=247
+  _globals['_RESUMED']._serialized_start=249
+  _globals['_RESUMED']._serialized_end=275
+  _globals['_SUBMIT']._serialized_start=278
+  _globals['_SUBMIT']._serialized_end=811
+  _globals['_CANCEL']._serialized_start=813
+  _globals['_CANCEL']._serialized_end=837
+  _globals['_STEPOUTPUT']._serialized_start=840
+  _globals['_STEPOUTPUT']._serialized_end=1283
+  _globals['_FAREWELL']._serialized_start=1285
+  _globals['_FAREWELL']._serialized_end=1380
+  _globals['_SEQUENCESPAN']._serialized_start=1382
+  _globals['_SEQUENCESPAN']._serialized_end=1440
+  _globals['_SEQUENCESTART']._serialized_start=1442
+  _globals['_SEQUENCESTART']._serialized_end=1518
+  _globals['_SEQUENCELOGPROBS']._serialized_start=1520
+  _globals['_SEQUENCELOGPROBS']._serialized_end=1598
+  _globals['_PROMPTLOGPROBS']._serialized_start=1600
+  _globals['_PROMPTLOGPROBS']._serialized_end=1692
+  _globals['_LOGITS']._serialized_start=1694
+  _globals['_LOGITS']._serialized_end=1767
+  _globals['_SEQUENCEEND']._serialized_start=1770
+  _globals['_SEQUENCEEND']._serialized_end=1960
+  _globals['_SEQUENCEEND_REASON']._serialized_start=1895
+  _globals['_SEQUENCEEND_REASON']._serialized_end=1960
+  _globals['_GETINFOREQUEST']._serialized_start=1962
+  _globals['_GETINFOREQUEST']._serialized_end=1978
+  _globals['_DENSEINFO']._serialized_start=1981
+  _globals['_DENSEINFO']._serialized_end=2156
+  _globals['_GETSTATUSREQUEST']._serialized_start=2158
+  _globals['_GETSTATUSREQUEST']._serialized_end=2176
+  _globals['_DENSESTATUS']._serialized_start=2179
+  _globals['_DENSESTATUS']._serialized_end=2517
+  _globals['_DENSESTATUS_STATE']._serialized_start=2433
+  _globals['_DENSESTATUS_STATE']._serialized_end=2517
+  _globals['_LEAVEREQUEST']._serialized_start=2519
+  _globals['_LEAVEREQUEST']._serialized_end=2533
+  _globals['_LEAVEREPLY']._serialized_start=2535
+  _globals['_LEAVEREPLY']._serialized_end=2547
+  _globals['_TAKEOVERREQUEST']._serialized_start=2549
+  _globals['_TAKEOVERREQUEST']._serialized_end=2566
+  _globals['_TAKEOVERREPLY']._serialized_start=2568
+  _globals['_TAKEOVERREPLY']._serialized_end=2583
+  _globals['_DENSEWORKER']._serialized_start=2586
+  _globals['_DENSEWORKER']._serialized_end=3003
 # @@protoc_insertion_point(module_scope)

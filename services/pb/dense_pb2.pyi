@@ -1,3 +1,4 @@
+from services.pb import adapter_pb2 as _adapter_pb2
 from services.pb import sampling_pb2 as _sampling_pb2
 from services.pb import stall_pb2 as _stall_pb2
 from google.protobuf.internal import containers as _containers
@@ -26,7 +27,7 @@ class Resumed(_message.Message):
     def __init__(self, gateway: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client", "return_context_logits", "return_generation_logits")
+    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client", "return_context_logits", "return_generation_logits", "adapter")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +46,7 @@ class Submit(_message.Message):
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     RETURN_CONTEXT_LOGITS_FIELD_NUMBER: _ClassVar[int]
     RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -63,7 +65,8 @@ class Submit(_message.Message):
     client: int
     return_context_logits: bool
     return_generation_logits: bool
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ...) -> None: ...
+    adapter: _adapter_pb2.Adapter
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_id",)

@@ -22,18 +22,19 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from services.pb import adapter_pb2 as adapter__pb2
 from services.pb import sampling_pb2 as sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nstep.proto\x12\x11twostroke.step.v1\x1a\x0esampling.proto\"\xf7\x02\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x1d\n\x15return_context_logits\x18\x14 \x01(\x08\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xed\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0c\n\x04lane\x18\x02 \x01(\r\x12\x35\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1e.twostroke.step.v1.NewSequence\x12\x0f\n\x07seq_ids\x18\x04 \x03(\x06\x12\x11\n\tpositions\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x03(\r\x12\x12\n\nnum_logits\x18\x07 \x03(\r\x12\x12\n\nnum_drafts\x18\x08 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\t \x03(\r\x12\x15\n\rclose_seq_ids\x18\n \x03(\x06\x12\x19\n\x11\x63onfirmed_seq_ids\x18\x0b \x03(\x06\x12\x1b\n\x13\x63onfirmed_token_ids\x18\x0c \x03(\r\x12\x14\n\x0c\x66ork_parents\x18\r \x03(\x06\x12\x15\n\rfork_children\x18\x0e \x03(\x06\x12\x16\n\x0e\x66ork_positions\x18\x0f \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nstep.proto\x12\x11twostroke.step.v1\x1a\radapter.proto\x1a\x0esampling.proto\"\x9f\x03\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x1d\n\x15return_context_logits\x18\x14 \x01(\x08\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x12&\n\x07\x61\x64\x61pter\x18( \x01(\x0b\x32\x15.twostroke.v1.AdapterB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xed\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0c\n\x04lane\x18\x02 \x01(\r\x12\x35\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x1e.twostroke.step.v1.NewSequence\x12\x0f\n\x07seq_ids\x18\x04 \x03(\x06\x12\x11\n\tpositions\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x03(\r\x12\x12\n\nnum_logits\x18\x07 \x03(\r\x12\x12\n\nnum_drafts\x18\x08 \x03(\r\x12\x17\n\x0f\x64raft_token_ids\x18\t \x03(\r\x12\x15\n\rclose_seq_ids\x18\n \x03(\x06\x12\x19\n\x11\x63onfirmed_seq_ids\x18\x0b \x03(\x06\x12\x1b\n\x13\x63onfirmed_token_ids\x18\x0c \x03(\r\x12\x14\n\x0c\x66ork_parents\x18\r \x03(\x06\x12\x15\n\rfork_children\x18\x0e \x03(\x06\x12\x16\n\x0e\x66ork_positions\x18\x0f \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'step_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NEWSEQUENCE']._serialized_start=50
-  _globals['_NEWSEQUENCE']._serialized_end=425
-  _globals['_STEPPLAN']._serialized_start=428
-  _globals['_STEPPLAN']._serialized_end=793
+  _globals['_NEWSEQUENCE']._serialized_start=65
+  _globals['_NEWSEQUENCE']._serialized_end=480
+  _globals['_STEPPLAN']._serialized_start=483
+  _globals['_STEPPLAN']._serialized_end=848
 # @@protoc_insertion_point(module_scope)

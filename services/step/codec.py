@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling, encode_sampling
+from services.lora.adapter import decode_adapter, encode_adapter
 from services.pb import attn_pb2, step_pb2
 from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan
@@ -110,6 +111,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         traceparent=sequence.traceparent,
         return_context_logits=sequence.return_context_logits,
         return_generation_logits=sequence.return_generation_logits,
+        adapter=encode_adapter(sequence.adapter),
     )
 
 
@@ -127,6 +129,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         traceparent=message.traceparent,
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
+        adapter=decode_adapter(message.adapter),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.common.sampling_params import SamplingParams
+from services.lora.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class NewSequence:
     traceparent: str = ""  # W3C trace context of the dense worker's span; empty without tracing
     return_context_logits: bool = False  # whether the logits after each prompt token are reported
     return_generation_logits: bool = False  # whether those from which each output token was sampled are
+    adapter: Adapter | None = None  # computes all its tokens; only sequences with equal hashes share blocks
 
 
 class PlanEntry(NamedTuple):

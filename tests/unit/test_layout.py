@@ -18,11 +18,12 @@ LAYERS = {
     "pb": set(),
     "common": {"pb"},
     "grammar": {"common"},
-    "step": {"common", "pb"},
+    "lora": {"common", "pb"},
+    "step": {"common", "lora", "pb"},
     "channel": {"common"},
     "rpc": {"common", "pb"},
-    "gateway": {"common", "grammar", "rpc", "pb"},
-    "dense_worker": {"common", "grammar", "step", "channel", "rpc", "pb"},
+    "gateway": {"common", "grammar", "lora", "rpc", "pb"},
+    "dense_worker": {"common", "grammar", "lora", "step", "channel", "rpc", "pb"},
     "attn_worker": {"common", "step", "channel", "rpc", "pb"},
     "launch": {"common", "channel", "rpc", "gateway", "pb"},  # gateway: the chat client; channel: the cleanup
 }

@@ -10,6 +10,7 @@ from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.fairness.flows import Flow
 from services.grammar.matcher import GrammarMatcher
+from services.lora.adapter import Adapter
 from services.step import NewSequence
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
@@ -52,6 +53,7 @@ class Sequence:
     num_prompt_logprobs: int | None = None  # the same for prompt tokens; also None after all have been reported
     return_context_logits: bool = False  # report the logits after each prompt token; False after all were reported
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
+    adapter: Adapter | None = None  # computes all its tokens; None: the model alone
     priority: int = 0  # lower numbers go first
     tenant: int = 0  # number of the API key; tenants share evenly
     client: int = 0  # number of the client's address; the clients of a tenant share evenly
@@ -137,6 +139,7 @@ class Sequence:
             cache_salt=self.cache_salt,
             return_context_logits=self.return_context_logits,
             return_generation_logits=self.return_generation_logits,
+            adapter=self.adapter,
             traceparent=self.traceparent,
         )
 

@@ -19,6 +19,7 @@ from services.common.sampling_messages import encode_sampling
 from services.common.token_logprobs import decode_logprobs
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.link.stream_sequences import StreamSequences
+from services.lora.adapter import encode_adapter
 from services.pb import dense_pb2
 
 FINISH_REASONS = {
@@ -54,6 +55,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             num_crashes=entry.num_crashes,
             return_context_logits=entry.wants_context_logits,
             return_generation_logits=request.return_generation_logits,
+            adapter=encode_adapter(request.adapter),
             tenant=request.tenant,
             client=request.client,
         )

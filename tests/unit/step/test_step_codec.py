@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import SamplingParams
+from services.lora.adapter import Adapter
 from services.pb import attn_pb2, step_pb2
 from services.step import Fork, NewSequence, PlanAccepted, PlanEntry, SequenceOpened, StepPlan
 from services.step.codec import decode_answer, decode_plan, encode_accepted, encode_opened, encode_plan
@@ -37,6 +38,8 @@ NEW_SEQUENCES = st.builds(
     num_prompt_logprobs=st.none() | st.integers(0, 20),
     cache_salt=st.text(max_size=5),
     traceparent=st.text(max_size=5),
+    adapter=st.none()
+    | st.builds(Adapter, st.text(max_size=5), st.text("0af", min_size=1, max_size=5), st.text(max_size=5)),
 )
 PLANS = st.builds(
     StepPlan,

@@ -1,0 +1,28 @@
+"""`Adapter`: the identity of a LoRA adapter, which travels with every sequence that uses it, and its message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.pb import adapter_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Deltas of linear layers. Equal hashes mean equal tensors and scales, whatever the names are."""
+
+    name: str  # for messages and logs
+    hash: str  # of its tensors and scales, hexadecimal
+    path: str  # absolute directory of its checkpoint
+
+
+def encode_adapter(adapter: Adapter | None) -> adapter_pb2.Adapter | None:
+    """The message; None for a sequence without an adapter."""
+    if adapter is None:
+        return None
+    return adapter_pb2.Adapter(name=adapter.name, hash=adapter.hash, path=adapter.path)
+
+
+def decode_adapter(message: adapter_pb2.Adapter) -> Adapter | None:
+    """The adapter of a message; None if the field is not set."""
+    return Adapter(message.name, message.hash, message.path) if message.hash else None
