@@ -22,7 +22,8 @@ from services.attn_worker.answers import describe_opened
 from services.attn_worker.cache.kv_cache import KVCache
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
-from services.dense_worker.engine.scheduler import Scheduler, SchedulerLimits
+from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.runner.model_runner import ModelRunner

@@ -52,6 +52,7 @@ TYPE_NAMES = {
     "Seconds": "seconds, more than 0",
     "Count": "integer, at least 1",
     "MessageBytes": "bytes, 1 to 2147483647",
+    "LoraModule": "`NAME=DIRECTORY`",
     "ModelName": "string of 1 to 256 characters",
     "Device": "`auto`, `cpu`, `cuda` or `cuda:N`",
     "Address": "`HOST:PORT` or `unix:PATH`",

@@ -81,6 +81,7 @@ HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$
 SocketAddress = Annotated[str, Field(pattern="^unix:.")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Count = Annotated[int, Field(ge=1)]
+LoraModule = Annotated[str, Field(pattern=rf"^[^=]{{1,{MAX_MODEL_NAME_CHARACTERS}}}=.")]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARACTERS)]
 MessageBytes = Annotated[int, Field(ge=1, le=MAX_MESSAGE_BYTES)]
 
@@ -158,6 +159,10 @@ class GatewaySection(Section):
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = "auto"
     # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
+    # LoRA adapters that are served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
+    lora_modules: tuple[LoraModule, ...] = ()
+    # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not
+    lora_directory: Path | None = None
     num_dense_streams: Count = 1  # streams to dense workers; at most this many replicas are used
 
 
@@ -180,6 +185,8 @@ class DenseSection(Section):
     # inputs of TensorRT's plans; constants, which may be faster, but are a second copy of the weights on the GPU; auto:
     # builds both, and takes constants where they are measured at least 3 % faster
     engine_weights: Literal["inputs", "constants", "auto"] = "inputs"
+    max_loras: Annotated[int, Field(ge=0, le=64)] = 0  # LoRA adapters in memory at the same time; 0: none are served
+    max_lora_rank: Annotated[int, Field(ge=1, le=256)] = 64  # of an adapter; on a GPU each has memory for this rank
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9101
     step_log: Path | None = None  # file to which every step appends a line of JSON of about 300 bytes
 
@@ -299,6 +306,8 @@ class Config(Section):
         peers = self.peers
         if len({file is None for file in (peers.tls_certificate, peers.tls_key, peers.tls_ca)}) > 1:
             raise ValueError("peers.tls_certificate, peers.tls_key and peers.tls_ca belong together")
+        if (self.gateway.lora_modules or self.gateway.lora_directory) and not self.dense.max_loras:
+            raise ValueError("gateway.lora_modules and gateway.lora_directory need dense.max_loras of at least 1")
         if not model.path.is_dir():
             raise ValueError(f"model.path {str(model.path)!r} is not a directory")
         addresses = [self.gateway.address, self.gateway.http_address, self.dense.address, self.attention.address]

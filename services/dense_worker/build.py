@@ -15,6 +15,8 @@ from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.lora.torch_lora import TorchLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
@@ -35,6 +37,7 @@ class LoadedModel:
     weights_hash: str
     backend: str  # its name
     runner: ModelRunner
+    lora: LoraStore | None  # the adapters of the backend; None: they are off
 
     def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
@@ -88,8 +91,9 @@ def load_model(
     weights = _load_weights(section, model)
     if model.config.quantization is not None:
         log_formats(model.config.quantization.method, weights)
+    lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
-        return _build_runner(config, model, digest, prepared.load(weights), takes_over)
+        return _build_runner(config, model, digest, prepared.load(weights, lora), lora, takes_over)
 
 
 def log_formats(method: str, weights: ModelWeights) -> None:
@@ -106,13 +110,18 @@ def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
 
 
 def _build_runner(
-    config: Config, model: ResolvedModel, digest: str, selected: SelectedBackend, takes_over: bool
+    config: Config,
+    model: ResolvedModel,
+    digest: str,
+    selected: SelectedBackend,
+    lora: LoraStore | None,
+    takes_over: bool,
 ) -> LoadedModel:
     scheduler = config.scheduler
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
     if model.device.type == "cpu":
-        runner = ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs)
-        return LoadedModel(model, digest, selected.name, runner)
+        runner = ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora)
+        return LoadedModel(model, digest, selected.name, runner, lora)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
@@ -126,4 +135,13 @@ def _build_runner(
     )
     if takes_over:
         cuda_runner.warm_up()
-    return LoadedModel(model, digest, selected.name, cuda_runner)
+    return LoadedModel(model, digest, selected.name, cuda_runner, lora)
+
+
+def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> LoraStore | None:
+    """Empty slots for adapters on the model's device; None if `dense.max_loras` is 0."""
+    section = config.dense
+    if not section.max_loras:
+        return None
+    linears = list(parts_of_type(Linear, weights.layers))
+    return TorchLora(linears, section.max_loras, model.dtype, model.device)

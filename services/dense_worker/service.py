@@ -12,21 +12,25 @@ import structlog
 from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
+from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.drafts import DraftSource
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.grammars import Grammars
+from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
-from services.dense_worker.engine.scheduler import SchedulerLimits
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.lora.adapter_slots import AdapterSlots
+from services.dense_worker.lora.loader import AdapterLoader
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
+from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
@@ -143,6 +147,7 @@ class DenseWorker:
             result_timeout_s=config.channel.wait_timeout_s,
             observers=observers,
             drafts=self.draft_source(),
+            adapters=self._adapter_slots(),
         )
         self._metrics.watch(lambda: engine.counts)
         self._watchdog = Watchdog(
@@ -154,6 +159,18 @@ class DenseWorker:
         engine.start()
         self._opened.push_async_callback(asyncio.to_thread, engine.stop, STOP_GRACE_S)
         self._opened.callback(self._client.abort)  # the engine thread may wait for the attention worker
+
+    def _adapter_slots(self) -> AdapterSlots:
+        """The slots of the loaded model; none if adapters are off."""
+        section, store = self._config.dense, self._model.lora
+        if store is None:
+            return AdapterSlots()
+        shapes = adapted_shapes(load_model_config(self._config.model.path))  # of all layers, also of those not run
+        loader = AdapterLoader(store, shapes, section.max_lora_rank)
+        self._opened.callback(loader.close)
+        return AdapterSlots(
+            section.max_loras, lambda slot, adapter: loader.load(slot, adapter, self._engine.on_adapter)
+        )
 
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
-from services.dense_worker.engine.scheduler import SchedulerLimits
+from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan, StepResult
 
@@ -41,7 +41,7 @@ class SlowStep(FakeStep):
 class FakeRunner:
     def attach(self, channels: object) -> None: ...
 
-    def open(self, new: NewSequence, grammar: object = None) -> None: ...
+    def open(self, new: NewSequence, grammar: object = None, adapter_slot: int | None = None) -> None: ...
 
     def launch(self, plan: StepPlan, channel: object) -> FakeStep:
         return FakeStep(plan)

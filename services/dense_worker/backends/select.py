@@ -15,6 +15,7 @@ from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import Measurements, TensorRTBackend
@@ -68,8 +69,8 @@ class PreparedBackend:
     limits: Limits  # the scheduler's
     tensorrt: TensorRTPlans | None  # None: torch
 
-    def load(self, weights: ModelWeights) -> SelectedBackend:
-        """The backend with its weights.
+    def load(self, weights: ModelWeights, lora: LoraStore | None = None) -> SelectedBackend:
+        """The backend with its weights, and the adapters that it adds.
 
         If TensorRT cannot load or run its plans, it is torch for `dense.backend` "auto", and the log says why;
         otherwise raises the error.
@@ -85,7 +86,7 @@ class PreparedBackend:
                 num_sms = found.gpu.num_sms
                 log.info("dense backend is TensorRT", version=found.api.name, gpu=found.gpu.name, num_sms=num_sms)
                 return SelectedBackend(found.api.name, backend)
-        return SelectedBackend("torch", torch_backend(weights, self.model.config, self.limits.num_tokens))
+        return SelectedBackend("torch", torch_backend(weights, self.model.config, self.limits.num_tokens, lora))
 
 
 def prepare_backend(
@@ -102,7 +103,14 @@ def prepare_backend(
     ConfigError if the profiles are malformed or end below the limits.
     """
     tensorrt = None
-    if section.backend != "torch":
+    if section.max_loras:
+        if section.backend == "tensorrt":
+            raise ConfigError(
+                f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters: set dense.backend to torch"
+            )
+        if section.backend == "auto":
+            log.info("dense backend is torch", reason="TensorRT has no adapters, and dense.max_loras is set")
+    elif section.backend != "torch":
         gpu = current_gpu(model.device)
         try:
             api = _usable_tensorrt(gpu, model)
@@ -128,10 +136,12 @@ def _log_fallback(section: DenseSection, error: Exception) -> None:
     log.warning("dense backend is torch", reason=str(error).splitlines()[0])
 
 
-def torch_backend(weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> DenseBackend:
+def torch_backend(
+    weights: ModelWeights, config: ModelConfig, max_num_tokens: int, lora: LoraStore | None = None
+) -> DenseBackend:
     """The fastest backend without TensorRT on the device of `weights`."""
     if weights.device.type == "cpu":
-        return TorchBackend(weights)
+        return TorchBackend(weights, lora)
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
 
     return CudaBackend(weights, config, max_num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
@@ -19,12 +20,12 @@ class TorchBackend:
 
     num_layers_to_warm_up = 1
 
-    def __init__(self, weights: ModelWeights) -> None:
+    def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:
         self._segments = segments_of(weights)
-        self._operations = TorchOperations()
+        self._operations = TorchOperations(lora)
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """Nothing to prepare: no two steps share anything but weights."""
+        """Nothing to prepare: no two steps share anything but weights and adapters."""
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Writes qkv in place -> a new residual."""

@@ -20,12 +20,14 @@ from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.collect_step import collect_step
 from services.dense_worker.engine.drafts import DraftSource
+from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, describe_step, read_counts
 from services.dense_worker.engine.progress import progress_of
-from services.dense_worker.engine.scheduler import Scheduler, SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, spans_of
@@ -52,8 +54,9 @@ class Engine:
         result_timeout_s: float,
         observers: SequenceOf[EngineObserver] = (),
         drafts: DraftSource | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        self._scheduler = Scheduler(limits, drafts)
+        self._scheduler = Scheduler(limits, drafts, adapters)
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
@@ -99,6 +102,10 @@ class Engine:
     def close_unclaimed(self, gateway: int) -> None:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
         self._thread.post(self._scheduler.close_unclaimed, gateway)
+
+    def on_adapter(self, slot: int, error: TwostrokeError | None) -> None:
+        """The adapter of a slot has been loaded, or could not be."""
+        self._thread.post(self._handle_adapter, slot, error)
 
     def leave(self) -> None:
         """Gives up the attachment after the running step, whose tokens are still delivered."""
@@ -212,6 +219,10 @@ class Engine:
         except TwostrokeError as error:
             self._deliver(StepReport(0, outputs=[SequenceOutput(sequence, (), FinishReason.ERROR, error)]))
 
+    def _handle_adapter(self, slot: int, error: TwostrokeError | None) -> None:
+        if outputs := self._scheduler.adapter_loaded(slot, error):
+            self._deliver(StepReport(0, outputs=outputs))
+
     def _attach(self, attachment: Attachment) -> None:
         self._runner.attach(attachment.channels.values())
         self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
@@ -248,6 +259,6 @@ class Engine:
         opening = session.openings.get(answer.seq_id)
         output = self._scheduler.opened(answer)
         if answer.error is None and opening is not None:
-            self._runner.open(opening.new, opening.sequence.grammar)
+            self._runner.open(opening.new, opening.sequence.grammar, opening.adapter_slot)
             log.debug("opened", request_id=opening.new.request_id, num_cached_tokens=answer.num_cached_tokens)
         return [] if output is None else [output]

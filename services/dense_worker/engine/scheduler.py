@@ -11,37 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Literal
 
-from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
+from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
+from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
 from services.dense_worker.engine.suspects import Suspects
 from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
+from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult
 
 GATEWAY_SHIFT = 32  # bit position of the gateway's number in a seq_id
-
-Policy = Literal["guaranteed_no_evict", "max_utilization"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of a step and of the queue; `SchedulerSection` explains them."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_num_waiting: int
-    policy: Policy
-    max_num_waiting_tokens: int = 10_000_000
-    priority_ageing_s: float = 1.0
 
 
 class Scheduler:
@@ -56,11 +41,14 @@ class Scheduler:
     may be called at any time.
     """
 
-    def __init__(self, limits: SchedulerLimits, drafts: DraftSource | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, drafts: DraftSource | None = None, adapters: AdapterSlots | None = None
+    ) -> None:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
         self.num_preemptions = 0
         self._drafts = drafts
+        self._adapters = adapters or AdapterSlots()
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(
             limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
@@ -104,7 +92,8 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.leave_cache()
             sequence.num_pending_tokens = 0
-            self._waiting.push(sequence)
+            self._adapters.unpin(sequence, self.num_steps)
+            self._push(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
@@ -122,16 +111,27 @@ class Scheduler:
             raise CapacityError(
                 f"{num_tokens} tokens need {num_blocks} KV cache blocks, the cache has {ledger.num_blocks}"
             )
+        self._adapters.check(sequence)
         self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
-        self._waiting.push(sequence)
+        self._push(sequence)
 
     def cancel(self, seq_id: int) -> None:
         """Forgets a sequence; the next plan closes its blocks. Unknown ids are ignored."""
         sequence = self._sequences.get(seq_id)
         if sequence is not None:
             self._finish(sequence)
+
+    def adapter_loaded(self, slot: int, error: TwostrokeError | None) -> list[SequenceOutput]:
+        """The adapter of a slot has been loaded; or it could not be, which ends the sequences that wait for it."""
+        if error is None:
+            self._adapters.loaded(slot, self._waiting)
+            return []
+        failed = self._waiting.all_of(self._adapters.failed(slot).hash)
+        for sequence in failed:
+            self._finish(sequence)
+        return [SequenceOutput(sequence, (), FinishReason.ERROR, error) for sequence in failed]
 
     def expire(self, now_s: float) -> list[SequenceOutput]:
         """Ends sequences that have waited too long for their first step; `now_s` is on the monotonic clock."""
@@ -149,18 +149,24 @@ class Scheduler:
         blocks, and the others may need the space. Suspects come before all, one at a time.
         """
         session, chosen = self.session, list[Sequence]()
+        if self._waiting.has_parked:
+            oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
+            self._adapters.assign(self._waiting, oldest_step_id, self._turns.forget)
         if self._suspects.active() is not None:
             return chosen
-        while (sequence := self._turns.next_to_open(self._suspects.next_to_open())) is not None:
+        while (sequence := self._turns.next_to_open(self._next_suspect())) is not None:
             self._waiting.choose(sequence)
+            self._adapters.pin(sequence)
             sequence.num_reserved_blocks = self._turns.blocks_to_reserve(sequence)
             session.ledger.reserve(sequence.num_reserved_blocks)
             sequence.status = SequenceStatus.OPENING
-            session.openings[sequence.seq_id] = Opening(sequence, sequence.describe(), time.monotonic())
+            session.openings[sequence.seq_id] = Opening(
+                sequence, sequence.describe(), time.monotonic(), sequence.adapter_slot
+            )
             chosen.append(sequence)
             if sequence.is_suspect:
                 break
-        if not session.running and not session.openings and not session.closing:
+        if not (session.running or session.openings or session.closing or self._waiting.has_parked):
             self._drop_held_blocks()  # nothing else can free blocks
         return chosen
 
@@ -189,7 +195,7 @@ class Scheduler:
             sequence.num_cached_tokens = answer.num_cached_tokens
         self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
-            self.session.close(sequence)
+            self._close(sequence)
             return None
         sequence.status = SequenceStatus.RUNNING
         session.request_ids[sequence.seq_id] = sequence.request_id
@@ -318,10 +324,21 @@ class Scheduler:
             is_guaranteed=self.limits.policy == "guaranteed_no_evict",
         )
 
+    def _next_suspect(self) -> Sequence | None:
+        suspect = self._suspects.next_to_open()
+        return suspect if suspect is None or self._adapters.is_ready(suspect) else None
+
+    def _push(self, sequence: Sequence) -> None:
+        self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
+
+    def _close(self, sequence: Sequence) -> None:
+        self.session.close(sequence)
+        self._adapters.unpin(sequence, self.num_steps)
+
     def _preempt(self, victim: Sequence) -> None:
         remove(self.session.running, victim)
-        self.session.close(victim)
-        self._waiting.push(victim)
+        self._close(victim)
+        self._push(victim)
         self.num_preemptions += 1
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
@@ -354,7 +371,7 @@ class Scheduler:
         self._suspects.clear(sequence)
         if status is SequenceStatus.RUNNING:
             remove(self.session.running, sequence)
-            self.session.close(sequence)
+            self._close(sequence)
         elif status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
             if sequence.seq_id in self.session.held_blocks:
@@ -366,6 +383,7 @@ class Scheduler:
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)
+        self._adapters.unpin(sequence, self.num_steps)
         if sequence.status is SequenceStatus.FINISHED:
             return None
         sequence.status = SequenceStatus.FINISHED

@@ -64,6 +64,7 @@ class Sequence:
     grammar: GrammarMatcher | None = None  # of `sampling.structured_output`; the runner moves it
 
     status: SequenceStatus = SequenceStatus.WAITING
+    adapter_slot: int | None = None  # where its adapter is; None while it is not in the cache
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
     flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
     num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits

@@ -29,6 +29,7 @@ class Opening:
     sequence: Sequence
     new: NewSequence  # the message that was sent
     asked_s: float  # on the monotonic clock
+    adapter_slot: int | None = None  # where its adapter is
 
 
 class PlannedEntry(NamedTuple):

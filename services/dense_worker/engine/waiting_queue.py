@@ -11,6 +11,8 @@ The sequences of one priority are divided by tenants, and those of a tenant by c
 cost the fewest tokens of prompts and outputs, then its client with the fewest, then that client's sequences in order.
 Of two clients that both keep waiting, none gets ahead of the other by more than the tokens of one sequence. The bound
 on overtaking above holds between priorities, and between the sequences of one client.
+
+A sequence whose adapter has no slot is parked: it keeps its order, and nobody's turn waits for it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class WaitingQueue:
         self._priority_ageing_s = priority_ageing_s
         self._sequences: list[Sequence] = []
         self._of_client = defaultdict[Flow, list[Sequence]](list)  # the same sequences
+        self._of_adapter: dict[str, list[Sequence]] = {}  # those with adapters, by hash, parked ones included
+        self._parked: set[str] = set()  # hashes of adapters whose sequences are only in `_of_adapter`
         self._tenants: dict[int, FlowGroup] = {}  # of live sequences, by priority
         self._num_live = Counter[tuple[int, int]]()  # live sequences, by tenant and client
         self._num_new = 0  # number of waiting sequences that never ran
@@ -45,7 +49,11 @@ class WaitingQueue:
         self._numbers = itertools.count()  # arrival numbers, so that no two sequences compare equal
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._sequences) + sum(len(self._of_adapter[each]) for each in self._parked)
+
+    @property
+    def has_parked(self) -> bool:
+        return bool(self._parked)
 
     @property
     def has_several_clients(self) -> bool:
@@ -80,20 +88,67 @@ class WaitingQueue:
         if not self._num_live[client]:
             del self._num_live[client]
 
-    def push(self, sequence: Sequence) -> None:
-        """Adds an admitted sequence, for the first time or again."""
+    def push(self, sequence: Sequence, *, is_parked: bool = False) -> None:
+        """Adds an admitted sequence, for the first time or again. `is_parked`: its adapter has no slot."""
         sequence.status = SequenceStatus.WAITING
         self._settle(sequence)
-        insert(self._sequences, sequence)
         self._count(sequence, 1)
+        if sequence.adapter is not None:
+            insert(self._of_adapter.setdefault(sequence.adapter.hash, []), sequence)
+            if is_parked:
+                self._parked.add(sequence.adapter.hash)
+                return
+        self._line_up(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence."""
+        self._count(sequence, -1)
+        if (adapter := sequence.adapter) is not None:
+            of_adapter, is_parked = self._of_adapter[adapter.hash], adapter.hash in self._parked
+            remove(of_adapter, sequence)
+            if not of_adapter:
+                del self._of_adapter[adapter.hash]
+                self._parked.discard(adapter.hash)
+            if is_parked:
+                return
+        self._step_out(sequence)
+
+    def park(self, adapter_hash: str) -> list[Sequence]:
+        """Takes the sequences of an adapter out of all turns, because it loses its slot; returns them."""
+        if adapter_hash in self._parked or adapter_hash not in self._of_adapter:
+            return []
+        self._parked.add(adapter_hash)
+        for sequence in self._of_adapter[adapter_hash]:
+            self._step_out(sequence)
+        return self._of_adapter[adapter_hash]
+
+    def unpark(self, adapter_hash: str) -> None:
+        """Gives the sequences of an adapter their turns, because it has a slot."""
+        if adapter_hash in self._parked:
+            self._parked.remove(adapter_hash)
+            for sequence in self._of_adapter[adapter_hash]:
+                self._line_up(sequence)
+
+    def first_of(self, adapter_hash: str) -> Sequence | None:
+        """The first waiting sequence of an adapter."""
+        return next(iter(self._of_adapter.get(adapter_hash, ())), None)
+
+    def parked(self) -> list[Sequence]:
+        """The first sequence of each parked adapter, in their order."""
+        return sorted((self._of_adapter[each][0] for each in self._parked), key=_order)
+
+    def all_of(self, adapter_hash: str) -> list[Sequence]:
+        """All waiting sequences of an adapter."""
+        return list(self._of_adapter.get(adapter_hash, ()))
+
+    def _line_up(self, sequence: Sequence) -> None:
+        insert(self._sequences, sequence)
         flow = sequence.get_flow()
         insert(self._of_client[flow], sequence)
         flow.set_num_waiting(len(self._of_client[flow]))
 
-    def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence."""
+    def _step_out(self, sequence: Sequence) -> None:
         remove(self._sequences, sequence)
-        self._count(sequence, -1)
         flow = sequence.get_flow()
         of_client = self._of_client[flow]
         remove(of_client, sequence)
@@ -144,7 +199,7 @@ class WaitingQueue:
         self._next_check_s = now_s + CHECK_INTERVAL_S
         return [
             (sequence, QueueTimeout(f"waited {waited_s:.3f} s for the first step, the limit is {limit_s:g} s"))
-            for sequence in self._sequences
+            for sequence in itertools.chain(self._sequences, *(self._of_adapter[each] for each in self._parked))
             if (limit_s := sequence.queue_timeout_s) is not None
             and (waited_s := now_s - sequence.arrival_s) >= limit_s
             and not sequence.has_started
@@ -156,6 +211,8 @@ class WaitingQueue:
             flow.set_num_waiting(0)
         self._of_client.clear()
         self._sequences.clear()
+        self._of_adapter.clear()
+        self._parked.clear()
         self._num_new = self._num_new_tokens = 0
 
     def _class_of(self, sequence: Sequence) -> int:

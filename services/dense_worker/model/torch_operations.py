@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, RmsNorm
 from services.dense_worker.model.operations import Residual
@@ -15,10 +16,15 @@ class TorchOperations:
     """Operations that write in place only to `out`. Numerics follow Hugging Face: the residual has the model's dtype,
     norms compute in float32."""
 
+    def __init__(self, lora: LoraStore | None = None) -> None:
+        self._lora = lora  # None: no row has an adapter
+
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
-        bias = linear.bias
-        return linear.weight.multiply(x, bias if bias is None else bias.data, out)
+        product = linear.weight.multiply(x, linear.bias_data, out)
+        if self._lora is not None and self._lora.is_active:
+            self._lora.add(linear, x, product)
+        return product
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """Looks up a row of the table for each token."""
@@ -56,6 +62,8 @@ class TorchOperations:
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:
         """Copies the rows of both."""
+        if self._lora is not None and self._lora.is_active:
+            self._lora.select(rows)
         return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
 
     def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:

@@ -17,6 +17,8 @@ import torch
 
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.runner.row_slots import row_slots
 from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
 from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
@@ -69,10 +71,18 @@ class RunningStep(Protocol):
 class ModelRunner:
     """Runs a `DenseBackend` through all layers, with a handoff to the attention worker after each."""
 
-    def __init__(self, backend: DenseBackend, sampler: Sampler, num_layers: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        backend: DenseBackend,
+        sampler: Sampler,
+        num_layers: int,
+        max_num_seqs: int,
+        lora: LoraStore | None = None,
+    ) -> None:
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
+        self._lora = lora  # the backend's; None: no sequence has an adapter
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
@@ -84,11 +94,13 @@ class ModelRunner:
             self._release_slot(slot)
         self._sequences.clear()
 
-    def open(self, new: NewSequence, grammar: GrammarMatcher | None = None) -> None:
-        """Adds a sequence, which later plans may name until one closes it."""
+    def open(
+        self, new: NewSequence, grammar: GrammarMatcher | None = None, adapter_slot: int | None = None
+    ) -> None:
+        """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
         if grammar is not None:
             grammar.sync(new.token_ids[new.num_prompt_tokens :])
-        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids), grammar)
+        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids), grammar, adapter_slot=adapter_slot)
 
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Launches a step on the channel of its lane.
@@ -103,7 +115,9 @@ class ModelRunner:
         for fork in plan.forks:
             parent = self._sequences[fork.parent_seq_id]
             assert parent.grammar is None, "a fork would need a grammar of its own"
-            self._sequences[fork.child_seq_id] = KnownSequence(parent.new, list(parent.token_ids))
+            self._sequences[fork.child_seq_id] = KnownSequence(
+                parent.new, list(parent.token_ids), adapter_slot=parent.adapter_slot
+            )
         return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
 
     def prepare(self, bound: BoundPlan) -> StepInput:
@@ -159,7 +173,7 @@ class ModelRunner:
         """Runs all layers and the sampler. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
-        self._backend.begin_step(step.bound.plan, len(token_ids))
+        self._begin_step(step.bound, len(token_ids))
         logits, residual = run_layers(self._backend, channel, self._num_layers, token_ids, step.sampled_rows)
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         return self.finish(step, logits, residual, channel, host_token_ids).read()
@@ -199,6 +213,11 @@ class ModelRunner:
         return PendingTokens(
             entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits
         )
+
+    def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
+        if self._lora is not None:
+            self._lora.begin_step(row_slots(bound.plan.entries, bound.sequences, num_rows))
+        self._backend.begin_step(bound.plan, num_rows)
 
     def _assign_slot(self, sequence: KnownSequence) -> int:
         slot = sequence.slot = self._free_slots.pop()

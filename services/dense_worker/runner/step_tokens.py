@@ -24,6 +24,7 @@ class KnownSequence:
     token_ids: list[int]  # all tokens known on the host, prompt first
     grammar: GrammarMatcher | None = None  # of the form of its output, if that has one
     slot: int | None = None  # of the sampler; None until it runs
+    adapter_slot: int | None = None  # where its adapter is; None if it has none
 
 
 @dataclass(frozen=True, slots=True)

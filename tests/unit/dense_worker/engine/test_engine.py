@@ -8,7 +8,7 @@ import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
-from services.dense_worker.engine.scheduler import SchedulerLimits
+from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan

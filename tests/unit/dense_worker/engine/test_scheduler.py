@@ -14,7 +14,8 @@ from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.drafts import DraftSource
-from services.dense_worker.engine.scheduler import Policy, Scheduler, SchedulerLimits
+from services.dense_worker.engine.limits import Policy, SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
 from services.step import PlanAccepted, StepPlan, StepResult

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.scheduler import Policy
+from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from tests.unit.dense_worker.engine.test_scheduler import (
     Cluster,

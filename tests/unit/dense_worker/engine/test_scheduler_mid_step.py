@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.attn_worker.answers import describe_opened
 from services.attn_worker.cache.kv_cache import KVCache
-from services.dense_worker.engine.scheduler import Policy, Scheduler, SchedulerLimits
+from services.dense_worker.engine.limits import Policy, SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, SequenceOpened

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import CapacityError, QueueTimeout
-from services.dense_worker.engine.scheduler import Policy
+from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import CHECK_INTERVAL_S, WaitingQueue
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dense_worker.engine.scheduler import Policy
+from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.step import StepPlan
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence

@@ -1,0 +1,21 @@
+"""`SchedulerLimits`: the part of the config that the scheduler needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["guaranteed_no_evict", "max_utilization"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of a step and of the queue; `SchedulerSection` explains them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_num_waiting: int
+    policy: Policy
+    max_num_waiting_tokens: int = 10_000_000
+    priority_ageing_s: float = 1.0
