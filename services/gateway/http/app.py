@@ -1,4 +1,4 @@
-"""The HTTP application: all routers, error handlers, and the OpenAPI document at /openapi.json."""
+"""The HTTP application: all routers, error handlers, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from services.common.config import GatewaySection
 from services.gateway import __version__
 from services.gateway.frontend import Frontend
 from services.gateway.http.authorize import Authorize
+from services.gateway.http.document import add_document
 from services.gateway.http.errors import add_error_handlers
 from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.messages import messages_routes
@@ -26,7 +27,9 @@ def build_app(
     frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad, triton: Triton
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
-    app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.add_middleware(Authorize, access=frontend.access)
     add_error_handlers(app, frontend.metrics)
     app.include_router(completion_routes(frontend, section))
@@ -37,12 +40,5 @@ def build_app(
     app.include_router(triton_routes(triton, section))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes(frontend, worker_load))
-    _correct_document(app)
+    add_document(app)
     return app
-
-
-def _correct_document(app: FastAPI) -> None:
-    """Removes the 422 that FastAPI documents for invalid bodies: this server answers with a 400."""
-    for path in app.openapi()["paths"].values():
-        for operation in path.values():
-            operation["responses"].pop("422", None)

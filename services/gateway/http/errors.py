@@ -11,6 +11,7 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -57,10 +58,6 @@ class TextErrorBody(TypedDict):
     error: str
 
 
-def _error_responses(model: type) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": model, "description": text} for status, text in STATUS_DESCRIPTIONS.items()}
-
-
 STATUS_DESCRIPTIONS = {
     400: "The request is wrong",
     401: "No valid API key",
@@ -74,6 +71,19 @@ STATUS_DESCRIPTIONS = {
     503: "Not ready",
     504: "The request took too long",
 }
+# FastAPI would make the schema of a response's model again for every route, which took most of the gateway's start.
+_REFERENCES, _DEFINITIONS = TypeAdapter.json_schemas(
+    [(model, "serialization", TypeAdapter(model)) for model in (ErrorBody, AnthropicErrorBody, TextErrorBody)],
+    ref_template="#/components/schemas/{model}",
+)
+ERROR_SCHEMAS: dict[str, Any] = _DEFINITIONS["$defs"]  # by name, for the OpenAPI document
+
+
+def _error_responses(model: type) -> dict[int | str, dict[str, Any]]:
+    content = {"application/json": {"schema": _REFERENCES[model, "serialization"]}}
+    return {status: {"description": text, "content": content} for status, text in STATUS_DESCRIPTIONS.items()}
+
+
 ERROR_RESPONSES = _error_responses(ErrorBody)
 ANTHROPIC_ERROR_RESPONSES = _error_responses(AnthropicErrorBody)
 INFERENCE_ERROR_RESPONSES = _error_responses(TextErrorBody)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,15 @@ def test_texts_and_chats_are_tokenized_and_detokenized(tmp_path: Path) -> None:
 
 def test_the_openapi_document_names_every_field(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        document = (await client.get("/openapi.json")).json()
-        fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+        answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
+        document = answers[0].json()
+        assert all(answer.content == answers[0].content for answer in answers)
+        schemas = document["components"]["schemas"]
+        references = set(re.findall(r'"\$ref":"#/components/schemas/([^"]+)"', answers[0].text))
+        assert len(references) > 20 and references <= schemas.keys()
+        wrong = document["paths"][COMPLETIONS]["post"]["responses"]
+        assert "400" in wrong and "422" not in wrong
+        fields = schemas["ChatRequest"]["properties"]
         assert {"messages", "max_completion_tokens", "logit_bias", "stream_options"} <= fields.keys()
         content = document["paths"][COMPLETIONS]["post"]["responses"]["200"]["content"]
         assert content.keys() == {"application/json", "text/event-stream"}
