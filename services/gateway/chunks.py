@@ -86,8 +86,7 @@ class Completion:
             self.logits.append(chunk.logits)
         if chunk.deltas:
             self.parts = self.parts or AnswerParts()
-            is_cut = chunk.finish is not None and chunk.finish.reason is not FinishReason.STOP
-            self.parts.add(chunk.deltas, is_cut)
+            self.parts.add(chunk.deltas)
         if chunk.finish is not None and self.parts is not None:
             self.parts.finish()
             self.text = self.parts.text()

@@ -162,7 +162,8 @@ class _Answer:
             text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
             is_cut = stop_string is not None
         else:
-            piece = self._parsed.append(text_token_ids, is_last=reason is not None)
+            is_limit = reason is not None and reason is not FinishReason.STOP
+            piece = self._parsed.append(text_token_ids, reason is not None, is_limit)
             deltas, text, num_tokens, stop_string = piece.deltas, piece.text, piece.num_tokens, piece.stop_string
             is_cut = piece.is_cut
         if is_cut:

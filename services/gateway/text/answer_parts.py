@@ -41,8 +41,8 @@ class AnswerParts:
     parts: list[Part] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)  # of the last part
 
-    def add(self, deltas: Iterable[Delta], is_cut: bool = False) -> None:
-        """Appends deltas. `is_cut`: they are the last ones, and a limit cut the answer off, maybe within a call."""
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Appends deltas."""
         for delta in deltas:
             last = self.parts[-1] if self.parts else None
             if isinstance(delta, ContentDelta):
@@ -57,7 +57,7 @@ class AnswerParts:
                 self._begin(ToolCall(delta.call_id, delta.name))
             elif isinstance(delta, CallArguments):
                 self._pieces.append(delta.text)
-            elif delta.malformed is not None and not is_cut:
+            elif delta.malformed is not None:
                 self._replace_call(delta)
 
     def finish(self) -> list[Part]:

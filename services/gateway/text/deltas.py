@@ -42,10 +42,15 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of call `index`. `malformed` is the text of a call with wrong or unfinished arguments, else None."""
+    """The end of call `index`."""
 
     index: int
-    malformed: str | None = None
+    malformed: str | None = None  # the text of a call with wrong arguments, or that the model left unfinished
+    is_cut: bool = False  # a limit cut the answer off within the call: there is only the beginning of its arguments
+
+    @property
+    def is_complete(self) -> bool:
+        return self.malformed is None and not self.is_cut
 
 
 Delta = ContentDelta | ReasoningDelta | CallBegin | CallArguments | CallEnd
@@ -57,5 +62,8 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Delta]:
         """The deltas that the next piece of text completes. Text that may begin a marker is held back."""
 
-    def finish(self) -> list[Delta]:
-        """The deltas of the text that was held back. Call it once, after the last piece."""
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """The deltas of the text that was held back. Call it once, after the last piece.
+
+        `is_cut`: a limit ended the answer, not the model. A call whose name is known then ends as it is.
+        """

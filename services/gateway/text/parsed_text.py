@@ -55,8 +55,8 @@ class ParsedText:
         """Tokens of the reasoning so far, its markers included."""
         return self._num_reasoning_tokens if self._reasoning.has_reasoning else 0
 
-    def append(self, token_ids: Sequence[int], is_last: bool) -> ParsedPiece:
-        """Takes the next tokens. `is_last`: the answer ends with them."""
+    def append(self, token_ids: Sequence[int], is_last: bool, is_cut: bool = False) -> ParsedPiece:
+        """Takes the next tokens. `is_last`: the answer ends with them. `is_cut`: a limit ended it, not the model."""
         piece = ParsedPiece([], 0, None, is_cut=False)
         for token_id in token_ids:
             self._num_reasoning_tokens += self._reasoning.is_reasoning
@@ -68,7 +68,7 @@ class ParsedText:
             found = self._parse(self._detokenizer.flush())
             found += self._parse_content(self._reasoning.finish())
             if self._calls is not None:
-                found += self._calls.finish()
+                found += self._calls.finish(is_cut)
             if not self._show(found, piece) and self._stop_strings is not None:
                 _add_content(piece.deltas, self._stop_strings.flush())
         return piece
@@ -100,7 +100,7 @@ class ParsedText:
             if self._stop_strings is not None:  # a stop string does not go on behind a call
                 _add_content(piece.deltas, self._stop_strings.flush())
             piece.deltas.append(delta)
-            if isinstance(delta, CallEnd) and delta.malformed is None:
+            if isinstance(delta, CallEnd) and delta.is_complete:
                 self.num_calls += 1
                 if not self._is_parallel:
                     piece.is_cut = True

@@ -33,7 +33,7 @@ def completion_deltas(completion: Completion) -> Sequence[Delta]:
             deltas += (
                 CallBegin(num_calls, part.call_id, part.name),
                 CallArguments(num_calls, part.arguments),
-                CallEnd(num_calls, part.arguments if is_cut else None),
+                CallEnd(num_calls, is_cut=is_cut),
             )
             num_calls += 1
     return deltas

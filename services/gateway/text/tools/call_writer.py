@@ -21,7 +21,7 @@ class CallWriter:
         self._deltas: list[Delta] = []
         self._space = ""  # white space at the end of the content so far, which is not written yet
         self._num_calls = 0
-        self._follows_call = False  # whether only white space has come since the last call
+        self.follows_call = False  # whether only white space has come since the last call
         self._space_before_call = ""
 
     def content(self, text: str) -> None:
@@ -30,7 +30,7 @@ class CallWriter:
         shown = whole.rstrip()
         self._space = whole[len(shown) :]
         if shown:
-            self._follows_call = False
+            self.follows_call = False
             self._deltas.append(ContentDelta(shown))
 
     def begin(self, name: str) -> None:
@@ -43,16 +43,16 @@ class CallWriter:
         if text:
             self._deltas.append(CallArguments(self._num_calls, text))
 
-    def end(self, malformed: str | None = None) -> None:
-        """Ends the call. `malformed`: the text of a call that went wrong after it began."""
+    def end(self, malformed: str | None = None, *, is_cut: bool = False) -> None:
+        """Ends the call. `malformed`: the text of a call that went wrong after it began. `is_cut`: it is unfinished."""
         text = None if malformed is None else self._space_before_call + malformed
-        self._deltas.append(CallEnd(self._num_calls, text))
+        self._deltas.append(CallEnd(self._num_calls, text, is_cut))
         self._num_calls += 1
-        self._follows_call = True
+        self.follows_call = True
 
     def finish(self) -> None:
         """Writes the white space at the end, unless it follows a call."""
-        if self._space and not self._follows_call:
+        if self._space and not self.follows_call:
             self._deltas.append(ContentDelta(self._space))
         self._space = ""
 

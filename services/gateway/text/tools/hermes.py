@@ -20,6 +20,7 @@ class _State(Enum):
 class HermesParser(MarkedParser):
     """Calls between markers. The end marker may be missing at the end of the answer."""
 
+    end_marker = END
     _state = _State.CONTENT
     _call: JsonCall | None = None
 
@@ -69,7 +70,5 @@ class HermesParser(MarkedParser):
     def _reset(self) -> None:
         self._state = _State.CONTENT
 
-    def _finish(self) -> None:
-        super()._finish()
-        if self._state is _State.AFTER_CALL and END.startswith(self._text.strip()):
-            self._text = ""
+    def _write_rest(self) -> bool:
+        return self._state is _State.CALL and self._call is not None and self._cut(self._call)

@@ -8,6 +8,7 @@ from collections.abc import Container
 
 from services.gateway.text.tools.call_writer import CallWriter
 from services.gateway.text.tools.json_scanner import JsonScanner, MalformedJson, Place
+from services.gateway.text.tools.unfinished_value import unfinished_string
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule for names of tools
 MAX_MEMBER_CHARACTERS = 256  # of the object's keys, and of its values other than the arguments
@@ -44,6 +45,11 @@ class JsonArguments:
         self._name = name
         self._write("")
 
+    def cut(self) -> None:
+        """Begins the call if its name is known: no more text comes."""
+        if self._name is not None and not self.has_begun:
+            self._begin()
+
     def feed(self, text: str, start: int = 0) -> int:
         """Takes `text` from `start` on, up to the object's end. Returns the index after it. Raises `MalformedCall`."""
         feed, shown, index = self._scanner.feed, [], start
@@ -68,9 +74,12 @@ class JsonArguments:
             return
         self._held.append(text)
         if self._name is not None and self._num_seen == 2:
-            self.has_begun = True
-            self._writer.begin(self._name)
-            self._writer.arguments("".join(self._held))
+            self._begin()
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        self._writer.begin(self._name)
+        self._writer.arguments("".join(self._held))
 
 
 class JsonCall:
@@ -111,6 +120,22 @@ class JsonCall:
             except ValueError as error:
                 raise MalformedCall(str(error), index) from error
         return index
+
+    def cut(self) -> None:
+        """Begins the call with the arguments so far if its name is known: no more text comes.
+
+        Raises `MalformedCall`.
+        """
+        if self._name is None:
+            return
+        if self._arguments is None:
+            self._arguments = JsonArguments(self._writer, self._name)
+            if self._key in ARGUMENT_KEYS and self._member is not None and self._member[0] == '"':
+                try:
+                    self._feed_encoded(json.loads(unfinished_string("".join(self._member)) + '"'), is_whole=False)
+                except ValueError as error:
+                    raise MalformedCall(str(error)) from error
+        self._arguments.cut()
 
     def _feed_one(self, character: str) -> int:
         """Takes one character. Returns 0 if it begins the arguments, which take it themselves, else 1."""
@@ -167,14 +192,14 @@ class JsonCall:
             raise MalformedJson("arguments twice, or before the name")
         self._arguments = JsonArguments(self._writer, self._name)
 
-    def _feed_encoded(self, text: str) -> None:
+    def _feed_encoded(self, text: str, *, is_whole: bool = True) -> None:
         """Takes arguments that were a string."""
         arguments = self._arguments
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise MalformedJson("the arguments have half a character") from error
-        if arguments.feed(text) < len(text.rstrip(_WHITESPACE)) or not arguments.is_complete:
+        if arguments.feed(text) < len(text.rstrip(_WHITESPACE)) or (is_whole and not arguments.is_complete):
             raise MalformedJson("the arguments are not one object")
 
     def _end(self) -> None:

@@ -76,5 +76,8 @@ class Llama3JsonParser(MarkedParser):
     def _begin_call(self) -> None:
         self._state, self._call = _State.CALL, JsonCall(self._writer, self._names)
 
+    def _write_rest(self) -> bool:
+        return self._state is _State.CALL and self._call is not None and self._cut(self._call)
+
     def _reset(self) -> None:
         self._state, self._is_line_blank = _State.CONTENT, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from services.gateway.text.deltas import Delta
 from services.gateway.text.tools.call_writer import CallWriter, new_call_id
@@ -15,8 +16,10 @@ class MarkedParser(ABC):
 
     A call that goes wrong before its name and the beginning of its arguments are known becomes content. One that goes
     wrong later, when deltas of it were sent, ends with its whole text in `CallEnd.malformed`, and what follows is
-    content.
+    content. Where a limit cuts the answer off, a call whose name is known ends with the arguments that have come.
     """
+
+    end_marker: ClassVar[str] = ""  # stands after calls. At the end of an answer it may be missing, or unfinished
 
     def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
         self._writer = CallWriter(new_id)
@@ -29,9 +32,12 @@ class MarkedParser(ABC):
         self._run()
         return self._writer.take()
 
-    def finish(self) -> list[Delta]:
+    def finish(self, is_cut: bool = False) -> list[Delta]:
         self._run()
-        self._finish()
+        if self._raw:
+            self._end_unfinished(is_cut)
+        if self._writer.follows_call and self.end_marker.startswith(self._text.strip()):
+            self._text = ""
         self._writer.content(self._text)
         self._text = ""
         self._writer.finish()
@@ -45,10 +51,24 @@ class MarkedParser(ABC):
     def _reset(self) -> None:
         """Goes back to looking for a call."""
 
-    def _finish(self) -> None:
-        """Gives up a call that the answer's end cuts off."""
-        if self._raw:
-            self._take(len(self._text))
+    @abstractmethod
+    def _write_rest(self) -> bool:
+        """Writes what is known of the open call, whose end is missing. Returns whether it has begun.
+
+        `_text` is what was not taken. Raises `MalformedCall`.
+        """
+
+    def _end_unfinished(self, is_cut: bool) -> None:
+        """Ends the block that is open where the answer ends."""
+        try:
+            is_call = is_cut and self._write_rest()
+        except MalformedCall:
+            is_call = False
+        self._take(len(self._text))
+        if is_call:
+            self._writer.end(is_cut=True)
+            self._raw = []
+        else:
             self._give_up()
 
     def _take(self, num_characters: int) -> str:
@@ -81,6 +101,14 @@ class MarkedParser(ABC):
             self._has_begun = call.has_begun
         self._take(index)
         return call.is_complete
+
+    def _cut(self, call: JsonCall | JsonArguments) -> bool:
+        """Writes what an open call has held back. Returns whether it has begun. Raises `MalformedCall`."""
+        try:
+            call.cut()
+        finally:
+            self._has_begun = call.has_begun
+        return call.has_begun
 
     def _end_call(self) -> None:
         """The open call is complete. What follows in its block is a new call or content."""

@@ -116,5 +116,11 @@ class MistralParser(MarkedParser):
             raise MalformedCall("a call is not an object")
         return True
 
+    def _write_rest(self) -> bool:
+        if self._state not in (_State.ARGUMENTS, _State.CALL, _State.CALL_ID):
+            return False
+        assert self._call is not None
+        return self._cut(self._call)
+
     def _reset(self) -> None:
         self._state = _State.CONTENT

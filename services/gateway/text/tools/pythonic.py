@@ -14,6 +14,7 @@ from services.gateway.text.markers import find_marker
 from services.gateway.text.tools.json_call import MalformedCall
 from services.gateway.text.tools.marked_parser import MarkedParser
 from services.gateway.text.tools.python_literal import MAX_CHARACTERS, literal_to_json
+from services.gateway.text.tools.unfinished_value import unfinished_to_json
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 32
@@ -34,6 +35,8 @@ class _State(Enum):
 
 class PythonicParser(MarkedParser):
     """Calls of known tools as Python. Each argument is one piece of a stream."""
+
+    end_marker = END
 
     def __init__(self, new_id: Callable[[], str], names: Container[str]) -> None:
         super().__init__(new_id)
@@ -157,13 +160,26 @@ class PythonicParser(MarkedParser):
             value = literal_to_json("".join(self._value))
         except ValueError as error:
             raise MalformedCall(str(error)) from error
-        self._writer.arguments(f"{', ' if self._num_arguments else '{'}{json.dumps(self._key)}: {value}")
+        self._writer.arguments(self._begin_argument(self._key) + value)
         self._num_arguments += 1
 
     def _end_arguments(self) -> None:
         self._writer.arguments("}" if self._num_arguments else "{}")
         self._end_call()
         self._state = _State.AFTER_CALL
+
+    def _write_rest(self) -> bool:
+        if self._state is _State.KEY:
+            match = _KEY.match(self._text)
+            assert match is not None
+            if match[1]:
+                self._writer.arguments(self._begin_argument(match[1]).removesuffix('": '))
+        elif self._state is _State.VALUE:
+            self._writer.arguments(self._begin_argument(self._key) + unfinished_to_json("".join(self._value)))
+        return self._has_begun
+
+    def _begin_argument(self, key: str) -> str:
+        return f"{', ' if self._num_arguments else '{'}{json.dumps(key)}: "
 
     def _reset(self) -> None:
         self._state, self._is_line_blank = _State.CONTENT, False

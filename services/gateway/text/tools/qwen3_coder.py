@@ -15,6 +15,7 @@ from services.gateway.text.markers import find_marker
 from services.gateway.text.tools.json_call import NAME, MalformedCall
 from services.gateway.text.tools.marked_parser import MarkedParser
 from services.gateway.text.tools.python_literal import literal_to_json
+from services.gateway.text.tools.unfinished_value import unfinished_to_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -34,6 +35,8 @@ class _State(Enum):
 
 class Qwen3CoderParser(MarkedParser):
     """Calls as tags. The values of strings are streamed, other values are one piece each."""
+
+    end_marker = END
 
     def __init__(self, new_id: Callable[[], str], schemas: Mapping[str, Mapping[str, Any] | None]) -> None:
         """`schemas`: the JSON Schemas of the tools' arguments, by name."""
@@ -130,8 +133,7 @@ class Qwen3CoderParser(MarkedParser):
         kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
         has_choice = isinstance(schema, Mapping) and not {"anyOf", "oneOf", "allOf", "$ref"}.isdisjoint(schema)
         self._is_string, self._value = kind == "string" and not has_choice, []
-        start = f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: "
-        self._writer.arguments(start + '"' * self._is_string)
+        self._writer.arguments(self._begin_argument(key) + '"' * self._is_string)
         self._num_arguments += 1
         self._state = _State.VALUE_START
         return True
@@ -160,6 +162,16 @@ class Qwen3CoderParser(MarkedParser):
             return None
         self._take(index + 1)
         return text.strip()
+
+    def _write_rest(self) -> bool:
+        if self._state is _State.KEY and (key := self._text.strip()):
+            self._writer.arguments(self._begin_argument(key).removesuffix('": '))
+        elif self._state is _State.VALUE and not self._is_string:
+            self._writer.arguments(unfinished_to_json("".join(self._value)))
+        return self._has_begun
+
+    def _begin_argument(self, key: str) -> str:
+        return f"{', ' if self._num_arguments else '{'}{json.dumps(key, ensure_ascii=False)}: "
 
     def _reset(self) -> None:
         self._state = _State.CONTENT

@@ -58,7 +58,7 @@ def joined(events: list[Any]) -> Any:
                 name = delta["type"].removesuffix("_delta")
                 block[name] += delta[name]
         elif kind == "content_block_stop" and partial:
-            message["content"][-1]["input"] = from_json(partial, allow_partial=True)
+            message["content"][-1]["input"] = from_json(partial, allow_partial="trailing-strings")
         elif kind == "message_delta":
             message |= event["delta"] | {"usage": event["usage"]}
     assert events[-1]["type"] == "message_stop"
@@ -87,7 +87,8 @@ def test_a_call_that_is_cut_off_has_the_beginning_of_its_input(tmp_path: Path, s
         message = await ask(gateway, BODY | {"stream": stream, "max_tokens": 65})
         [block] = message["content"]
         assert (message["stop_reason"], block["name"]) == ("max_tokens", "get_weather")
-        assert block["input"] in ({}, {"a": "x"})
+        assert block["input"]["a"] == "x"
+        assert set(block["input"]["b"]) == {"y"} and len(block["input"]["b"]) < 80
 
     with_chat_model(tmp_path, "hermes", [call("get_weather", {"a": "x", "b": "y" * 80})], test)
 

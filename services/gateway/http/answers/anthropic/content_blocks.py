@@ -49,7 +49,7 @@ class ContentBlocks:
         self._open, self._pieces = None, []
         if block["type"] == "tool_use":
             # The answer may have been cut off within the arguments.
-            block["input"] = from_json(joined, allow_partial=True) if joined else {}
+            block["input"] = from_json(joined, allow_partial="trailing-strings") if joined else {}
         elif block["type"] == "thinking":
             events.append(self._delta({"type": "signature_delta", "signature": SIGNATURE}))
             block.update(thinking=joined, signature=SIGNATURE)

@@ -53,7 +53,7 @@ class OutputItems:
                 elif delta.text:
                     events.append(self._grow("response.function_call_arguments.delta", delta.text))
             elif isinstance(delta, CallEnd):
-                events += self.end(is_cut=delta.malformed is not None)
+                events += self.end(is_cut=not delta.is_complete)
         return events
 
     def end(self, *, is_cut: bool = False) -> list[Event]:
@@ -111,7 +111,7 @@ class OutputItems:
 
     def _end_other_call(self, arguments: str) -> list[Event]:
         assert self._open is not None
-        values = from_json(arguments, allow_partial=True) if arguments else {}  # it may be cut off
+        values = from_json(arguments, allow_partial="trailing-strings") if arguments else {}  # it may be cut off
         if self._kind is ToolKind.CUSTOM:
             self._open["input"] = text = str(values.get("input", ""))
             return [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from services.gateway.text.answer_parts import AnswerParts, ToolCall
 from services.gateway.text.deltas import CallBegin, CallEnd, Delta
@@ -35,14 +36,14 @@ CALLS = st.lists(st.tuples(st.sampled_from([tool.name for tool in TOOLS]), ARGUM
 CUTS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 
 
-def parse(format_name: str, text: str, sizes: Sequence[int]) -> list[Delta]:
+def parse(format_name: str, text: str, sizes: Sequence[int], is_cut: bool = False) -> list[Delta]:
     """The deltas of a text that arrives in pieces of the given sizes, again and again."""
     parser, deltas, start, turn = FORMATS[format_name].make_parser(TOOLS), [], 0, 0
     while start < len(text):
         size = sizes[turn % len(sizes)]
         deltas += parser.feed(text[start : start + size])
         start, turn = start + size, turn + 1
-    return deltas + parser.finish()
+    return deltas + parser.finish(is_cut)
 
 
 def joined(deltas: Sequence[Delta]) -> list[Any]:
@@ -223,16 +224,23 @@ WRONG = [
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=300)
-@given(data=st.data(), cuts=CUTS)
-def test_any_text_gives_the_same_however_it_is_divided(name: str, data: st.DataObject, cuts: list[int]) -> None:
+@given(data=st.data(), cuts=CUTS, is_cut=st.booleans())
+def test_any_text_gives_the_same_however_it_is_divided(
+    name: str, data: st.DataObject, cuts: list[int], is_cut: bool
+) -> None:
     pieces = data.draw(st.lists(st.sampled_from(MARKUP[name] + WRONG), max_size=25))
     text = "".join(pieces)
-    whole, divided = parse(name, text, [len(text) + 1]), parse(name, text, cuts)
+    whole, divided = parse(name, text, [len(text) + 1], is_cut), parse(name, text, cuts, is_cut)
     assert joined(divided) == joined(whole)
     assert streamed(divided) == streamed(whole)
     open_calls = [each.index for each in whole if isinstance(each, CallBegin)]
     assert open_calls == list(range(len(open_calls))) == [each.index for each in whole if isinstance(each, CallEnd)]
-    for part in joined(whole):
-        if isinstance(part, tuple):
-            assert isinstance(json.loads(part[1]), dict), "a call that is not malformed has an object"
-            part[1].encode()
+    ends = [each for each in whole if isinstance(each, CallEnd)]
+    assert all(each.is_complete for each in ends[:-1] if each.malformed is None), "only the last call is cut off"
+    calls = [part for part in joined(whole) if isinstance(part, tuple)]
+    for index, (_, arguments) in enumerate(calls):
+        if index == len(calls) - 1 and ends[-1].is_cut:
+            assert not arguments or isinstance(from_json(arguments, allow_partial="trailing-strings"), dict)
+        else:
+            assert isinstance(json.loads(arguments), dict), "a call that is not malformed has an object"
+        arguments.encode()
