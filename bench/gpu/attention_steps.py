@@ -32,7 +32,7 @@ def make_config(shape: Shape, num_layers: int) -> ModelConfig:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         tie_word_embeddings=False,
         qkv_bias=False,
         o_bias=False,

@@ -34,7 +34,7 @@ class LinearLayers:
             "lm_head": (config.vocab_size, hidden, "norm"),
         }
         self._dtype = dtype
-        self._eps = config.rms_norm_eps
+        self._eps = config.norm_eps
         self._launcher = KernelLauncher(torch.device("cuda"))
         self._splits = SplitWorkspace(torch.device("cuda"), self._launcher.num_sms)
 

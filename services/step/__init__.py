@@ -4,7 +4,7 @@ Nothing here needs torch, and only the codec knows the messages of gRPC.
 """
 
 from services.step.answers import PlanAccepted, SequenceOpened
-from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan, spans_of
+from services.step.plan import Fork, NewSequence, PlanEntry, StepPlan, positions_of, spans_of
 from services.step.result import Logits, PromptLogprobs, StepResult
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "SequenceOpened",
     "StepPlan",
     "StepResult",
+    "positions_of",
     "spans_of",
 ]

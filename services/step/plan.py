@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter
 
@@ -75,6 +77,16 @@ class StepPlan:
     @property
     def has_drafts(self) -> bool:
         return any(entry.draft_token_ids for entry in self.entries)
+
+
+def positions_of(plan: StepPlan, num_tokens: int) -> np.ndarray:
+    """The position of each token of a step in its sequence, int64 [num_tokens]; zero for padding at the end."""
+    positions = np.zeros(num_tokens, np.int64)
+    end = 0
+    for entry in plan.entries:
+        start, end = end, end + entry.num_tokens
+        positions[start:end] = np.arange(entry.position, entry.position + entry.num_tokens)
+    return positions
 
 
 def spans_of(plans: Iterable[StepPlan]) -> dict[int, range]:

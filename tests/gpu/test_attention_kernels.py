@@ -68,7 +68,7 @@ def make_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         tie_word_embeddings=False,
         qkv_bias=False,
         o_bias=False,

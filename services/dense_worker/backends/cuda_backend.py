@@ -17,7 +17,8 @@ from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.segments import segments_of
-from services.step import StepPlan
+from services.dense_worker.sampling.upload import upload
+from services.step import StepPlan, positions_of
 
 _MEASURED_LAYERS = 8  # layers of a step that is timed
 
@@ -40,13 +41,19 @@ class CudaBackend:
         self._dtype, self._device = weights.dtype, weights.device
         self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device)
         self._segments = segments_of(weights)
+        self._reads_positions = weights.reads_positions
         self._choose_kernels(list(parts_of_type(Linear, (weights.layers[0], weights.head))))
         for num_tokens in _step_sizes(max_num_tokens):  # so that no later step compiles a kernel or loads a library
             self._random_step(num_tokens)()
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """Refuses a step that the workspaces do not hold: the kernels would write beyond them."""
+        """Copies the positions, if the embedding needs them.
+
+        Refuses a step that the workspaces do not hold: the kernels would write beyond them.
+        """
         assert num_tokens <= self._max_num_tokens, f"{num_tokens} tokens, workspaces for {self._max_num_tokens}"
+        if self._reads_positions:
+            self._operations.set_positions(upload(positions_of(plan, num_tokens), self._device))
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Enqueues the first segment -> a new residual."""

@@ -15,7 +15,7 @@ from services.dense_worker.backends.triton_activation import silu_mul
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.parameters import Parameter
 
@@ -35,6 +35,7 @@ class CudaOperations:
 
         self._hidden = workspace(config.hidden_size)  # normalised, or about to be added to the residual
         self._gate_up = workspace(2 * config.intermediate_size)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self.launcher = KernelLauncher(device)
         self.linear = CudaLinear(self.launcher, device)
 
@@ -42,8 +43,16 @@ class CudaOperations:
         """Copies a row of the table for each token into a new tensor."""
         return Residual(torch.index_select(table.data, 0, token_ids))
 
+    def set_positions(self, positions: torch.Tensor) -> None:
+        """Enqueues a copy of the step's positions, int64 [num_tokens], to where captured graphs read them."""
+        self._positions[: len(positions)].copy_(positions, non_blocking=True)
+
+    def positions(self, num_tokens: int) -> torch.Tensor:
+        """A view of what `set_positions` wrote; padding has the positions of an earlier step."""
+        return self._positions[:num_tokens]
+
     def norm_linear(
-        self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, linear: Linear, out: torch.Tensor | None = None
     ) -> tuple[Residual, torch.Tensor]:
         """One kernel for one streamed row; otherwise the norm's, which also adds the delta, and the product's."""
         hidden = residual.hidden
@@ -52,7 +61,7 @@ class CudaOperations:
         kernel = self.linear.choice.kernel(linear, len(hidden))
         return self._norm_multiply(kernel, residual, norm, linear, out, is_gated=False), out
 
-    def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
+    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
         """Like `norm_linear`, with the activation. The result lies in the left half of a workspace."""
         num_rows = len(residual.hidden)
         both = self._gate_up[:num_rows]
@@ -64,21 +73,43 @@ class CudaOperations:
         silu_mul(self.launcher, both, activation)
         return residual, activation
 
-    def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
-        """A streaming kernel adds to the residual in place; any other leaves the product as the delta."""
+    def linear_add(
+        self,
+        residual: Residual,
+        linear: Linear,
+        x: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """A streaming kernel adds to the residual in place; any other leaves the product as the delta.
+
+        So does a product that is normalised or multiplied before it is added.
+        """
         hidden, num_rows = self.settle(residual), len(x)
         kernel = self.linear.choice.kernel(linear, num_rows)
-        if kernel is LinearKernel.STREAMED:
+        if kernel is LinearKernel.STREAMED and norm is None and multiplier == 1.0:
             self.linear.multiply(kernel, linear, x, hidden, residual=hidden)
             return Residual(hidden)
         delta = self._hidden[:num_rows]
         self.linear.multiply(kernel, linear, x, delta)
+        if norm is not None:
+            self._normalize(Residual(delta), norm, delta)
+        if multiplier != 1.0:
+            delta.mul_(multiplier)
         return Residual(hidden, delta)
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
-        weights = norms.q.weight.data, norms.k.weight.data
-        head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, norms.q.eps)
+        q, k = norms.q, norms.k
+        if type(q) is RmsNorm and type(k) is RmsNorm and q.weight.data.shape == k.weight.data.shape:
+            weights = q.weight.data, k.weight.data
+            head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, q.eps)
+            return qkv
+        q_size, k_size = norms.sizes
+        q_heads, k_heads = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        normed_q, normed_k = norms.normalize(q_heads, k_heads)
+        q_heads.copy_(normed_q)
+        k_heads.copy_(normed_k)
         return qkv
 
     def select_rows(
@@ -88,7 +119,7 @@ class CudaOperations:
         selected = Residual(residual.index_select(0, rows))
         return attn_out.index_select(0, rows), selected
 
-    def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
+    def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:
         """Like `norm_linear`, into a new tensor in float32."""
         hidden = residual.hidden
         out = torch.empty(len(hidden), lm_head.out_features, dtype=torch.float32, device=hidden.device)
@@ -103,17 +134,30 @@ class CudaOperations:
         self,
         kernel: LinearKernel,
         residual: Residual,
-        norm: RmsNorm,
+        norm: Norm | None,
         linear: Linear,
         out: torch.Tensor,
         is_gated: bool,
     ) -> Residual:
         """Norm and product, in one kernel where it can be. Nothing is left to be added to the residual."""
         hidden, delta = residual
-        if kernel is LinearKernel.STREAMED and len(hidden) == 1 and delta is None:
+        is_one_row = kernel is LinearKernel.STREAMED and len(hidden) == 1 and delta is None
+        if is_one_row and type(norm) is RmsNorm:
             self.linear.multiply(kernel, linear, hidden, out, norm=norm, is_gated=is_gated)
             return residual
+        if norm is None:
+            hidden = self.settle(residual)
+            self.linear.multiply(kernel, linear, hidden, out, is_gated=is_gated)
+            return Residual(hidden)
         normed = self._hidden[: len(hidden)]  # may be `delta`
-        add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, normed)
+        self._normalize(residual, norm, normed)
         self.linear.multiply(kernel, linear, normed, out, is_gated=is_gated)
         return Residual(hidden)
+
+    def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:
+        """Adds the delta to the residual in place and writes the normalised sum to `out`; torch's kernels if not RMS."""
+        hidden, delta = residual
+        if type(norm) is RmsNorm:
+            add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, out)
+        else:
+            out.copy_(norm.normalize(self.settle(residual)))

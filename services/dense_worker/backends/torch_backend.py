@@ -8,7 +8,7 @@ from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
-from services.step import StepPlan
+from services.step import StepPlan, positions_of
 
 
 class TorchBackend:
@@ -23,9 +23,12 @@ class TorchBackend:
     def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:
         self._segments = segments_of(weights)
         self._operations = TorchOperations(lora)
+        self._reads_positions, self._device = weights.reads_positions, weights.device
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """Nothing to prepare: no two steps share anything but weights and adapters."""
+        """Only the positions, if the embedding needs them: no two steps share anything but weights and adapters."""
+        if self._reads_positions:
+            self._operations.step_positions = torch.from_numpy(positions_of(plan, num_tokens)).to(self._device)
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Writes qkv in place -> a new residual."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from services.common.errors import ModelError
+from services.common.families.shape import NormKind
 from services.common.quantization.schemes import QuantizationConfig, Scheme
 from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
-from services.dense_worker.model.norm import RmsNorm
-from services.dense_worker.model.parameters import Parameter, Source
+from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
+from services.dense_worker.model.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.create import create_quantized
-from services.dense_worker.model.quantized.layer import QuantizedLayer
+from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer
 
 
 class WeightAllocator:
@@ -28,9 +29,20 @@ class WeightAllocator:
         """One tensor, of the model's dtype unless a format needs another."""
         return Parameter(name, torch.empty(shape, dtype=dtype or self.dtype, device=self.device), sources)
 
-    def norm(self, name: str, checkpoint_name: str, size: int, eps: float) -> RmsNorm:
+    def norm(
+        self, name: str, checkpoint_name: str, size: int | tuple[int, int], eps: float, kind: NormKind = NormKind.RMS
+    ) -> Norm:
         """A norm. `checkpoint_name` is the name of the checkpoint's module, without ".weight"."""
-        return RmsNorm(self.parameter(name, size, sources=(Source(f"{checkpoint_name}.weight", size),)), eps)
+        shape = size if isinstance(size, tuple) else (size,)
+        weight = self.parameter(name, *shape, sources=(Source(f"{checkpoint_name}.weight", shape[0]),))
+        if kind is NormKind.RMS:
+            return RmsNorm(weight, eps)
+        if kind is NormKind.RMS_PLUS_ONE:
+            return RmsNormPlusOne(weight, eps)
+        bias = None
+        if kind is NormKind.LAYER:
+            bias = self.parameter(f"{name}_bias", *shape, sources=(Source(f"{checkpoint_name}.bias", shape[0]),))
+        return LayerNorm(weight, bias, eps)
 
     def linear(
         self, name: str, in_features: int, merged_from: tuple[Projection, ...], cut: Cut, has_bias: bool
@@ -52,7 +64,7 @@ class WeightAllocator:
         scheme = self._scheme(merged_from)
         if scheme is not None:
             return create_quantized(scheme, QuantizedLayer(name, in_features, merged_from, self.parameter, self.dtype))
-        sources = checkpoint_sources(merged_from, "weight")
+        sources = checkpoint_sources(merged_from, "weight", in_features)
         return PlainWeight(self.parameter(name, sum_of_sizes(merged_from), in_features, sources=sources))
 
     def _scheme(self, merged_from: tuple[Projection, ...]) -> Scheme | None:
@@ -65,14 +77,33 @@ class WeightAllocator:
             raise ModelError(
                 f"{self._quantization.method} quantizes projections in different ways that are computed as one: {found}"
             )
+        if schemes[0] is not None and (reordered := [each.name for each in merged_from if each.layout is not None]):
+            raise ModelError(f"{self._quantization.method} is not supported for {reordered[0]}, whose rows are reordered")
         return schemes[0]
 
 
-def checkpoint_sources(merged_from: tuple[Projection, ...], kind: str) -> tuple[Source, ...]:
-    """The tensors of a checkpoint that are merged into one; `kind` is "weight", "bias", ..."""
-    return tuple(Source(f"{each.name}.{kind}", each.out_features) for each in merged_from)
+def checkpoint_sources(merged_from: tuple[Projection, ...], kind: str, *row_shape: int) -> tuple[Source, ...]:
+    """The tensors of a checkpoint that are merged into one; `kind` is "weight", "bias", ...
+
+    `row_shape` is the shape of a row here: the in_features of a weight.
+    """
+    return tuple(
+        _stored_source(f"{each.name}.{kind}", (each.out_features, *row_shape), each.layout) for each in merged_from
+    )
 
 
 def sum_of_sizes(merged_from: tuple[Projection, ...]) -> int:
     """The out_features of all projections together."""
     return sum(projection.out_features for projection in merged_from)
+
+
+def _stored_source(name: str, shape: tuple[int, ...], layout: StoredLayout | None) -> Source:
+    """The source of an unquantized tensor that has `shape` here; `layout` None: in the checkpoint, too."""
+    if layout is None:
+        return Source(name, shape[0])
+
+    def restore(loaded: Loaded) -> torch.Tensor:
+        return layout.restore(loaded.tensor)
+
+    stored = StoredTensor((name,), FLOATS, (layout.stored_shape(shape),))
+    return Source(name, shape[0], Conversion((stored,), restore))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """Open files. Tensors are mapped, and read when they are used. Every error is a ModelError that names the file."""
+    """Open files. Tensors are mapped, and read when they are used. Every error is a ModelError that names the file.
 
-    def __init__(self, files: Sequence[Path], opened: ExitStack) -> None:
-        self._files: dict[str, tuple[Path, Any]] = {}  # the file and its handle, by name of the tensor
+    `canonical` gives the name by which a tensor is asked for.
+    """
+
+    def __init__(self, files: Sequence[Path], opened: ExitStack, canonical: Callable[[str], str]) -> None:
+        self._files: dict[str, tuple[Path, Any, str]] = {}  # file, handle and stored name, by canonical name
         for file in files:
             with _naming(file):
                 handle = opened.enter_context(safe_open(file, framework="pt"))
-                self._files |= dict.fromkeys(handle.keys(), (file, handle))
+                self._files |= {canonical(name): (file, handle, name) for name in handle.keys()}
 
     @property
     def names(self) -> Sequence[str]:
@@ -40,15 +43,15 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of any type and shape, on the CPU."""
-        file, handle = self._files[name]
+        file, handle, stored_name = self._files[name]
         with _naming(file):
-            return handle.get_tensor(name)
+            return handle.get_tensor(stored_name)
 
     def read(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """A tensor on the CPU. Its type and shape must be among those given, which is checked before it is read."""
-        file, handle = self._files[name]
+        file, handle, stored_name = self._files[name]
         with _naming(file):
-            found = handle.get_slice(name)
+            found = handle.get_slice(stored_name)
             shape, dtype = tuple(found.get_shape()), found.get_dtype()
             if shape not in shapes:
                 expected = " or ".join(map(str, shapes))
@@ -59,11 +62,11 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(path: Path, canonical: Callable[[str], str]) -> Iterator[Checkpoint]:
     """Opens the files of the directory `path`. Raises ModelError for one that is missing, truncated or damaged."""
     files = checkpoint_files(path)
     with ExitStack() as opened:
-        yield Checkpoint(files, opened)
+        yield Checkpoint(files, opened, canonical)
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -1,91 +1,188 @@
-"""The model families: each function builds a model's parts from a `ModelConfig`. A new family is a function here."""
+"""Builds the parts of a model from its `ModelConfig` and the names in its family's checkpoints.
+
+A family that is made of existing parts is a page of names (`names.py`) and a reader of its config
+(`services/common/families/`). Another arrangement of parts is a function here, in `BUILDERS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
+
+from services.common.families.shape import QkNormKind, ResidualKind
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
-from services.dense_worker.model.head import Embedding, Head
-from services.dense_worker.model.layer import DecoderLayer, NormedQkv, SequentialResidual
+from services.dense_worker.model.head import Embedding, Head, LearnedPositions
+from services.dense_worker.model.layer import (
+    AfterAttention,
+    DecoderLayer,
+    Mlp,
+    NormedQkv,
+    ParallelResidual,
+    SequentialResidual,
+)
 from services.dense_worker.model.linear import Cut, Linear, Projection
-from services.dense_worker.model.mlp import GatedMlp
+from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.norm import HeadNorms
-from services.dense_worker.model.parameters import Parameter, Source
+from services.dense_worker.model.names import NAMES, CheckpointNames, FusedHeads
+from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm
+from services.dense_worker.model.parameters import Parameter, Source, StoredLayout
 from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.model.stored_layout import GroupedHeads, Transposed
 
 
-def build_llama(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
-    """Llama, and families that differ from it only in biases and norms of heads: Mistral, Qwen2, Qwen3."""
-    table = build_embedding_table(config, allocator)
-    layers = (f"model.layers.{i}" for i in range(config.num_layers))
+def build_decoder(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> ModelWeights:
+    """The model of any family: what it is made of is in `config.parts`."""
+    table = build_embedding_table(config, allocator, names)
     return ModelWeights(
-        Embedding(table),
-        tuple(
-            DecoderLayer(
-                build_normed_qkv(config, allocator, layer),
-                SequentialResidual(build_o(config, allocator, layer), build_gated_mlp(config, allocator, layer)),
-            )
-            for layer in layers
-        ),
-        build_head(config, allocator, table),
+        build_embedding(config, allocator, names, table),
+        tuple(build_layer(config, allocator, names, f"{names.layers}.{i}") for i in range(config.num_layers)),
+        build_head(config, allocator, names, table),
     )
 
 
 BUILDERS: dict[str, Callable[[ModelConfig, WeightAllocator], ModelWeights]] = {  # by `ModelConfig.family`
-    "llama": build_llama,
-    "mistral": build_llama,
-    "qwen2": build_llama,
-    "qwen3": build_llama,
+    family: partial(build_decoder, names=names) for family, names in NAMES.items()
 }
 
 
-def build_embedding_table(config: ModelConfig, allocator: WeightAllocator) -> Parameter:
+def build_embedding_table(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> Parameter:
     """The embedding table, [vocab, hidden]."""
-    sources = (Source("model.embed_tokens.weight", config.vocab_size),)
+    sources = (Source(f"{names.embedding}.weight", config.vocab_size),)
     return allocator.parameter("embed", config.vocab_size, config.hidden_size, sources=sources)
 
 
-def build_normed_qkv(config: ModelConfig, allocator: WeightAllocator, layer: str) -> NormedQkv:
-    """The first half of a layer; the names of its modules begin with `layer`."""
-    attention = f"{layer}.self_attn"
-    sizes = {"q_proj": config.attn_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
-    merged = tuple(Projection(f"{attention}.{name}", size) for name, size in sizes.items())
-    norm = allocator.norm("input_norm", f"{layer}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+def build_embedding(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
+) -> Embedding:
+    """The embedding, with what is done to it before layer 0."""
+    parts, hidden = config.parts, config.hidden_size
+    positions = norm = None
+    if parts.num_learned_positions:
+        num_rows = parts.num_learned_positions + parts.learned_position_offset
+        sources = (Source(f"{names.positions}.weight", num_rows),)
+        rows = allocator.parameter("positions", num_rows, hidden, sources=sources)
+        positions = LearnedPositions(rows, parts.learned_position_offset)
+    if parts.has_embedding_norm:
+        norm = allocator.norm("embedding_norm", names.embedding_norm, hidden, config.norm_eps, parts.norm)
+    multiplier = torch.tensor(parts.embedding_multiplier, dtype=allocator.dtype).item()  # rounded as by transformers
+    return Embedding(table, multiplier, positions, norm)
+
+
+def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str) -> DecoderLayer:
+    """One layer; the names of its modules begin with `layer`."""
+    before = build_normed_qkv(config, allocator, names, layer)
+    o = build_o(config, allocator, names, layer)
+    mlp = build_mlp(config, allocator, names, layer, before.norm)
+    return DecoderLayer(before, build_residual(config, allocator, names, layer, o, mlp))
+
+
+def build_normed_qkv(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str
+) -> NormedQkv:
+    """The first half of a layer."""
+    parts = config.parts
+    sizes = (config.attn_size, config.kv_size, config.kv_size)
+    if len(names.qkv) == 1:
+        layout: StoredLayout | None = _weight_layout(names)
+        if names.fused_heads is FusedHeads.BY_KV_HEAD:
+            layout = GroupedHeads(config.num_kv_heads, config.head_dim)
+        merged = (Projection(f"{layer}.{names.qkv[0]}", config.qkv_size, layout),)
+    else:
+        merged = tuple(Projection(f"{layer}.{name}", size) for name, size in zip(names.qkv, sizes, strict=True))
+    norm = None
+    if parts.has_norms_before:
+        name = f"{layer}.{names.attention_norm}"
+        norm = allocator.norm("input_norm", name, config.hidden_size, config.norm_eps, parts.norm)
     qkv = allocator.linear("qkv", config.hidden_size, merged, Cut.OUT, config.qkv_bias)
-    head_norms = None
-    if config.qk_norm:
-        q_norm = allocator.norm("q_norm", f"{attention}.q_norm", config.head_dim, config.rms_norm_eps)
-        k_norm = allocator.norm("k_norm", f"{attention}.k_norm", config.head_dim, config.rms_norm_eps)
-        head_norms = HeadNorms(q_norm, k_norm, config.num_heads, config.num_kv_heads)
-    return NormedQkv(norm, qkv, head_norms)
+    return NormedQkv(norm, qkv, build_head_norms(config, allocator, names, layer) if config.qk_norm else None)
 
 
-def build_o(config: ModelConfig, allocator: WeightAllocator, layer: str) -> Linear:
+def build_head_norms(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str
+) -> HeadNorms:
+    """The norms of q and k."""
+    kind, num_heads, num_kv_heads = config.parts.qk_norm, config.num_heads, config.num_kv_heads
+    sizes: tuple[int | tuple[int, int], ...] = (config.head_dim, config.head_dim)
+    if kind is QkNormKind.ALL_HEADS:
+        sizes, num_heads, num_kv_heads = (config.attn_size, config.kv_size), 1, 1
+    elif kind is QkNormKind.OWN_HEADS:
+        sizes = ((num_heads, config.head_dim), (num_kv_heads, config.head_dim))
+    eps, norm = config.norm_eps, config.parts.norm
+    q_norm = allocator.norm("q_norm", f"{layer}.{names.q_norm}", sizes[0], eps, norm)
+    k_norm = allocator.norm("k_norm", f"{layer}.{names.k_norm}", sizes[1], eps, norm)
+    return HeadNorms(q_norm, k_norm, num_heads, num_kv_heads)
+
+
+def build_o(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str) -> Linear:
     """The projection of attention's output."""
-    merged = (Projection(f"{layer}.self_attn.o_proj", config.hidden_size),)
+    merged = (Projection(f"{layer}.{names.o}", config.hidden_size, _weight_layout(names)),)
     return allocator.linear("o", config.attn_size, merged, Cut.IN, config.o_bias)
 
 
-def build_gated_mlp(config: ModelConfig, allocator: WeightAllocator, layer: str) -> GatedMlp:
-    """The MLP and the norm before it."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    merged = tuple(Projection(f"{layer}.mlp.{name}", intermediate) for name in ("gate_proj", "up_proj"))
-    down = (Projection(f"{layer}.mlp.down_proj", hidden),)
-    return GatedMlp(
-        allocator.norm("post_norm", f"{layer}.post_attention_layernorm", hidden, config.rms_norm_eps),
-        allocator.linear("gate_up", hidden, merged, Cut.OUT, config.mlp_bias),
-        allocator.linear("down", intermediate, down, Cut.IN, config.mlp_bias),
-    )
+def build_mlp(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, attention_norm: Norm | None
+) -> Mlp:
+    """The MLP and the norm before it, which some families share with attention."""
+    parts, hidden, intermediate = config.parts, config.hidden_size, config.intermediate_size
+    layout = _weight_layout(names)
+    norm = None
+    if parts.shares_norm:
+        norm = _shared(attention_norm)
+    elif parts.has_norms_before:
+        norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
+    num_rows = (1 + parts.is_gated) * intermediate // len(names.mlp_in)
+    merged = tuple(Projection(f"{layer}.{name}", num_rows, layout) for name in names.mlp_in)
+    down = (Projection(f"{layer}.{names.down}", hidden, layout),)
+    first = allocator.linear("gate_up" if parts.is_gated else "up", hidden, merged, Cut.OUT, config.mlp_bias)
+    last = allocator.linear("down", intermediate, down, Cut.IN, config.mlp_bias)
+    return (GatedMlp if parts.is_gated else PlainMlp)(norm, first, last, parts.activation)
 
 
-def build_head(config: ModelConfig, allocator: WeightAllocator, table: Parameter) -> Head:
+def build_residual(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, o: Linear, mlp: Mlp
+) -> AfterAttention:
+    """The second half of a layer, around its output projection and its MLP."""
+    parts = config.parts
+    if parts.residual is ResidualKind.PARALLEL:
+        return ParallelResidual(o, mlp)
+    if not parts.has_norms_after:
+        return SequentialResidual(o, mlp, multiplier=parts.residual_multiplier)
+
+    def norm(name: str, checkpoint_name: str) -> Norm:
+        return allocator.norm(name, f"{layer}.{checkpoint_name}", config.hidden_size, config.norm_eps, parts.norm)
+
+    after_attention = norm("attention_out_norm", names.norm_after_attention)
+    after_mlp = norm("mlp_out_norm", names.norm_after_mlp)
+    return SequentialResidual(o, mlp, after_attention, after_mlp, parts.residual_multiplier)
+
+
+def build_head(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
+) -> Head:
     """The final norm and the lm_head, which is the embedding's tensor if the two are tied."""
-    merged = (Projection("lm_head", config.vocab_size),)
-    norm = allocator.norm("final_norm", "model.norm", config.hidden_size, config.rms_norm_eps)
+    parts, merged = config.parts, (Projection(names.head, config.vocab_size),)
+    norm = allocator.norm("final_norm", names.final_norm, config.hidden_size, config.norm_eps, parts.norm)
     if not config.tie_word_embeddings:
         weight = allocator.weight("lm_head", config.hidden_size, merged)
     else:
         weight = PlainWeight(Parameter("lm_head", table.data))
-    return Head(norm, Linear("lm_head", config.hidden_size, config.vocab_size, merged, Cut.OUT, weight, None))
+    bias = None
+    if parts.head_bias:
+        sources = (Source(f"{names.head}.bias", config.vocab_size),)
+        bias = allocator.parameter("lm_head_bias", config.vocab_size, sources=sources)
+    lm_head = Linear("lm_head", config.hidden_size, config.vocab_size, merged, Cut.OUT, weight, bias)
+    return Head(norm, lm_head, parts.logit_multiplier, parts.logit_softcap)
+
+
+def _weight_layout(names: CheckpointNames) -> StoredLayout | None:
+    return Transposed() if names.has_transposed_weights else None
+
+
+def _shared(norm: Norm | None) -> Norm:
+    """The same norm with the same tensors, under the names of the MLP's inputs. No tensor of a checkpoint fills it."""
+    assert isinstance(norm, LayerNorm), "only families with LayerNorm share it"
+    bias = None if norm.bias is None else Parameter("post_norm_bias", norm.bias.data)
+    return LayerNorm(Parameter("post_norm", norm.weight.data), bias, norm.eps)

@@ -5,31 +5,59 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter
 
 
 @dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table with a row for each position, which is added to the embedding."""
+
+    table: Parameter  # [num_positions + offset, hidden]
+    offset: int  # the row of position 0
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
-    """Looks up a row of the table for each token."""
+    """Looks up a row of the table for each token. Some families multiply it, add positions or normalise it."""
 
     table: Parameter  # [vocab, hidden]
+    multiplier: float = 1.0
+    positions: LearnedPositions | None = None
+    norm: Norm | None = None
 
     def forward(self, operations: Operations, token_ids: torch.Tensor) -> Residual:
         """token_ids int64 [n] -> residual [n, hidden]."""
-        return operations.embed(self.table, token_ids)
+        residual = operations.embed(self.table, token_ids)
+        hidden = residual.hidden
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
+        if self.positions is not None:
+            rows = operations.positions(len(token_ids)) + self.positions.offset
+            hidden = hidden + F.embedding(rows, self.positions.table.data)
+        if self.norm is not None:
+            hidden = self.norm.normalize(hidden)
+        return residual if hidden is residual.hidden else Residual(hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The final norm and the projection to the vocabulary."""
+    """The final norm and the projection to the vocabulary. Some families scale the logits and cap them softly."""
 
-    norm: RmsNorm
+    norm: Norm
     lm_head: Linear
+    multiplier: float = 1.0
+    softcap: float | None = None
 
     def forward(self, operations: Operations, residual: Residual) -> torch.Tensor:
         """residual [n, hidden] -> logits float32 [n, vocab]."""
-        return operations.logits(residual, self.norm, self.lm_head)
+        logits = operations.logits(residual, self.norm, self.lm_head)
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.softcap is not None:
+            logits = torch.tanh(logits * (1 / self.softcap)) * self.softcap
+        return logits

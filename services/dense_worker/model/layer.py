@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Operations, Residual
 
 
@@ -50,9 +50,9 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class NormedQkv:
-    """A norm, the merged projection, and in some families a norm of each q and k head."""
+    """A norm, the merged projection, and in some families norms of q and k."""
 
-    norm: RmsNorm
+    norm: Norm | None  # None: the projection reads the residual itself
     qkv: Linear  # q rows, then k, then v
     head_norms: HeadNorms | None
 
@@ -68,13 +68,30 @@ class NormedQkv:
 
 @dataclass(frozen=True, slots=True)
 class SequentialResidual:
-    """Adds the output projection to the residual, and then the MLP of the sum."""
+    """Adds the output projection to the residual, and then the MLP of the sum. Either may be normalised before that."""
+
+    o: Linear
+    mlp: Mlp
+    norm_after_attention: Norm | None = None
+    norm_after_mlp: Norm | None = None
+    multiplier: float = 1.0  # of both additions
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        residual = operations.linear_add(residual, self.o, attn_out, self.norm_after_attention, self.multiplier)
+        residual, activation = self.mlp.activate(operations, residual)
+        return operations.linear_add(residual, self.mlp.down, activation, self.norm_after_mlp, self.multiplier)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelResidual:
+    """Adds the output projection and the MLP of the layer's input (arXiv:2204.02311, section 2)."""
 
     o: Linear
     mlp: Mlp
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
-        residual = operations.linear_add(residual, self.o, attn_out)
         residual, activation = self.mlp.activate(operations, residual)
+        residual = operations.linear_add(residual, self.o, attn_out)
         return operations.linear_add(residual, self.mlp.down, activation)

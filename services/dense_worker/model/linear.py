@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.model.parameters import Parameter, StoredLayout
 
 
 class WeightFormat(Protocol):
@@ -52,6 +52,7 @@ class Projection:
 
     name: str  # such as "model.layers.0.self_attn.q_proj"
     out_features: int
+    layout: StoredLayout | None = None  # of its tensors in the checkpoint; None: as here
 
 
 @dataclass(frozen=True, slots=True)

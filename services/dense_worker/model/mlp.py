@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn import functional as F
 
+from services.common.families.shape import Activation
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(SiLU(gate(x)) * up(x)) of the normalised residual x (SwiGLU)."""
+    """down(activation(gate(x)) * up(x)) of the normalised residual x; with SiLU this is SwiGLU, with GELU GeGLU."""
 
-    norm: RmsNorm
+    norm: Norm | None  # None: x is the residual itself
     gate_up: Linear  # gate rows, then up rows
     down: Linear
+    activation: Activation = Activation.SILU
 
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
-        return operations.norm_swiglu(residual, self.norm, self.gate_up)
+        if self.activation is Activation.SILU:
+            return operations.norm_swiglu(residual, self.norm, self.gate_up)
+        residual, both = operations.norm_linear(residual, self.norm, self.gate_up)
+        gate, up = both.split(self.gate_up.out_features // 2, dim=1)
+        return residual, ACTIVATIONS[self.activation](gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(activation(up(x))) of the normalised residual x."""
+
+    norm: Norm | None  # None: x is the residual itself
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
+        """Returns the residual, and the input of `down`, [n, intermediate]."""
+        residual, up = operations.norm_linear(residual, self.norm, self.up)
+        return residual, ACTIVATIONS[self.activation](up)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from services.dense_worker.model.head import Embedding, Head
+from services.dense_worker.model.head import Embedding, Head, LearnedPositions
 from services.dense_worker.model.layer import DecoderLayer
-from services.dense_worker.model.parameters import Parameter, parameters
+from services.dense_worker.model.parameters import Parameter, parameters, parts_of_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class ModelWeights:
     def device(self) -> torch.device:
         return self.embedding.table.data.device
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether the embedding adds learned positions, so that a step needs the positions of its tokens."""
+        return any(parts_of_type(LearnedPositions, self.embedding))
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """All parameters, such as ("layers.0.qkv_weight", ...). A tied lm_head has the embedding's tensor."""
         for parameter in parameters(self.embedding):
@@ -40,7 +45,9 @@ class ModelWeights:
             yield parameter.name, parameter
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors once: a tied lm_head is left out."""
+        """All tensors once: a tied lm_head is left out, and so is the second use of a norm."""
+        seen: set[int] = set()
         for name, parameter in self.named_parameters():
-            if name == self.embedding.table.name or parameter.data is not self.embedding.table.data:
+            if id(parameter.data) not in seen:
+                seen.add(id(parameter.data))
                 yield name, parameter.data

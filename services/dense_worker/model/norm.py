@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch.nn import functional as F
 
 from services.dense_worker.model.parameters import Parameter
+
+
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    weight: Parameter  # [size], or [num_heads, size] for heads with their own weights
+    eps: float
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype, by torch: the reference for kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +36,54 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm of each q head and each k head, after the projection."""
+class RmsNormPlusOne:
+    """RMSNorm with the factor 1 + weight, all in float32 and rounded at the end (Gemma)."""
 
-    q: RmsNorm  # over head_dim
-    k: RmsNorm
-    num_heads: int
+    weight: Parameter  # [size]
+    eps: float
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (normed * (self.weight.data.float() + 1.0)).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm over the last dimension (arXiv:1607.06450), in float32, rounded at the end."""
+
+    weight: Parameter  # [size], or [num_heads, size]
+    bias: Parameter | None  # [size]
+    eps: float
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        weight = self.weight.data
+        bias = None if self.bias is None else self.bias.data
+        if weight.dim() == 1:
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        assert bias is None, "norms of heads have no bias"
+        return (F.layer_norm(x.float(), weight.shape[-1:], eps=self.eps) * weight.float()).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of q and of k, after the projection. Each normalises its heads one by one, or all heads as if one."""
+
+    q: Norm
+    k: Norm
+    num_heads: int  # 1 if the norm covers all heads together
     num_kv_heads: int
 
     @property
-    def head_dim(self) -> int:
-        return len(self.q.weight.data)
+    def sizes(self) -> tuple[int, int]:
+        """The widths of q and of k."""
+        return self.num_heads * self.q.weight.data.shape[-1], self.num_kv_heads * self.k.weight.data.shape[-1]
+
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [n, q width], k [n, k width] -> the same shapes."""
+        q_size, k_size = self.sizes
+        normed_q = self.q.normalize(q.view(-1, self.num_heads, q_size // self.num_heads))
+        normed_k = self.k.normalize(k.view(-1, self.num_kv_heads, k_size // self.num_kv_heads))
+        return normed_q.view(-1, q_size), normed_k.view(-1, k_size)

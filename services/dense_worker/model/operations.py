@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.parameters import Parameter
 
 
@@ -28,16 +28,26 @@ class Operations(Protocol):
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """table [vocab, hidden], token_ids int64 [n] -> a new residual."""
 
-    def norm_linear(
-        self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
-    ) -> tuple[Residual, torch.Tensor]:
-        """Norm, then product -> the residual, and the product [n, out_features], written to `out` if given."""
+    def positions(self, num_tokens: int) -> torch.Tensor:
+        """The position of each of the step's tokens in its sequence, int64 [num_tokens]."""
 
-    def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
+    def norm_linear(
+        self, residual: Residual, norm: Norm | None, linear: Linear, out: torch.Tensor | None = None
+    ) -> tuple[Residual, torch.Tensor]:
+        """Norm (None: none), then product -> the residual, and the product [n, out_features], in `out` if given."""
+
+    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
         """Norm, then product -> the residual, and SiLU(gate) * up [n, out_features / 2] (arXiv:2002.05202)."""
 
-    def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
-        """Adds the product of x [n, in_features] to the residual."""
+    def linear_add(
+        self,
+        residual: Residual,
+        linear: Linear,
+        x: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds the product of x [n, in_features] to the residual, normalised if there is a norm, times multiplier."""
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """qkv [n, qkv_size], n at least 1 -> qkv with normalised q and k heads; `is_in_place`: in the same tensor."""
@@ -47,7 +57,7 @@ class Operations(Protocol):
     ) -> tuple[torch.Tensor, Residual]:
         """Copies of rows (int64 [r]) of attn_out [n, attn_size] and of the residual [n, hidden]."""
 
-    def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
+    def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:
         """Norm, then product, rounded to the model's dtype -> float32 [n, vocab], which the caller owns."""
 
     def settle(self, residual: Residual) -> torch.Tensor:

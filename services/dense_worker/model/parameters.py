@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -38,6 +38,16 @@ class Conversion:
 
     inputs: tuple[StoredTensor, ...]
     convert: Callable[..., torch.Tensor]  # takes a `Loaded` for each input, or None for an absent optional one
+
+
+class StoredLayout(Protocol):
+    """How a checkpoint stores a tensor, if it is not as we do."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the checkpoint of a tensor that has `shape` here."""
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's tensor, with its elements where we have them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, RmsNorm
+from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.parameters import Parameter
 
@@ -18,6 +18,7 @@ class TorchOperations:
 
     def __init__(self, lora: LoraStore | None = None) -> None:
         self._lora = lora  # None: no row has an adapter
+        self.step_positions: torch.Tensor | None = None  # int64 [num_tokens] of the step; None: no part reads them
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
@@ -30,28 +31,42 @@ class TorchOperations:
         """Looks up a row of the table for each token."""
         return Residual(F.embedding(token_ids, table.data))
 
+    def positions(self, num_tokens: int) -> torch.Tensor:
+        """What `step_positions` was set to."""
+        assert self.step_positions is not None, "positions were not prepared for the step"
+        return self.step_positions[:num_tokens]
+
     def norm_linear(
-        self, residual: Residual, norm: RmsNorm, linear: Linear, out: torch.Tensor | None = None
+        self, residual: Residual, norm: Norm | None, linear: Linear, out: torch.Tensor | None = None
     ) -> tuple[Residual, torch.Tensor]:
         """Norm, then product; the residual stays as it is."""
-        return residual, self.linear(linear, norm.normalize(residual.hidden), out)
+        return residual, self.linear(linear, _normalized(residual, norm), out)
 
-    def norm_swiglu(self, residual: Residual, norm: RmsNorm, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
+    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
         """Norm, product, then SiLU(gate) * up."""
-        both = self.linear(gate_up, norm.normalize(residual.hidden))
+        both = self.linear(gate_up, _normalized(residual, norm))
         gate, up = both.split(gate_up.out_features // 2, dim=1)
         return residual, F.silu(gate) * up
 
-    def linear_add(self, residual: Residual, linear: Linear, x: torch.Tensor) -> Residual:
+    def linear_add(
+        self,
+        residual: Residual,
+        linear: Linear,
+        x: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
         """A new tensor: the residual plus the product."""
-        return Residual(residual.hidden + self.linear(linear, x))
+        change = self.linear(linear, x)
+        if norm is not None:
+            change = norm.normalize(change)
+        return Residual(residual.hidden + (change if multiplier == 1.0 else change * multiplier))
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
-        """Splits qkv, normalises the heads of q and k, and joins or writes them back."""
-        q_size, kv_size = norms.num_heads * norms.head_dim, norms.num_kv_heads * norms.head_dim
+        """Splits qkv, normalises q and k, and joins or writes them back."""
+        q_size, kv_size = norms.sizes
         q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
-        normed_q = norms.q.normalize(q.view(-1, norms.num_heads, norms.head_dim)).view(-1, q_size)
-        normed_k = norms.k.normalize(k.view(-1, norms.num_kv_heads, norms.head_dim)).view(-1, kv_size)
+        normed_q, normed_k = norms.normalize(q, k)
         if not is_in_place:
             return torch.cat([normed_q, normed_k, v], dim=1)
         q.copy_(normed_q)
@@ -66,10 +81,14 @@ class TorchOperations:
             self._lora.select(rows)
         return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
 
-    def logits(self, residual: Residual, norm: RmsNorm, lm_head: Linear) -> torch.Tensor:
+    def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:
         """Norm, then product, then to float32."""
         return self.linear(lm_head, norm.normalize(residual.hidden)).float()
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """Nothing is ever left to be added here."""
         return residual.hidden
+
+
+def _normalized(residual: Residual, norm: Norm | None) -> torch.Tensor:
+    return residual.hidden if norm is None else norm.normalize(residual.hidden)

@@ -21,6 +21,7 @@ from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files,
 from services.dense_worker.model.families import BUILDERS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.parameters import (
     Loaded,
     Source,
@@ -32,11 +33,6 @@ from services.dense_worker.model.parameters import (
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.layer import FLOATS
 
-# The tensors of a layer, except a constant that old files contain and the scales of a quantized KV cache.
-_LAYER_TENSOR = re.compile(
-    r"model\.layers\.(\d+)\.(?!.*(rotary_emb\.inv_freq|\.[qkv]_scale|\.[kv]_proj\.output_scale)$)"
-)
-_HEAD = "lm_head.weight"
 RANDOM_STD = 0.02
 _HASH_SAMPLES = 64
 _HASH_SAMPLE_BYTES = 4096
@@ -52,14 +48,16 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     `config.num_layers` are not read. Raises ModelError that names the file or tensor that is missing, damaged, or
     inconsistent with `config`.
     """
-    with open_checkpoint(path) as checkpoint:
+    names = NAMES[config.family]
+    head = f"{names.head}.weight"
+    with open_checkpoint(path, names.canonical) as checkpoint:
         weights = empty_weights(config, dtype, device)
         destinations = list(_destinations(weights))
         _check_names(path, config, checkpoint, [source for source, _ in destinations])
         for source, place in destinations:
             _fill(checkpoint, source, place)
-        has_tied_head = all(source.name != _HEAD for source, _ in destinations)
-        return _with_own_head(checkpoint, weights) if has_tied_head and _HEAD in checkpoint else weights
+        has_tied_head = all(source.name != head for source, _ in destinations)
+        return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
@@ -144,8 +142,8 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
     for name in checkpoint.names:
-        layer = _LAYER_TENSOR.match(name)
-        if name in known or not layer or int(layer[1]) >= config.num_layers:
+        layer = NAMES[config.family].layer_of(name)
+        if name in known or layer is None or layer >= config.num_layers:
             continue
         if not _is_empty_bias(config, checkpoint, name):
             raise ModelError(f"{checkpoint.file_of(name)} holds {name}, for which config.json has no place")
@@ -175,10 +173,10 @@ def _load(checkpoint: Checkpoint, stored: StoredTensor, device: torch.device) ->
     return None if name is None else Loaded(name, checkpoint.read(name, stored.dtypes, stored.shapes).to(device))
 
 
-def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights) -> ModelWeights:
+def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights, head: str) -> ModelWeights:
     """Unties an lm_head that differs from the embedding, whatever config.json says, as transformers does."""
     embed = weights.embedding.table.data
-    lm_head = torch.empty_like(embed).copy_(checkpoint.read(_HEAD, FLOATS, (tuple(embed.shape),)))
+    lm_head = torch.empty_like(embed).copy_(checkpoint.read(head, FLOATS, (tuple(embed.shape),)))
     if torch.equal(lm_head, embed):
         return weights
     return replace(weights, head=with_tensors(weights.head, tensors_by_name(weights.head) | {"lm_head": lm_head}))

@@ -87,7 +87,7 @@ def test_sizes_equal_the_parameters_transformers_builds(tmp_path: Path, family: 
     assert tuple(mlp.up_proj.weight.shape) == (config.intermediate_size, config.hidden_size)
     assert tuple(model.lm_head.weight.shape) == (config.vocab_size, config.hidden_size)
     assert config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert config.rms_norm_eps == model.model.norm.variance_epsilon
+    assert config.norm_eps == model.model.norm.variance_epsilon
     assert config.head_dim == attention.head_dim == config.rope.rotary_dim
 
 
@@ -253,11 +253,13 @@ def test_directory_in_place_of_config_json_is_an_error(tmp_path: Path) -> None:
 
 
 UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
-    ("gpt2", {}, "'gpt2', supported: llama, mistral, qwen2, qwen3"),
+    ("rwkv", {}, "'rwkv', supported: llama, mistral, qwen2, qwen3"),
     ("llama", {"model_type": None}, "None, supported: llama"),
     ("llama", {"model_type": ["llama"]}, "supported: llama"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Classification.*LlamaForCausalLM"),
-    ("llama", {"hidden_act": "gelu"}, "'gelu', supported: silu"),
+    ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which changes the computation"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts 8, which changes the computation.*'llama'"),
+    ("llama", {"hidden_act": "mish"}, "'mish', supported: silu"),
     ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm', supported: .*awq, gptq"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4,.*num_key_value_heads 3"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads 0,"),

@@ -20,15 +20,16 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.allocator import WeightAllocator, checkpoint_sources, sum_of_sizes
 from services.dense_worker.model.families import (
     BUILDERS,
+    build_decoder,
     build_embedding_table,
     build_head,
-    build_llama,
     build_normed_qkv,
     build_o,
 )
 from services.dense_worker.model.layer import DecoderLayer, Mlp
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter, parts_of_type, with_tensors
@@ -83,21 +84,22 @@ class ScaledEmbedding:
 
 
 def build_parallel(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
-    table, hidden = build_embedding_table(config, allocator), config.hidden_size
+    names, hidden = NAMES["llama"], config.hidden_size
+    table = build_embedding_table(config, allocator, names)
 
     def layer(prefix: str) -> DecoderLayer:
         up = (Projection(f"{prefix}.mlp.up_proj", config.intermediate_size),)
         down = (Projection(f"{prefix}.mlp.down_proj", hidden),)
         mlp = PlainMlp(
-            allocator.norm("post_norm", f"{prefix}.post_attention_layernorm", hidden, config.rms_norm_eps),
+            allocator.norm("post_norm", f"{prefix}.post_attention_layernorm", hidden, config.norm_eps),
             allocator.linear("up", hidden, up, Cut.OUT, has_bias=True),
             allocator.linear("down", config.intermediate_size, down, Cut.IN, has_bias=False),
         )
-        o = build_o(config, allocator, prefix)
-        return DecoderLayer(build_normed_qkv(config, allocator, prefix), ParallelResidual(o, mlp))
+        o = build_o(config, allocator, names, prefix)
+        return DecoderLayer(build_normed_qkv(config, allocator, names, prefix), ParallelResidual(o, mlp))
 
     layers = tuple(layer(f"model.layers.{i}") for i in range(config.num_layers))
-    return ModelWeights(ScaledEmbedding(table), layers, build_head(config, allocator, table))
+    return ModelWeights(ScaledEmbedding(table), layers, build_head(config, allocator, names, table))
 
 
 def parallel_formula(weights: ModelWeights, config: ModelConfig) -> torch.Tensor:
@@ -105,7 +107,7 @@ def parallel_formula(weights: ModelWeights, config: ModelConfig) -> torch.Tensor
     w = {name: tensor.double() for name, tensor in weights.named_tensors()}
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight
 
     x = w["embed"][TOKEN_IDS] * SCALE
     for i in range(config.num_layers):
@@ -207,7 +209,7 @@ def test_a_new_weight_format_needs_no_change_of_the_layer(
     plain_file = quantize_checkpoint(path)
 
     def build(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
-        return build_llama(config, ScaledAllocator(allocator.dtype, allocator.device))
+        return build_decoder(config, ScaledAllocator(allocator.dtype, allocator.device), NAMES["qwen2"])
 
     with monkeypatch.context() as patch:
         patch.setitem(BUILDERS, "qwen2", build)

@@ -1,0 +1,139 @@
+"""`ConfigFields`: a config.json as transformers understands it, which remembers the fields that a family has read.
+
+What a family has not read must not change what transformers computes: `check_all_understood` refuses such a field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PretrainedConfig
+
+from services.common.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Fields that some class of transformers declares and that do not change the logits of a loaded model: special tokens,
+# training, memory, other tasks, and how (not what) transformers computes.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *(field.name for field in dataclasses.fields(PretrainedConfig)),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("initializer_range", "init_std", "init_device", "use_cache", "cache_implementation", "pretraining_tp"),
+        *("slow_but_exact", "reorder_and_upcast_attn", "is_decoder", "torch_dtype", "model_type"),
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "max_window_layers"),
+        *("layerdrop", "dropout", "norm_type", "verbose", "image_token_index"),
+    }
+)
+_ENDINGS_WITHOUT_EFFECT = ("_dropout", "_pdrop")
+_PREFIXES_WITHOUT_EFFECT = ("summary_", "_")
+
+# Fields by which some family computes something else, with the values by which it does not. Classes of transformers
+# that do not declare such a field ignore it; a config.json that sets it describes another model than they compute.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "alibi": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "clip_qkv": (0,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "attention_multiplier": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "qk_layernorm": (False,),
+    "use_qk_norm": (False,),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    "kv_lora_rank": (),
+    "num_local_experts": (0, 1),
+    "num_experts": (0, 1),
+    "n_routed_experts": (0, 1),
+}
+
+
+class ConfigFields:
+    """The fields of one config.json. `path` is the model's directory, for messages and generation_config.json."""
+
+    def __init__(self, raw: Mapping[str, Any], hf: PretrainedConfig, path: Path) -> None:
+        """`raw` is the JSON object, `hf` what transformers made of it."""
+        self.raw, self.path = raw, path
+        self._hf = hf
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a field that the family's class declares."""
+        self._read |= {name, self._hf.attribute_map.get(name, name)}
+        return getattr(self._hf, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field; `default` if the class has no such field, or if it is null."""
+        self._read |= {name, self._hf.attribute_map.get(name, name)}
+        value = getattr(self._hf, name, None)
+        return default if value is None else value
+
+    def flag(self, name: str) -> bool:
+        """A field that is true or false. A class without it, and null, mean false."""
+        return bool(self.get(name, False))
+
+    def size(self, name: str) -> int:
+        """A field that is a whole number of at least 1."""
+        value = self.get(name)
+        if type(value) is not int or value < 1:
+            raise self.error(name, value, "expected a whole number of at least 1")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """A field that is a number above 0; `default` if it is missing or null."""
+        value = self.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(name, value, "expected a number above 0")
+        return float(value)
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Refuses a value other than these of a field that would change the computation."""
+        value = self.get(name)
+        if value is not None and value not in supported:
+            raise self.error(name, value, f"supported: {', '.join(map(str, supported)) or 'none'}")
+
+    def ignore(self, *names: str) -> None:
+        """Says of fields that transformers' class of this family does not use them."""
+        self._read |= set(names)
+
+    def error(self, name: str, value: Any, rest: str) -> ModelError:
+        """The error about a field, which names the directory and the value."""
+        return ModelError(f"{self.path} has {name} {value!r}, {rest}")
+
+    def check_all_understood(self) -> None:
+        """Refuses every field that was not read and may change the computation.
+
+        Such a field is declared by transformers' class and differs from the class's default, or it is known to change
+        the computation of another family.
+        """
+        declared = {field.name for field in dataclasses.fields(type(self._hf))}
+        default: PretrainedConfig | None = None
+        for name, value in self.raw.items():
+            if name in self._read or _has_no_effect(name):
+                continue
+            if name in declared:
+                default = default or type(self._hf)()
+                is_other = getattr(self._hf, name, None) != getattr(default, name, None)
+            else:
+                is_other = name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]
+            if is_other:
+                family = self._hf.model_type
+                raise self.error(name, value, f"which changes the computation and is not supported for {family!r}")
+
+
+def _has_no_effect(name: str) -> bool:
+    return (
+        name in _WITHOUT_EFFECT
+        or name.endswith(_ENDINGS_WITHOUT_EFFECT)
+        or name.startswith(_PREFIXES_WITHOUT_EFFECT)
+    )

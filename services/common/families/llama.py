@@ -1,0 +1,58 @@
+"""Llama and the families that are Llamas with other biases, norms of heads, windows or multipliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.common.families.base import read_base, read_window, windows_of_layers
+from services.common.families.fields import ConfigFields
+from services.common.families.shape import AttentionOptions, ModelConfig
+
+
+def read_llama(fields: ConfigFields) -> ModelConfig:
+    """Llama 1 to 3.3, and models published under its name: Yi, DeepSeek's dense ones, SmolLM and SmolLM2."""
+    fields.ignore("sliding_window")  # in some files by mistake; the class knows no windows
+    has_bias = fields.flag("attention_bias")
+    return replace(read_base(fields), qkv_bias=has_bias, o_bias=has_bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def read_mistral(fields: ConfigFields) -> ModelConfig:
+    """Mistral 7B to Mistral Small: one window for all layers, or none."""
+    config = read_base(fields)
+    return replace(config, sliding_windows=(read_window(fields),) * config.num_layers)
+
+
+def read_qwen2(fields: ConfigFields) -> ModelConfig:
+    """Qwen2 and Qwen2.5: biases of q, k and v; windows in some layers."""
+    fields.ignore("use_sliding_window")  # transformers has made `sliding_window` and `layer_types` of it
+    windows = windows_of_layers(fields, read_window(fields))
+    return replace(read_base(fields), qkv_bias=True, sliding_windows=windows)
+
+
+def read_qwen3(fields: ConfigFields) -> ModelConfig:
+    """Qwen3: norms of heads."""
+    has_bias = fields.flag("attention_bias")
+    return replace(read_qwen2(fields), qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
+
+
+def read_smollm3(fields: ConfigFields) -> ModelConfig:
+    """SmolLM3: some layers do not rotate."""
+    fields.ignore("use_sliding_window", "no_rope_layer_interval")  # the interval fills `no_rope_layers`
+    config = read_llama(fields)
+    rotates = fields["no_rope_layers"]  # 1 for a layer that does, whatever the name says
+    ropes = tuple(config.rope if each else None for each in rotates)
+    windows = windows_of_layers(fields, read_window(fields))
+    return replace(config, sliding_windows=windows, attention=AttentionOptions(layer_ropes=ropes))
+
+
+def read_granite(fields: ConfigFields) -> ModelConfig:
+    """Granite 3: four multipliers."""
+    config = read_llama(fields)
+    parts = replace(
+        config.parts,
+        embedding_multiplier=fields.number("embedding_multiplier"),
+        residual_multiplier=fields.number("residual_multiplier"),
+        logit_multiplier=1 / fields.number("logits_scaling"),
+    )
+    attention = AttentionOptions(scale=fields.number("attention_multiplier"))
+    return replace(config, parts=parts, attention=attention)

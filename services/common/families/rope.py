@@ -1,0 +1,94 @@
+"""Reads the parameters of rotary embeddings, for every kind of scaling that transformers has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from services.common.families.fields import ConfigFields
+from services.common.families.shape import RopeConfig
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+def read_rope(fields: ConfigFields, head_dim: int, *, allows_partial: bool = False) -> RopeConfig:
+    """The one rotary embedding of a model; `allows_partial`: it may turn only the first dimensions of each head."""
+    fields.ignore("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    return parse_rope(fields, fields["rope_parameters"], head_dim, allows_partial=allows_partial)
+
+
+def no_rope(fields: ConfigFields, head_dim: int) -> RopeConfig:
+    """Stands in `ModelConfig.rope` of a model that never rotates; its `layer_ropes` are all None."""
+    return RopeConfig("default", 1e4, head_dim, fields.size("max_position_embeddings"))
+
+
+def parse_rope(
+    fields: ConfigFields, parameters: dict[str, Any], head_dim: int, *, allows_partial: bool = False
+) -> RopeConfig:
+    """One rotary embedding from transformers' `rope_parameters`."""
+    max_position_embeddings = fields.size("max_position_embeddings")
+    rope_type = parameters.get("rope_type")
+    if rope_type not in ROPE_TYPES:
+        raise fields.error("rope_type", rope_type, f"supported: {', '.join(ROPE_TYPES)}")
+    rotary_dim = _rotary_dim(fields, parameters.get("partial_rotary_factor", 1.0), head_dim, allows_partial)
+
+    def number(name: str, default: float | None = None) -> float | None:
+        value = parameters.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise fields.error(f"rope parameter {name}", value, "expected a number above 0")
+        return value
+
+    def factors(name: str) -> tuple[float, ...] | None:
+        if rope_type != "longrope":
+            return None
+        values, count = parameters.get(name), rotary_dim // 2
+        is_list = isinstance(values, list) and len(values) == count
+        if not is_list or not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
+            raise fields.error(f"rope parameter {name}", values, f"expected {count} numbers above 0")
+        return tuple(float(value) for value in values)
+
+    theta = number("rope_theta")
+    if theta is None:
+        raise fields.error("rope_theta", None, "expected a number above 0")
+    original = number("original_max_position_embeddings")
+    if original is None and rope_type in ("yarn", "longrope", "llama3"):
+        raise fields.error("rope_type", rope_type, "and no original_max_position_embeddings")
+    implied_factor = 1.0 if original is None else max_position_embeddings / original
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if rope_type == "llama3" and not (low and high and low < high):
+        raise fields.error("low_freq_factor", low, f"and high_freq_factor {high}, expected low < high")
+    if parameters.get("llama_4_scaling_beta"):
+        raise fields.error("llama_4_scaling_beta", parameters["llama_4_scaling_beta"], "supported: none")
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=float(theta),
+        rotary_dim=rotary_dim,
+        max_position_embeddings=max_position_embeddings,
+        factor=float(number("factor", implied_factor)),
+        original_max_position_embeddings=original,
+        attention_factor=number("attention_factor"),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        mscale=number("mscale"),
+        mscale_all_dim=number("mscale_all_dim"),
+        truncate=bool(parameters.get("truncate", True)),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        short_factor=factors("short_factor"),
+        long_factor=factors("long_factor"),
+    )
+
+
+def _rotary_dim(fields: ConfigFields, factor: Any, head_dim: int, allows_partial: bool) -> int:
+    """The number of rotated dimensions: an even part of the head."""
+    if factor == 1.0:
+        return head_dim
+    if not allows_partial:
+        raise fields.error("partial_rotary_factor", factor, "supported: 1.0")
+    rotary_dim = int(head_dim * factor) if isinstance(factor, int | float) and 0 < factor < 1 else 0
+    if rotary_dim < 2 or rotary_dim % 2:
+        wanted = f"expected an even number of rotated dimensions of the head's {head_dim}"
+        raise fields.error("partial_rotary_factor", factor, wanted)
+    return rotary_dim

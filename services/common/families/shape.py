@@ -1,0 +1,150 @@
+"""`ModelConfig`: the shape of a model and the parts of its layers, as both workers use them. Only plain values."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, replace
+
+from services.common.quantization.schemes import QuantizationConfig
+
+
+class NormKind(enum.StrEnum):
+    """The formula of a model's norms."""
+
+    RMS = "rms"  # x / rms(x) * weight
+    RMS_PLUS_ONE = "rms_plus_one"  # x / rms(x) * (1 + weight), in float32
+    LAYER = "layer"  # (x - mean(x)) / std(x) * weight + bias
+    LAYER_NO_BIAS = "layer_no_bias"
+
+
+class Activation(enum.StrEnum):
+    """The function between the projections of an MLP."""
+
+    SILU = "silu"
+    GELU = "gelu"  # by the error function
+    GELU_TANH = "gelu_tanh"  # its approximation by tanh
+    RELU = "relu"
+
+
+class ResidualKind(enum.StrEnum):
+    """What the MLP of a layer gets."""
+
+    SEQUENTIAL = "sequential"  # the sum of the layer's input and attention's output
+    PARALLEL = "parallel"  # the layer's input, as attention does
+
+
+class QkNormKind(enum.StrEnum):
+    """What the norms of q and k cover, if a model has them."""
+
+    HEADS = "heads"  # each head by itself, all with one weight [head_dim]
+    OWN_HEADS = "own_heads"  # each head by itself and with its own weight: [num_heads, head_dim]
+    ALL_HEADS = "all_heads"  # all heads together: [num_heads * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """All parameters of the rotary tables. A parameter that the rope_type does not have is `None`."""
+
+    rope_type: str  # one of `services.common.families.rope.ROPE_TYPES`
+    theta: float
+    rotary_dim: int  # the first dimensions of each head, which are rotated; there are rotary_dim // 2 frequencies
+    max_position_embeddings: int
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None  # yarn, longrope, llama3
+    attention_factor: float | None = None  # yarn, longrope; None: derived from the factor
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: whether the ramp starts and ends at whole dimensions
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    short_factor: tuple[float, ...] | None = None  # longrope, [rotary_dim // 2]
+    long_factor: tuple[float, ...] | None = None  # longrope, [rotary_dim // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How attention differs from that of Llama. The attention worker computes all of it."""
+
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
+    alibi_slopes: tuple[float, ...] = ()  # per q head: slope * (j - i) is added to the scaled score; empty: no ALiBi
+    rotates_pairs: bool = False  # RoPE turns dimensions (2d, 2d + 1), not (d, d + rotary_dim / 2)
+    layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """How the dense parts differ from those of Llama."""
+
+    norm: NormKind = NormKind.RMS
+    activation: Activation = Activation.SILU
+    is_gated: bool = True  # the MLP is down(activation(gate(x)) * up(x)); if False, down(activation(up(x)))
+    residual: ResidualKind = ResidualKind.SEQUENTIAL
+    shares_norm: bool = False  # parallel residual: attention and the MLP read the same normalised input
+    has_norms_before: bool = True  # of attention and of the MLP: x + f(norm(x))
+    has_norms_after: bool = False  # x + norm(f(x)); with both, x + norm(f(norm(x)))
+    qk_norm: QkNormKind = QkNormKind.HEADS  # used if `ModelConfig.qk_norm`
+    num_learned_positions: int = 0  # rows of a table that is added to the embedding; 0: none
+    learned_position_offset: int = 0  # the row of position 0
+    has_embedding_norm: bool = False  # the embedding is normalised before layer 0
+    head_bias: bool = False
+    embedding_multiplier: float = 1.0  # rounded to the model's dtype
+    residual_multiplier: float = 1.0  # of what attention and the MLP add to the residual
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None  # logits z become softcap * tanh(z / softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes (in elements) and variants of a decoder-only model of a supported family."""
+
+    family: str  # key of `services.common.families.registry.FAMILIES`
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # norms of q and k after the projection
+    sliding_windows: tuple[int | None, ...]  # per layer; token i sees token j iff 0 <= i - j < window
+    max_position_embeddings: int
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...]  # any of these ends an answer; may be empty
+    checkpoint_dtype: str  # element type of the unquantized weights in the files, as torch names it
+    parts: LayerParts = LayerParts()
+    attention: AttentionOptions = AttentionOptions()
+    quantization: QuantizationConfig | None = None  # of the linear layers; only the dense worker needs it
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of all fields but the quantization: equal in two processes that run the same model."""
+        return hashlib.blake2b(repr(replace(self, quantization=None)).encode(), digest_size=16).hexdigest()
+
+    @property
+    def attn_size(self) -> int:
+        """Width of all q heads, and of the attention output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all k heads; the v heads are as wide."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of the merged projection: q heads, then k heads, then v heads."""
+        return self.attn_size + 2 * self.kv_size
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotary embedding of each layer; None: the layer does not rotate."""
+        return self.attention.layer_ropes or (self.rope,) * self.num_layers
