@@ -10,6 +10,7 @@ import torch
 
 from services.common.config import AttentionSection
 from services.common.errors import ConfigError
+from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 
 BackendName = Literal["torch", "triton", "flashinfer"]
@@ -40,8 +41,26 @@ def _check(name: BackendName, model: ResolvedModel) -> None:
     if is_on_cpu != (name == "torch"):
         needed = "a CUDA device" if is_on_cpu else "the CPU alone"
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
+    if name != "torch":
+        _check_options(name, model.config)
     if name == "flashinfer":
         _check_flashinfer(model)
+
+
+def _check_options(name: BackendName, config: ModelConfig) -> None:
+    """Refuses by name what the model's attention needs and the kernels cannot do."""
+    options, ropes = config.attention, set(config.layer_ropes)
+    needed = {
+        "a soft cap of scores": options.softcap is not None,
+        "ALiBi": bool(options.alibi_slopes),
+        "a scale of scores of its own": options.scale is not None,
+        "rotation of neighbouring pairs": options.rotates_pairs,
+        "another rotary embedding in some layers": len(ropes) > 1 or None in ropes,
+        "rotation of a part of each head": any(rope and rope.rotary_dim != config.head_dim for rope in ropes),
+    }
+    missing = [what for what, is_needed in needed.items() if is_needed]
+    if missing:
+        raise ConfigError(f"the kernels of {name!r} lack what {config.family!r} needs: {', '.join(missing)}")
 
 
 def _check_flashinfer(model: ResolvedModel) -> None:

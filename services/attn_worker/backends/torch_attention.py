@@ -38,6 +38,21 @@ class _Group:
     masks: dict[int | None, torch.Tensor | None]  # by window; see _masks
 
 
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """RoPE of a step's rows, in place: each dimension times cos, plus its partner times sin."""
+
+    heads: torch.Tensor  # [num_rows, heads of q and k, rotary_dim], a view
+    swapped: tuple[torch.Tensor, torch.Tensor]  # views, which side by side are the partners of the dimensions
+    cos: torch.Tensor  # [num_rows, 1, rotary_dim]
+    sin: torch.Tensor  # negative for the first dimension of each pair
+    has_pairs: bool  # partners are next to each other, not half a head apart
+
+    def apply(self) -> None:
+        partners = torch.stack(self.swapped, dim=-1).flatten(-2) if self.has_pairs else torch.cat(self.swapped, dim=-1)
+        self.heads.mul_(self.cos).addcmul_(partners, self.sin)
+
+
 class TorchAttention:
     """An AttentionBackend for any torch device, in float32, bfloat16 or float16.
 
@@ -61,7 +76,9 @@ class TorchAttention:
         self._block_size = spec.block_size
         self._dtype = dtype
         self._device = device
-        self._rope = RotaryEmbedding(config.rope, max_model_len, device)
+        ropes = {rope for rope in config.layer_ropes if rope is not None}
+        self._ropes = {rope: RotaryEmbedding(rope, max_model_len, device) for rope in ropes}
+        self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
         self._windows = set(spec.windows)
         self._is_converted = spec.dtype != dtype
         self._cache = spec.allocate(spec.token_major_shape, device)
@@ -77,20 +94,16 @@ class TorchAttention:
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
         config, num_rows = self._config, len(step.positions)
-        cos, sin = self._rope(self._to_device(step.positions), self._to_device(step.rope_lens))
-        cos, sin = cos[:, None].to(self._dtype), sin[:, None].to(self._dtype)
-        self._cos = torch.cat((cos, cos), dim=-1)  # [num_rows, 1, rotary_dim]
-        self._sin = torch.cat((-sin, sin), dim=-1)
         self._slots = self._to_device(step.slot_mapping)
-
         self._qkv = self._workspace("qkv", num_rows, config.qkv_size)
         self._query = self._qkv[:, : config.attn_size]
         self._key_value = self._qkv[:, config.attn_size :]
-        rotated = self._qkv[:, : config.attn_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
-        self._rotated = rotated[..., : config.rope.rotary_dim]  # the q and k heads
-        first_half, second_half = self._rotated.chunk(2, dim=-1)
-        self._swapped_halves = (second_half, first_half)
-
+        heads = self._qkv[:, : config.attn_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
+        positions, rope_lens = self._to_device(step.positions), self._to_device(step.rope_lens)
+        self._rotations = {
+            rope: self._rotation(heads[..., : rope.rotary_dim], *embedding(positions, rope_lens))
+            for rope, embedding in self._ropes.items()
+        }
         groups = build_padded_groups(step.num_tokens, step.context_lens)
         self._groups = [self._prepare(group, step.block_tables) for group in groups]
 
@@ -99,8 +112,9 @@ class TorchAttention:
         # This copy has no NaN or infinity. In the cache they would spread through the masked padding to every sequence
         # that later owns the block. The dense stroke's residual still carries them.
         torch.nan_to_num(qkv, 0.0, 0.0, 0.0, out=self._qkv)
-        swapped = torch.cat(self._swapped_halves, dim=-1)
-        self._rotated.mul_(self._cos).addcmul_(swapped, self._sin)
+        rope = self._config.layer_ropes[layer]
+        if rope is not None:
+            self._rotations[rope].apply()
         key_value = self._key_value
         if self._is_converted:
             key_value = key_value.to(self._spec.dtype).nan_to_num_()  # what is beyond its range becomes its largest
@@ -120,17 +134,10 @@ class TorchAttention:
         if group.max_tokens == 1:
             # The q heads of a kv head are passed as query positions, so keys and values need not be repeated.
             query = query.view(group_size, num_kv_heads, -1, head_dim)
-            attended = scaled_dot_product_attention(query, group.keys, group.values, attn_mask=mask)
+            attended = self._attention(query, group.keys, group.values, mask)
         else:
             query = query.view(group_size, group.max_tokens, -1, head_dim).transpose(1, 2)
-            attended = scaled_dot_product_attention(
-                query,
-                group.keys,
-                group.values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=query.shape[1] > num_kv_heads,
-            ).transpose(1, 2)
+            attended = self._attention(query, group.keys, group.values, mask, is_causal=mask is None).transpose(1, 2)
         if is_slice:
             out[group.rows].view(attended.shape).copy_(attended)
         else:
@@ -138,6 +145,50 @@ class TorchAttention:
             if group.valid is not None:
                 attended = attended.index_select(0, group.valid)
             out.index_copy_(0, group.out_rows, attended)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """query [group_size, heads, queries, head_dim], mask as by `_masks` -> the same shape as query."""
+        options, has_groups = self._config.attention, query.shape[1] > keys.shape[1]
+        if options.softcap is None:
+            return scaled_dot_product_attention(
+                query,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=is_causal,
+                scale=options.scale,
+                enable_gqa=has_groups,
+            )
+        if has_groups:
+            repeats = query.shape[1] // keys.shape[1]
+            keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))
+        scale = options.scale or query.shape[-1] ** -0.5
+        scores = query.float() @ keys.float().transpose(-1, -2) * scale
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+        if is_causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self._device).triu(1)
+            scores = scores.masked_fill_(hidden, float("-inf"))
+        elif mask is not None:
+            scores += mask
+        return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
+
+    def _rotation(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> _Rotation:
+        """heads: a view [num_rows, num_heads, rotary_dim]; cos, sin float32 [num_rows, rotary_dim / 2]."""
+        cos, sin = cos[:, None].to(self._dtype), sin[:, None].to(self._dtype)
+        if self._config.attention.rotates_pairs:
+            swapped = (heads[..., 1::2], heads[..., 0::2])
+            return _Rotation(
+                heads, swapped, cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(2), True
+            )
+        first, second = heads.chunk(2, dim=-1)
+        return _Rotation(heads, (second, first), torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False)
 
     def _prepare(self, group: PaddedGroup, block_tables: np.ndarray) -> _Group:
         config, (group_size, max_tokens) = self._config, group.rows.shape
@@ -168,13 +219,15 @@ class TorchAttention:
     def _masks(self, group: PaddedGroup) -> dict[int | None, torch.Tensor | None]:
         """The mask to add to the scores, [group_size, 1, max_tokens, max_context], by distinct window.
 
-        None if a single token sees everything, or if a first chunk only needs the causal triangle.
+        With ALiBi it has all heads: [group_size, num_heads, max_tokens, max_context], or for single tokens
+        [group_size, num_kv_heads, heads of a group, max_context]. None if a single token sees everything, or if a first
+        chunk only needs the causal triangle.
         """
         is_unpadded = bool((group.query_positions == group.max_context - 1).all())
         masks: dict[int | None, torch.Tensor | None] = {}
         for window in self._windows:
             has_window = window is not None and window < group.max_context
-            if not has_window and (group.is_causal or is_unpadded):
+            if not has_window and (group.is_causal or is_unpadded) and not len(self._slopes):
                 masks[window] = None
                 continue
             queries = self._to_device(group.query_positions).int()[:, None, :, None]
@@ -182,6 +235,12 @@ class TorchAttention:
             is_hidden = distance < 0
             if has_window:
                 is_hidden |= distance >= window
+            if len(self._slopes):
+                mask = (self._slopes[:, None, None] * -distance).masked_fill_(is_hidden, float("-inf")).to(self._dtype)
+                if mask.shape[2] == 1:
+                    mask = mask.view(len(mask), self._config.num_kv_heads, -1, group.max_context)
+                masks[window] = mask
+                continue
             mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=self._device)
             masks[window] = mask.masked_fill_(is_hidden, float("-inf"))
         return masks

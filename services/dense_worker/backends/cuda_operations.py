@@ -155,7 +155,7 @@ class CudaOperations:
         return Residual(hidden)
 
     def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:
-        """Adds the delta to the residual in place and writes the normalised sum to `out`; torch's kernels if not RMS."""
+        """Adds the delta to the residual in place, and writes the normalised sum to `out`."""
         hidden, delta = residual
         if type(norm) is RmsNorm:
             add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, out)

@@ -18,7 +18,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def make_model(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> ResolvedModel:
     model = resolve_model(ModelSection(), "cpu")
-    config = dataclasses.replace(model.config, head_dim=head_dim)
+    rope = dataclasses.replace(model.config.rope, rotary_dim=head_dim)
+    config = dataclasses.replace(model.config, head_dim=head_dim, rope=rope)
     return dataclasses.replace(model, config=config, device=device, dtype=dtype)
 
 
