@@ -78,7 +78,7 @@ class WeightAllocator:
                 f"{self._quantization.method} quantizes projections in different ways that are computed as one: {found}"
             )
         if schemes[0] is not None and (reordered := [each.name for each in merged_from if each.layout is not None]):
-            raise ModelError(f"{self._quantization.method} is not supported for {reordered[0]}, whose rows are reordered")
+            raise ModelError(f"{self._quantization.method} is not supported for {reordered[0]}, whose rows move")
         return schemes[0]
 
 

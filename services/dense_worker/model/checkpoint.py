@@ -27,7 +27,8 @@ class Checkpoint:
         for file in files:
             with _naming(file):
                 handle = opened.enter_context(safe_open(file, framework="pt"))
-                self._files |= {canonical(name): (file, handle, name) for name in handle.keys()}
+                names = handle.keys()
+                self._files |= {canonical(name): (file, handle, name) for name in names}
 
     @property
     def names(self) -> Sequence[str]:
