@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from services.common.config import Config, DenseSection, ModelSection, SchedulerSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import load_model_config
+from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel
 from services.dense_worker import build as dense_build
 from services.dense_worker.backends import select
@@ -134,6 +136,15 @@ def test_the_error_names_what_tensorrt_is_missing(
     with pytest.raises(
         ConfigError, match=r"runs on a CUDA device.*'cpu'; TensorRT is not installed: `pip install"
     ):
+        machine.select(backend="tensorrt")
+
+
+def test_quantized_weights_run_by_torch_beside_tensorrt(machine: Machine) -> None:
+    machine.config = replace(machine.config, quantization=on_the_fly_fp8())
+    with structlog.testing.capture_logs() as logs:
+        assert machine.select(backend="auto").name == "torch"
+    assert "quantized weights (fp8 on the fly)" in logs[0]["reason"]
+    with pytest.raises(ConfigError, match=r"dense\.backend is 'tensorrt', but quantized weights \(fp8 on the fly\)"):
         machine.select(backend="tensorrt")
 
 
