@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.quote import DEFAULTS, STRICT, quote
 from services.grammar.structural_tag import lower_structural_tag, origin_of
@@ -56,6 +57,7 @@ def _lower_schema(text: str) -> str:
     if text.strip() == "false":
         raise FormError("nothing is valid against the schema false")
     text = "{}" if text.strip() == "true" else text
+    check_ends(text)
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=DEFAULTS, overrides=STRICT)
     except ValueError as error:

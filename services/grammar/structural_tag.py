@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.quote import DEFAULTS, STRICT, quote
 
@@ -129,7 +130,9 @@ class _Rules:
             raise FormError("the schema of a structural tag must be an object or true")
         options = schema.get("x-guidance")
         schema = {**schema, "x-guidance": {**DEFAULTS, **(options if isinstance(options, dict) else {}), **STRICT}}
-        return self._rule(f"%json {json.dumps(schema, ensure_ascii=False)}", "json")
+        text = json.dumps(schema, ensure_ascii=False)
+        check_ends(text)
+        return self._rule(f"%json {text}", "json")
 
     def regex(self, format_: dict[str, Any]) -> str:
         from llguidance import regex_to_lark

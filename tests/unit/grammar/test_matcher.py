@@ -125,7 +125,8 @@ LEAVES = st.one_of(
     st.builds(lambda low, n: {"type": "string", "minLength": low, "maxLength": low + n}, st.integers(0, 5),
               st.integers(0, 5)),
     st.builds(lambda pattern: {"type": "string", "pattern": pattern},
-              st.sampled_from([r"^[a-c]+$", r"^\d{2,4}$", "x", "^(a|bb)*$", r"^\S+@\w+$"])),
+              # Python counts the control characters 1c to 1f as spaces, which neither Rust nor ECMAScript does.
+              st.sampled_from([r"^[a-c]+$", r"^\d{2,4}$", "x", "^(a|bb)*$", r"^[^\s\x00-\x1f]+@\w+$"])),
     st.builds(lambda name: {"type": "string", "format": name},
               st.sampled_from(["date", "time", "date-time", "uuid", "ipv4", "email"])),
     st.builds(lambda values: {"enum": values},

@@ -1,0 +1,157 @@
+"""Finds JSON Schemas that no finite text satisfies, such as an object that requires itself as a property.
+
+llguidance accepts them, and an answer would only end at `max_tokens`. For each subschema we look for the types of JSON
+that a finite valid value can have. These sets grow from nothing until no subschema adds a type: a least fixpoint, as it
+finds the symbols of a grammar that derive a text. It is an upper bound: a schema without any type has no finite value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from services.grammar.form_error import FormError
+
+_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_NONE: frozenset[str] = frozenset()
+
+
+def check_ends(text: str) -> None:
+    """Raises `FormError` for a schema, as JSON text, that only an endless text satisfies."""
+    if '"$ref"' not in text:
+        return  # only references make a schema endless
+    try:
+        root = json.loads(text)
+    except (ValueError, RecursionError):
+        return  # whoever compiles it says what is wrong
+    endless = _EndlessSchemas(root).first()
+    if endless is not None:
+        raise FormError(
+            f"only an endless text is valid against the schema: {json.dumps(endless)[:100]} requires itself for ever"
+        )
+
+
+class _EndlessSchemas:
+    """The subschemas of a schema, and the types that their finite values can have. Schemas are known by identity."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._types: dict[int, frozenset[str]] = {}
+        self._schemas: list[dict[str, Any]] = []  # all that matter, each before those that it names
+        open_ = [root]
+        while open_:
+            schema = open_.pop()
+            if isinstance(schema, dict) and id(schema) not in self._types:
+                self._types[id(schema)] = _NONE
+                self._schemas.append(schema)
+                open_ += self._named_by(schema)
+        while self._grow():
+            pass
+
+    def first(self) -> dict[str, Any] | None:
+        """The first reference on the way from the root that no finite value satisfies; None if the root has one."""
+        if self._of(self._root):
+            return None
+        return next((each for each in self._schemas if "$ref" in each and not self._of(each)), None)
+
+    def _grow(self) -> bool:
+        has_grown = False
+        for schema in reversed(self._schemas):
+            types = self._find(schema)
+            has_grown |= types != self._types[id(schema)]
+            self._types[id(schema)] = types
+        return has_grown
+
+    def _of(self, schema: Any) -> frozenset[str]:
+        if isinstance(schema, dict):
+            return self._types[id(schema)]
+        return _NONE if schema is False else _TYPES
+
+    def _named_by(self, schema: dict[str, Any]) -> Iterator[Any]:
+        if "$ref" in schema:
+            yield self._target(schema["$ref"])
+        for key in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+            yield from _list(schema.get(key))
+        for key in ("properties", "patternProperties"):
+            yield from _dict(schema.get(key)).values()
+        yield from (schema.get(key) for key in ("items", "additionalItems", "additionalProperties"))
+
+    def _target(self, reference: Any) -> Any:
+        """What a reference within the document names; True, which ends, for any other."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return True
+        target = self._root
+        for part in unquote(reference[1:]).split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, dict) and key in target:
+                target = target[key]
+            elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
+            else:
+                return True
+        return target
+
+    def _find(self, schema: dict[str, Any]) -> frozenset[str]:
+        """The types of a schema's finite values, by what is known of those that it names."""
+        types = _declared(schema)
+        if "$ref" in schema:
+            types &= self._of(self._target(schema["$ref"]))
+        for each in _list(schema.get("allOf")):
+            types &= self._of(each)
+        for key in ("anyOf", "oneOf"):
+            if options := _list(schema.get(key)):
+                types &= _NONE.union(*map(self._of, options))
+        if "object" in types and not self._has_object(schema):
+            types -= {"object"}
+        if "array" in types and not self._has_array(schema):
+            types -= {"array"}
+        return types
+
+    def _has_object(self, schema: dict[str, Any]) -> bool:
+        properties, patterns = _dict(schema.get("properties")), _dict(schema.get("patternProperties"))
+        others = schema.get("additionalProperties", True)
+        for name in _list(schema.get("required")):
+            rules = [rule for pattern, rule in patterns.items() if _matches(pattern, name)]
+            rules += [properties[name]] if name in properties else []
+            if not all(map(self._of, rules or [others])):
+                return False
+        if self._of(others) or any(map(self._of, patterns.values())):
+            return True
+        return _count(schema.get("minProperties")) <= sum(1 for each in properties.values() if self._of(each))
+
+    def _has_array(self, schema: dict[str, Any]) -> bool:
+        first, rest = _list(schema.get("prefixItems")), schema.get("items", True)
+        if isinstance(rest, list):  # as before draft 2020-12
+            first, rest = rest, schema.get("additionalItems", True)
+        min_items = _count(schema.get("minItems"))
+        return all(map(self._of, first[:min_items])) and (min_items <= len(first) or bool(self._of(rest)))
+
+
+def _declared(schema: dict[str, Any]) -> frozenset[str]:
+    if "const" in schema or "enum" in schema:
+        return _TYPES  # values are finite
+    given = schema.get("type")
+    names: Iterable[Any] = [given] if isinstance(given, str) else given if isinstance(given, list) else _TYPES
+    return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+
+
+def _matches(pattern: str, name: Any) -> bool:
+    try:
+        return isinstance(name, str) and re.search(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any) -> int:
+    return int(value) if isinstance(value, int | float) else 0
