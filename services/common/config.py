@@ -308,6 +308,8 @@ class Config(Section):
             raise ValueError("peers.tls_certificate, peers.tls_key and peers.tls_ca belong together")
         if (self.gateway.lora_modules or self.gateway.lora_directory) and not self.dense.max_loras:
             raise ValueError("gateway.lora_modules and gateway.lora_directory need dense.max_loras of at least 1")
+        if self.gateway.lora_directory is not None and not self.gateway.lora_directory.is_dir():
+            raise ValueError(f"gateway.lora_directory {str(self.gateway.lora_directory)!r} is not a directory")
         if not model.path.is_dir():
             raise ValueError(f"model.path {str(model.path)!r} is not a directory")
         addresses = [self.gateway.address, self.gateway.http_address, self.dense.address, self.attention.address]

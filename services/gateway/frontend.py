@@ -14,6 +14,7 @@ from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.access.logits_budget import LogitsBudget, max_num_logits
+from services.gateway.adapters import Adapters
 from services.gateway.generation import Generation
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
@@ -62,11 +63,13 @@ class Frontend:
         max_request_logprobs: int,
         form_trials: FormTrials,
         logits_budget: LogitsBudget,
+        adapters: Adapters,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.journal = journal
+        self.adapters = adapters
         self.access = access
         self._max_n = max_n
         self._max_logprobs = max_logprobs
@@ -168,7 +171,7 @@ class Frontend:
 
         Each text counts as one of the caller's requests, as in `detokenize`; tokens do not count.
         """
-        self._count_requests(len(messages), caller)
+        self.count_requests(len(messages), caller)
         lists = []
         for message in messages:
             check_counts(message)
@@ -183,7 +186,7 @@ class Frontend:
         self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
     ) -> list[str]:
         """The texts of lists of at most max_model_len token ids; `field` names them in error messages."""
-        self._count_requests(len(lists), caller)
+        self.count_requests(len(lists), caller)
         limits = self.limits
         texts = []
         for token_ids in lists:
@@ -196,7 +199,8 @@ class Frontend:
             await asyncio.sleep(0)
         return texts
 
-    def _count_requests(self, count: int, caller: Caller) -> None:
+    def count_requests(self, count: int, caller: Caller) -> None:
+        """Counts requests towards the caller's limit. Raises `RateLimited`."""
         try:
             caller.usage.count_requests(count)
         except TwostrokeError as error:

@@ -1,20 +1,22 @@
-"""The names that clients may use for the served model."""
+"""The names that clients may use for the served model and its adapters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.config import MAX_MODEL_NAME_CHARACTERS
 from services.common.errors import InvalidRequest, UnknownModel
+from services.lora.adapter import Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The names of the one model that is served."""
+    """The names of the one model that is served, and its adapters."""
 
     names: tuple[str, ...]  # at least one
     accepts_any: bool  # whether any other name also means this model
     root: str  # the model's directory, which /v1/models shows
+    adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; `Adapters` changes it
 
     @property
     def first(self) -> str:
@@ -23,7 +25,7 @@ class ModelNames:
 
     def check(self, name: str) -> None:
         """Accepts a name; empty means the first. Raises `UnknownModel`, or `InvalidRequest` if the name is too long."""
-        if not name or name in self.names:
+        if not name or name in self.names or name in self.adapters:
             return
         if len(name) > MAX_MODEL_NAME_CHARACTERS:
             raise InvalidRequest(

@@ -162,6 +162,7 @@ async def read_request(
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
         priority=message.priority if message.HasField("priority") else None,
+        adapter=limits.names.adapters.get(message.model),
         user=message.user,
         traceparent=message.traceparent,
         parsing=parsing,

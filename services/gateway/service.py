@@ -10,11 +10,12 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config, api_keys_of_environment
 from services.common.errors import PeerError
-from services.common.model_config import load_model_config
+from services.common.model_config import ModelConfig, load_model_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.logits_budget import LogitsBudget
 from services.gateway.access.reception import Reception
+from services.gateway.adapters import Adapters
 from services.gateway.frontend import Frontend
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
@@ -90,7 +91,8 @@ class Gateway:
         self._dense = DensePool(
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
-        frontend = self._make_frontend(tokenizer, model_config.eos_token_ids, tracer)
+        frontend = self._make_frontend(tokenizer, model_config, tracer)
+        await frontend.adapters.load_configured(section.lora_modules)
         await self._listen(frontend)
 
     async def run(self) -> None:
@@ -125,14 +127,14 @@ class Gateway:
         pool_metrics = PoolMetrics(worker_load, frontend.names.first)
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
-        app = build_app(frontend, section, self._registry, worker_load, triton)
+        app = build_app(frontend, section, self._registry, worker_load, triton, siblings)
         http_server = HttpServer(app, section, tls, shares_port=self._options.shares_ports)
         self._opened.push_async_callback(http_server.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))
         self._http_address = await http_server.start()
 
-    def _make_frontend(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], tracer: Tracer) -> Frontend:
+    def _make_frontend(self, tokenizer: Tokenizer, model_config: ModelConfig, tracer: Tracer) -> Frontend:
         section, model = self._section, self._config.model
         names = ModelNames(
             tuple(dict.fromkeys(section.served_model_names)) or (model.name or model.path.resolve().name,),
@@ -141,7 +143,7 @@ class Gateway:
         )
         return Frontend(
             names,
-            eos_token_ids,
+            model_config.eos_token_ids,
             section.max_n,
             section.max_logprobs,
             section.strict_max_tokens,
@@ -157,6 +159,7 @@ class Gateway:
             section.max_request_logprobs,
             self._form_trials,
             LogitsBudget(section.max_logits_bytes),
+            Adapters(names, model_config, self._config.dense.max_lora_rank, section.lora_directory),
         )
 
     def _make_server(

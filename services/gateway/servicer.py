@@ -21,6 +21,7 @@ from services.gateway.link.logits import BYTES_PER_LOGIT, Logits
 from services.gateway.siblings import Siblings
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
+from services.lora.adapter import encode_adapter
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
@@ -115,7 +116,32 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             eos_token_ids=self._frontend.eos_token_ids,
             weights_hash=model.weights_hash,
             version=__version__,
+            adapters=map(encode_adapter, self._frontend.adapters.loaded.values()),
         )
+
+    async def LoadAdapter(
+        self, request: gateway_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.LoadAdapterResponse:
+        """Loads an adapter in all gateway processes."""
+        self._frontend.count_requests(1, current_caller())
+        adapter = await self._frontend.adapters.load(request.name, request.path, replaces=request.replaces)
+        await self._siblings.pass_on(
+            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).LoadAdapter(request, **options),
+            context.invocation_metadata() or (),
+        )
+        return gateway_pb2.LoadAdapterResponse(adapter=encode_adapter(adapter))
+
+    async def UnloadAdapter(
+        self, request: gateway_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.UnloadAdapterResponse:
+        """Forgets an adapter in all gateway processes."""
+        self._frontend.count_requests(1, current_caller())
+        self._frontend.adapters.unload(request.name)
+        await self._siblings.pass_on(
+            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).UnloadAdapter(request, **options),
+            context.invocation_metadata() or (),
+        )
+        return gateway_pb2.UnloadAdapterResponse()
 
     async def _start(
         self, message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext

@@ -64,6 +64,16 @@ class GatewayStub:
                 request_serializer=gateway__pb2.ModelInfoRequest.SerializeToString,
                 response_deserializer=gateway__pb2.ModelInfoResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/twostroke.v1.Gateway/LoadAdapter',
+                request_serializer=gateway__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=gateway__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/twostroke.v1.Gateway/UnloadAdapter',
+                request_serializer=gateway__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=gateway__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServicer:
@@ -112,6 +122,21 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Makes a LoRA adapter a model that requests can name, at this gateway and at the others on the same port. Only with
+        gateway.lora_directory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forgets an adapter. Requests that have it go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -144,6 +169,16 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.ModelInfo,
                     request_deserializer=gateway__pb2.ModelInfoRequest.FromString,
                     response_serializer=gateway__pb2.ModelInfoResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=gateway__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=gateway__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=gateway__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=gateway__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +343,60 @@ class Gateway:
             '/twostroke.v1.Gateway/ModelInfo',
             gateway__pb2.ModelInfoRequest.SerializeToString,
             gateway__pb2.ModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Gateway/LoadAdapter',
+            gateway__pb2.LoadAdapterRequest.SerializeToString,
+            gateway__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.Gateway/UnloadAdapter',
+            gateway__pb2.UnloadAdapterRequest.SerializeToString,
+            gateway__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

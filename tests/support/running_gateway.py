@@ -122,6 +122,7 @@ async def running_gateway(
     http_address: str | None = None,
     connect_timeout_s: float = 20.0,
     model: Path = EMBEDDED_MODEL,
+    max_loras: int = 0,
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Runs a gateway with its sockets in `directory`. With `dense` it serves when this returns."""
@@ -130,7 +131,7 @@ async def running_gateway(
     dense_address = f"unix:{directory}/dense.sock"
     config = Config(
         gateway=GatewaySection(address=address, http_address=http_address, **gateway_options),
-        dense=DenseSection(address=dense_address),
+        dense=DenseSection(address=dense_address, max_loras=max_loras),
         model=ModelSection(path=model),
         peers=PeerSection(connect_timeout_s=connect_timeout_s),
     )

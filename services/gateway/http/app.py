@@ -11,6 +11,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.document import add_document
 from services.gateway.http.errors import add_error_handlers
+from services.gateway.http.routes.adapters import adapter_routes
 from services.gateway.http.routes.completions import completion_routes
 from services.gateway.http.routes.messages import messages_routes
 from services.gateway.http.routes.metrics import metrics_routes
@@ -20,11 +21,17 @@ from services.gateway.http.routes.server import server_routes
 from services.gateway.http.routes.tokens import token_routes
 from services.gateway.http.routes.triton import triton_routes
 from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.siblings import Siblings
 from services.gateway.triton.inference import Triton
 
 
 def build_app(
-    frontend: Frontend, section: GatewaySection, registry: CollectorRegistry, worker_load: WorkerLoad, triton: Triton
+    frontend: Frontend,
+    section: GatewaySection,
+    registry: CollectorRegistry,
+    worker_load: WorkerLoad,
+    triton: Triton,
+    siblings: Siblings,
 ) -> FastAPI:
     """The application of one gateway, without FastAPI's documentation pages: they load scripts from other sites."""
     app = FastAPI(
@@ -37,6 +44,7 @@ def build_app(
     app.include_router(responses_routes(frontend, section))
     app.include_router(token_routes(frontend, section))
     app.include_router(server_routes(frontend))
+    app.include_router(adapter_routes(frontend, section, siblings))
     app.include_router(triton_routes(triton, section))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes(frontend, worker_load))

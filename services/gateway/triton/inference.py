@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError, UnknownModel
 from services.common.shorten import quote, show
 from services.gateway import __version__
 from services.gateway.access.access import Caller
@@ -186,6 +186,7 @@ class Triton:
             for name, row in zip(running.request_ids, request.rows, strict=True):
                 message = generate_message(row, name, lambda ids: frontend.tokenizer.decode(ids, False))
                 message.traceparent = request.traceparent
+                message.model = self._adapter_name(row)
                 messages.append(message)
             try:
                 await generations.start(frontend, messages, caller)
@@ -199,6 +200,15 @@ class Triton:
                 yield generations, answers
             finally:
                 await generations.close()
+
+    def _adapter_name(self, row: Row) -> str:
+        """The name of the adapter that a row asks for; empty if it asks for none."""
+        if "lora_task_id" not in row:
+            return ""
+        name = str(row["lora_task_id"])
+        if name not in self.frontend.adapters.loaded:
+            raise UnknownModel(f"lora_task_id is {name}, but no adapter has this name", "lora_task_id")
+        return name
 
     def _check_numbers(self, request: InferRequest, generations: Generations) -> None:
         vocab_size = self.frontend.model.vocab_size

@@ -154,6 +154,7 @@ def _generation_inputs(names: Mapping[str, str]) -> Sequence[InputSpec]:
         spec("return_perf_metrics", BOOL, only=NOTHING),
         spec("guided_decoding_guide_type", TEXT),
         spec("guided_decoding_guide", TEXT),
+        InputSpec("lora_task_id", SEED),  # the adapter whose name is this number
         spec("beam_width", INT, only=(1,)),
         # Only beam search reads these three.
         spec("length_penalty", FLOAT),
@@ -182,7 +183,6 @@ _TEXT_OUTPUTS = (OutputSpec("text_output", "BYTES", (-1,)), *_PROBABILITIES, *_I
 _REFUSED = frozenset(
     {
         "lora_config",
-        "lora_task_id",
         "lora_weights",
         "prompt_embedding_table",
         "prompt_table_extra_id",

@@ -24,12 +24,14 @@ def server_routes(frontend: Frontend) -> APIRouter:
     model_errors = {status: ERROR_RESPONSES[status] for status in (400, 404, 503)}
 
     def model_object(name: str) -> ModelObject:
+        adapter = frontend.adapters.loaded.get(name)
         return {
             "id": name,
             "object": "model",
             "created": start,
             "owned_by": "twostroke",
-            "root": frontend.names.root,
+            "root": frontend.names.root if adapter is None else adapter.path,
+            "parent": None if adapter is None else frontend.names.first,
             "max_model_len": frontend.model.max_model_len,
             "vocab_size": frontend.model.vocab_size,
         }
@@ -46,8 +48,8 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/v1/models", responses={503: ERROR_RESPONSES[503]})
     async def list_models(request: Request) -> ModelList | ModelPage:
-        """The served model, once under each of its names. With the header anthropic-version as Anthropic lists it."""
-        names = frontend.names.names
+        """The served model under its names, and its adapters. With the header anthropic-version as Anthropic."""
+        names = [*frontend.names.names, *frontend.adapters.loaded]
         if is_anthropic(request.scope):
             infos = [model_info(name) for name in names]
             return {"data": infos, "has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -55,7 +57,7 @@ def server_routes(frontend: Frontend) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", responses=model_errors)
     async def retrieve_model(name: str, request: Request) -> ModelObject | ModelInfo:
-        """The served model, if that is its name."""
+        """The served model or an adapter, by its name."""
         frontend.names.check(name)
         return model_info(name) if is_anthropic(request.scope) else model_object(name)
 

@@ -1,0 +1,154 @@
+"""`Adapters`: the LoRA adapters that this gateway serves, by name. The gateway owns this list.
+
+A dense worker has no list: every sequence carries its adapter's directory and hash, and the worker loads what it needs.
+So a new dense worker needs nothing but the sequences. An adapter that is unloaded stays usable for the requests that
+have it already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import structlog
+
+from services.common.config import MAX_MODEL_NAME_CHARACTERS
+from services.common.errors import CapacityError, ConfigError, InvalidRequest, NotFound, PermissionDenied
+from services.common.model_config import ModelConfig
+from services.common.shorten import quote
+from services.gateway.model_names import ModelNames
+from services.lora.adapter import Adapter
+from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, check_adapter
+from services.lora.shapes import adapted_shapes
+
+log = structlog.get_logger()
+
+MAX_ADAPTERS = 1024
+MAX_PATH_CHARACTERS = 1024
+MAX_WAITING = 8  # loads at the same time; one of them runs
+
+
+class Adapters:
+    """Adds to and removes from `names.adapters`. Runs in the event loop; files are read in a thread."""
+
+    def __init__(self, names: ModelNames, model: ModelConfig, max_rank: int, directory: Path | None) -> None:
+        """directory: below which clients may load adapters; None: they may not"""
+        self._names = names
+        self._shapes = adapted_shapes(model)
+        self._max_rank = max_rank
+        self._directory = directory
+        self._loading = asyncio.Lock()
+        self._num_waiting = 0
+
+    @property
+    def can_change(self) -> bool:
+        """Whether clients may load and unload adapters."""
+        return self._directory is not None
+
+    @property
+    def loaded(self) -> Mapping[str, Adapter]:
+        """The present adapters, by name."""
+        return self._names.adapters
+
+    async def load_configured(self, modules: Iterable[str]) -> None:
+        """Loads the adapters of `gateway.lora_modules`, each NAME=DIRECTORY. Raises `ConfigError`."""
+        for module in modules:
+            name, _, path = module.partition("=")
+            try:
+                self._check_name(name, replaces=False)
+                await self._load(name, Path(path).absolute())
+            except (InvalidRequest, OSError) as error:
+                raise ConfigError(f"gateway.lora_modules has {module!r}: {error}") from error
+
+    async def load(self, name: str, path: str, *, replaces: bool = False) -> Adapter:
+        """Loads an adapter for a client; one of the same name only if `replaces` is set.
+
+        Raises `InvalidRequest`, `NotFound` for a directory that does not exist, or `CapacityError`.
+        """
+        directory = self._changeable_directory()
+        if not name or not path:
+            missing = "lora_path" if name else "lora_name"
+            raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
+        self._check_name(name, replaces)
+        if self._num_waiting == MAX_WAITING:
+            raise CapacityError(f"{MAX_WAITING} adapters are being loaded, which is the limit")
+        self._num_waiting += 1
+        try:
+            async with self._loading:
+                self._check_name(name, replaces)  # another call may have loaded it meanwhile
+                found = await asyncio.to_thread(find_below, directory, path)
+                return await self._load(name, found)
+        finally:
+            self._num_waiting -= 1
+
+    def unload(self, name: str) -> None:
+        """Forgets an adapter; requests that have it go on. Raises `NotFound` if there is none with this name."""
+        self._changeable_directory()
+        if not name:
+            raise InvalidRequest("'lora_name' must be provided.", "lora_name")
+        if name not in self._names.adapters:
+            raise NotFound(f"The lora adapter {quote(name)} cannot be found.", "lora_name")
+        del self._names.adapters[name]
+        log.info("adapter unloaded", adapter=name)
+
+    def _changeable_directory(self) -> Path:
+        if self._directory is None:
+            raise PermissionDenied("adapters cannot be changed here: gateway.lora_directory is not set")
+        return self._directory
+
+    def _check_name(self, name: str, replaces: bool) -> None:
+        if len(name) > MAX_MODEL_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"lora_name has {len(name)} characters, at most {MAX_MODEL_NAME_CHARACTERS} allowed", "lora_name"
+            )
+        if name in self._names.names:
+            raise InvalidRequest(f"lora_name {name!r} is a name of the served model", "lora_name")
+        if name in self._names.adapters:
+            if not replaces:
+                raise InvalidRequest(
+                    f"The lora adapter {name!r} has already been loaded. To load it again, set 'load_inplace' to true.",
+                    "lora_name",
+                )
+        elif len(self._names.adapters) >= MAX_ADAPTERS:
+            raise InvalidRequest(f"{MAX_ADAPTERS} adapters are loaded, which is the limit; unload one", "lora_name")
+
+    async def _load(self, name: str, path: Path) -> Adapter:
+        try:
+            found = await asyncio.to_thread(check_adapter, path, self._shapes, self._max_rank)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"Loading lora {name} failed: {error}", "lora_path") from error
+        adapter = self._names.adapters[name] = Adapter(name, found, str(path))
+        log.info("adapter loaded", adapter=name, path=str(path), hash=found[:16])
+        return adapter
+
+
+def find_below(directory: Path, path: str) -> Path:
+    """The directory of an adapter that a client names, absolute or relative to `directory`.
+
+    Raises `InvalidRequest` if it is not below `directory`, or reaches it by `..` or a symbolic link; `NotFound` if
+    there is no such directory.
+    """
+    if len(path) > MAX_PATH_CHARACTERS or "\0" in path:
+        raise InvalidRequest(
+            f"lora_path has {len(path)} characters, at most {MAX_PATH_CHARACTERS} allowed, none of them NUL",
+            "lora_path",
+        )
+    root = directory.resolve()
+    if ".." in Path(path).parts:
+        raise InvalidRequest(f"lora_path {quote(path)} has '..'", "lora_path")
+    found = directory.absolute() / path
+    if not found.is_relative_to(directory.absolute()) or found == directory.absolute():
+        raise InvalidRequest(f"lora_path {quote(path)} is not below gateway.lora_directory", "lora_path")
+    inside = root / found.relative_to(directory.absolute())
+    files = (inside, inside / CONFIG_FILE, inside / WEIGHTS_FILE)
+    if any(os.path.realpath(file) != str(file) for file in files):
+        raise InvalidRequest(f"lora_path {quote(path)} has a symbolic link", "lora_path")
+    try:
+        is_there = inside.is_dir()
+    except OSError as error:
+        raise InvalidRequest(f"lora_path {quote(path)}: {error.strerror}", "lora_path") from error
+    if not is_there:
+        raise NotFound(f"Loading lora failed: No adapter found for {quote(path)}", "lora_path")
+    return inside

@@ -1,0 +1,61 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: which adapters are served."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from starlette.exceptions import HTTPException
+
+from services.common.config import GatewaySection
+from services.gateway.frontend import Frontend
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.json_route import json_route
+from services.gateway.http.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
+from services.gateway.siblings import Metadata, Siblings
+from services.pb import gateway_pb2, gateway_pb2_grpc
+
+
+def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblings) -> APIRouter:
+    """The routes that load and unload adapters, in all gateways at this port."""
+    router = APIRouter(route_class=json_route(section.max_body_values), tags=["Server"], responses=ERROR_RESPONSES)
+
+    @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    async def load_adapter(body: LoadAdapterBody, request: Request) -> PlainTextResponse:
+        """Loads a LoRA adapter from a directory below `gateway.lora_directory`."""
+        _check_enabled()
+        body.log_unknown_fields(request.state.request_id)
+        frontend.count_requests(1, request.state.caller)
+        replaces = bool(body.load_inplace)
+        await frontend.adapters.load(body.lora_name, body.lora_path, replaces=replaces)
+        message = gateway_pb2.LoadAdapterRequest(name=body.lora_name, path=body.lora_path, replaces=replaces)
+        await siblings.pass_on(
+            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).LoadAdapter(message, **options),
+            _metadata(request),
+        )
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload_adapter(body: UnloadAdapterBody, request: Request) -> PlainTextResponse:
+        """Forgets a LoRA adapter. Requests that have it go on."""
+        _check_enabled()
+        body.log_unknown_fields(request.state.request_id)
+        frontend.count_requests(1, request.state.caller)
+        frontend.adapters.unload(body.lora_name)
+        message = gateway_pb2.UnloadAdapterRequest(name=body.lora_name)
+        await siblings.pass_on(
+            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).UnloadAdapter(message, **options),
+            _metadata(request),
+        )
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _check_enabled() -> None:
+        if not frontend.adapters.can_change:
+            raise HTTPException(404, "adapters cannot be changed here: gateway.lora_directory is not set")
+
+    return router
+
+
+def _metadata(request: Request) -> Metadata:
+    """The client's credentials, as gRPC metadata."""
+    header = request.headers.get("authorization")
+    return [] if header is None else [("authorization", header)]
