@@ -19,9 +19,12 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError
+from services.common.kv_cache.format import resolve_kv_cache_format
 from services.common.resolve import ResolvedModel, use_device
 
 log = structlog.get_logger()
+
+_STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by format; "model": in the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,11 @@ def build_engine(
 def make_cache_spec(section: AttentionSection, model: ResolvedModel) -> KVCacheSpec:
     """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU."""
     device = model.device
-    one_block = KVCacheSpec.of_model(model.config, model.dtype, num_blocks=1, block_size=section.block_size)
+    dtype = _STORED_DTYPES.get(resolve_kv_cache_format(section, model), model.dtype)
+    one_block = replace(
+        KVCacheSpec.of_model(model.config, dtype, num_blocks=1, block_size=section.block_size),
+        exceptions=dict.fromkeys(section.kv_cache_skip_layers, model.dtype),
+    )
     if device.type == "cpu":
         room, source = section.kv_cache_bytes, "attention.kv_cache_bytes"
     else:
@@ -72,7 +79,15 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel) -> KVCacheS
         )
     if spec.num_bytes > room and device.type != "cpu":
         raise CapacityError(f"{spec.num_blocks} blocks need {spec.num_bytes} bytes, {source} is {room}")
-    log.info("KV cache", num_blocks=spec.num_blocks, block_size=spec.block_size, bytes=spec.num_bytes)
+    log.info(
+        "KV cache",
+        num_tokens=spec.num_blocks * spec.block_size,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        bytes=spec.num_bytes,
+        bytes_per_token=spec.token_bytes,
+        dtype=str(spec.dtype).removeprefix("torch."),
+    )
     return spec
 
 

@@ -21,6 +21,7 @@ from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, 
 from services.channel import Channel
 from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
+from services.common.kv_cache.scales import KVScales
 from services.rpc.watchdog import Progress
 from services.step import NewSequence, StepPlan
 
@@ -80,15 +81,15 @@ class AttentionEngine:
         if attachment is not None:
             attachment.close()
 
-    def attach(self, attachment: Attachment, weights_hash: str) -> None:
+    def attach(self, attachment: Attachment, weights_hash: str, scales: KVScales) -> None:
         """Replaces the last attachment by a new one, which the engine owns from now on.
 
-        Keys and values computed with weights other than `weights_hash` are dropped.
+        Keys and values computed with weights other than `weights_hash`, or stored with other scales, are dropped.
         """
         self.detach()
         self._attachment = attachment
-        self.cache.use_weights(bytes.fromhex(weights_hash))
-        self._runner.attach(attachment.channels.values())
+        self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
+        self._runner.attach(attachment.channels.values(), scales)
 
     def open_sequence(self, attachment: Attachment, new: NewSequence) -> OpenResult:
         """Opens a sequence in the KV cache. Raises `StaleEpoch` if the attachment was replaced."""

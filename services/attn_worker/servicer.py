@@ -13,6 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.answers import describe_accepted, describe_opened
+from services.attn_worker.attach_request import read_scales
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.kv_cache import OpenResult
@@ -30,6 +31,8 @@ from services.common.errors import (
     StaleEpoch,
     TwostrokeError,
 )
+from services.common.kv_cache.format import resolve_kv_cache_format
+from services.common.kv_cache.scales import KVScales
 from services.common.process import resident_bytes
 from services.common.resolve import ResolvedModel
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
@@ -91,15 +94,16 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             raise PeerError("the attention worker is stopping")
         self._check_model(request)
         self._check_limits(request)
+        scales = read_scales(request, self._model.config.num_layers)
         try:
             async with self._attaching:
-                return await self._attach(request, context.peer())
+                return await self._attach(request, scales, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
             raise
 
-    async def _attach(self, request: attn_pb2.AttachRequest, peer: str) -> attn_pb2.AttachReply:
+    async def _attach(self, request: attn_pb2.AttachRequest, scales: KVScales, peer: str) -> attn_pb2.AttachReply:
         if self._results is not None:  # sent before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._num_attachments} is replaced by another one"))
         self.abort()
@@ -116,7 +120,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment = None
             attachment.close()
             raise
-        attaching = engine.submit(engine.attach, attachment, request.weights_hash)
+        attaching = engine.submit(engine.attach, attachment, request.weights_hash, scales)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)
@@ -354,12 +358,16 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 )
 
     def _check_model(self, request: attn_pb2.AttachRequest) -> None:
-        own = {"dtype": _name(self._model.dtype), "model_fingerprint": self._model.config.fingerprint}
+        own = {
+            "dtype": _name(self._model.dtype),
+            "model_fingerprint": self._model.config.fingerprint,
+            "kv_cache_dtype": resolve_kv_cache_format(self._section, self._model),
+        }
         for field, value in own.items():
             if getattr(request, field) != value:
                 raise ConfigError(
                     f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
-                    "both must be started with the same model section"
+                    "both must be started with the same sections model and attention"
                 )
 
 

@@ -214,6 +214,9 @@ class AttentionSection(Section):
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     block_size: Count = 16  # tokens of one KV cache block
+    # how keys and values are stored. model: in the model's dtype; auto: fp8 if the checkpoint says so, else model
+    kv_cache_dtype: Literal["auto", "model", "fp8", "int8"] = "auto"
+    kv_cache_skip_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # layers that stay in the model's dtype, from 0
     num_blocks: Count | None = None  # blocks of the KV cache; none: as many as fit into the memory below
     kv_cache_bytes: Count = 256 * 2**20  # memory of the KV cache on a CPU
     # on a GPU: size of the KV cache as a fraction of the memory that the weights leave free
@@ -292,18 +295,16 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Config:
-        scheduler, model = self.scheduler, self.model
+        scheduler, model, peers = self.scheduler, self.model, self.peers
         if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
             raise ValueError(
-                f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than "
-                f"scheduler.max_num_batched_tokens {scheduler.max_num_batched_tokens}: "
-                "a step could not give every sequence a token"
+                f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than scheduler.max_num_batched_tokens "
+                f"{scheduler.max_num_batched_tokens}: a step could not give every sequence a token"
             )
         if (self.gateway.tls_certificate is None) != (self.gateway.tls_key is None):
             raise ValueError("gateway.tls_certificate and gateway.tls_key belong together")
         if self.gateway.tls_client_ca is not None and self.gateway.tls_certificate is None:
             raise ValueError("gateway.tls_client_ca needs gateway.tls_certificate and gateway.tls_key")
-        peers = self.peers
         if len({file is None for file in (peers.tls_certificate, peers.tls_key, peers.tls_ca)}) > 1:
             raise ValueError("peers.tls_certificate, peers.tls_key and peers.tls_ca belong together")
         if (self.gateway.lora_modules or self.gateway.lora_directory) and not self.dense.max_loras:

@@ -10,6 +10,7 @@ import torch
 
 from services.common.config import ModelSection
 from services.common.errors import ConfigError
+from services.common.kv_cache.scheme import read_kv_cache_scheme
 from services.common.model_config import ModelConfig, load_model_config
 
 _GPU_PACKAGES = {"triton": "triton", "cuda.bindings": "cuda-bindings"}  # name of the package, by module
@@ -21,9 +22,10 @@ class ResolvedModel:
     """The model with everything that config and hardware decide."""
 
     config: ModelConfig
-    dtype: torch.dtype  # of weights, activations and KV cache
+    dtype: torch.dtype  # of weights and activations
     device: torch.device
     max_model_len: int  # maximum number of tokens, prompt and output together
+    kv_cache_scheme: str | None = None  # see `read_kv_cache_scheme`
 
 
 def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
@@ -31,7 +33,11 @@ def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
     config = load_model_config(section.path, section.num_layers)
     device = resolve_device(device_name)
     return ResolvedModel(
-        config, resolve_dtype(section.dtype, config, device), device, resolve_max_model_len(section, config)
+        config,
+        resolve_dtype(section.dtype, config, device),
+        device,
+        resolve_max_model_len(section, config),
+        read_kv_cache_scheme(section.path),
     )
 
 

@@ -9,16 +9,21 @@ from dataclasses import dataclass, replace
 import structlog
 
 from services.common.config import Config, ModelSection
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, ModelError
 from services.common.gpu import naming_what_needs_memory
+from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
+from services.common.kv_cache.scales import KVScales
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.model.checkpoint import open_checkpoint
+from services.dense_worker.model.kv_scales import read_kv_scales
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.runner.model_runner import ModelRunner
@@ -38,6 +43,8 @@ class LoadedModel:
     backend: str  # its name
     runner: ModelRunner
     lora: LoraStore | None  # the adapters of the backend; None: they are off
+    kv_cache_dtype: KVCacheFormat
+    kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
 
     def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
@@ -79,13 +86,15 @@ def load_model(
     With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here, and CUDA graphs,
     which need one, are captured when a step first needs them: otherwise all streams would wait for all graphs.
 
-    Raises `ModelError` for missing or damaged weights, and `CapacityError` if a GPU has no room for the weights or for
-    a step.
+    Raises `ModelError` for missing or damaged weights or scales of the KV cache, and `CapacityError` if a GPU has no
+    room for the weights or for a step.
     """
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     section, scheduler = config.model, config.scheduler
     is_dummy = section.load_format == "dummy"
     digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
+    kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
+    scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     prepared = prepare_backend(config.dense, section, model, limits, report)
     weights = _load_weights(section, model)
@@ -93,7 +102,23 @@ def load_model(
         log_formats(model.config.quantization.method, weights)
     lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
-        return _build_runner(config, model, digest, prepared.load(weights, lora), lora, takes_over)
+        selected = prepared.load(weights, lora)
+        runner = _build_runner(config, model, selected, lora, takes_over)
+    return LoadedModel(model, digest, selected.name, runner, lora, kv_cache_dtype, scales)
+
+
+def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:
+    """The checkpoint's scales. If it asks for them and has none, only an explicit "fp8" makes them all 1."""
+    path = config.model.path
+    with open_checkpoint(path, NAMES[model.config.family].canonical) as checkpoint:
+        scales = read_kv_scales(checkpoint, model.config.num_layers)
+    if scales is None and config.attention.kv_cache_dtype == "auto":
+        raise ModelError(
+            f"{path} asks for an FP8 KV cache and lacks all its scales, such as"
+            " model.layers.0.self_attn.k_proj.k_scale; with attention.kv_cache_dtype 'fp8' they are 1"
+        )
+    log.info("scales of the KV cache", source="the checkpoint" if scales else "none in the checkpoint: all are 1")
+    return scales
 
 
 def log_formats(method: str, weights: ModelWeights) -> None:
@@ -112,16 +137,14 @@ def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
 def _build_runner(
     config: Config,
     model: ResolvedModel,
-    digest: str,
     selected: SelectedBackend,
     lora: LoraStore | None,
     takes_over: bool,
-) -> LoadedModel:
+) -> ModelRunner:
     scheduler = config.scheduler
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
     if model.device.type == "cpu":
-        runner = ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora)
-        return LoadedModel(model, digest, selected.name, runner, lora)
+        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
@@ -135,7 +158,7 @@ def _build_runner(
     )
     if takes_over:
         cuda_runner.warm_up()
-    return LoadedModel(model, digest, selected.name, cuda_runner, lora)
+    return cuda_runner
 
 
 def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> LoraStore | None:

@@ -205,6 +205,8 @@ def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
         spec=ChannelSpec(scheduler.max_num_batched_tokens, shape.qkv_size, shape.attn_size, dtype),
         device=device,
         wait_timeout_s=config.channel.wait_timeout_s,
+        kv_cache_dtype=model.kv_cache_dtype,
+        kv_scales=model.kv_scales,
     )
 
 

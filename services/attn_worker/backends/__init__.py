@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from services.attn_worker.runner.step_metadata import StepMetadata
+from services.common.kv_cache.scales import KVScales
 
 
 class AttentionBackend(Protocol):
@@ -19,6 +20,10 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, given as (from, to), in every layer, in order."""
+        ...
+
+    def use_scales(self, scales: KVScales) -> None:
+        """Sets the scales of layers that store FP8, for later steps. Other layers have none, or their own."""
         ...
 
     def begin_step(self, step: StepMetadata) -> None:

@@ -18,9 +18,11 @@ import torch
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import NUM_STAGING_BUFFERS, StepUpload
 from services.attn_worker.backends.triton_rope_append import append_prefill, rotate_queries
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, ConfigError
+from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 
 log = structlog.get_logger()
@@ -65,7 +67,7 @@ class FlashInferAttention:
         are not in FlashInfer's cache. Raises CapacityError if memory is too small, ConfigError if the kernels do not
         compile or the cache has another dtype than `dtype`.
         """
-        if spec.dtype != dtype:
+        if set(spec.dtypes) != {dtype}:
             raise ConfigError(f"FlashInfer is given a KV cache of the model's {dtype}, this one is {spec.dtype}")
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
@@ -80,8 +82,8 @@ class FlashInferAttention:
         windows = set(spec.windows)
         num_entries = self._max_num_indices + 2 * max_num_seqs + 1 + 4 * max_num_tokens
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._cache = spec.allocate(spec.head_major_shape, device)
-        self._caches = list(self._cache)  # by layer
+        self._storage = BlockStorage(spec, spec.head_major_block, device)
+        self._caches = self._storage.layers
         self._keys_values = [(cache[:, :, 0], cache[:, :, 1]) for cache in self._caches]
         try:
             query_shape = (max(max_num_tokens, max_num_seqs), config.num_heads, config.head_dim)
@@ -110,9 +112,12 @@ class FlashInferAttention:
         return len(step.positions) == len(step.num_tokens)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies each block in all layers with one operation."""
-        for source, target in copies:
-            self._cache[:, target].copy_(self._cache[:, source])
+        """Copies blocks with their scales."""
+        self._storage.copy_blocks(copies)
+
+    def use_scales(self, scales: KVScales) -> None:
+        """Does nothing that a step could see: this backend refuses FP8."""
+        self._storage.use_scales(scales)
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
         """Runs FlashInfer's `plan` on the host and sends the plan to the device."""

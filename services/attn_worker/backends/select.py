@@ -10,6 +10,7 @@ import torch
 
 from services.common.config import AttentionSection
 from services.common.errors import ConfigError
+from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 
@@ -18,6 +19,8 @@ BackendName = Literal["torch", "triton", "flashinfer"]
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)  # its prefill kernels use 16-bit tensor cores
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
+FP8_CAPABILITY = (8, 9)  # of GPUs for which Triton converts e4m3
+
 _FLASHINFER = "flashinfer-python"
 _FLASHINFER_VERSION = "0.5.3"  # `flashinfer_attention.py` depends on its workspace sizes
 
@@ -25,18 +28,20 @@ _FLASHINFER_VERSION = "0.5.3"  # `flashinfer_attention.py` depends on its worksp
 def select_backend(section: AttentionSection, model: ResolvedModel) -> BackendName:
     """Resolves `attention.backend`: `auto` is torch on a CPU and Triton on a GPU.
 
-    Raises ConfigError, naming what is missing, if the backend cannot run this model here.
+    Raises ConfigError, naming what is missing, if the backend cannot run this model here with its format of the KV
+    cache.
     """
+    kv_cache = resolve_kv_cache_format(section, model)
     by_default: BackendName = "torch" if model.device.type == "cpu" else "triton"
     name = by_default if section.backend == "auto" else section.backend
     try:
-        _check(name, model)
+        _check(name, model, kv_cache)
     except ConfigError as error:
         raise ConfigError(f"attention.backend is {section.backend!r}, but {error}") from error
     return name
 
 
-def _check(name: BackendName, model: ResolvedModel) -> None:
+def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> None:
     is_on_cpu = model.device.type == "cpu"
     if is_on_cpu != (name == "torch"):
         needed = "a CUDA device" if is_on_cpu else "the CPU alone"
@@ -44,7 +49,15 @@ def _check(name: BackendName, model: ResolvedModel) -> None:
     if name != "torch":
         _check_options(name, model.config)
     if name == "flashinfer":
-        _check_flashinfer(model)
+        _check_flashinfer(model, kv_cache)
+    if name == "triton" and kv_cache == "fp8":
+        capability = torch.cuda.get_device_capability(model.device)
+        if capability < FP8_CAPABILITY:
+            name = torch.cuda.get_device_name(model.device)
+            raise ConfigError(
+                f"its kernels convert FP8 from compute capability 8.9 on, {name} has {capability[0]}.{capability[1]}:"
+                " attention.kv_cache_dtype can be int8 or model there"
+            )
 
 
 def _check_options(name: BackendName, config: ModelConfig) -> None:
@@ -63,7 +76,12 @@ def _check_options(name: BackendName, config: ModelConfig) -> None:
         raise ConfigError(f"the kernels of {name!r} lack what {config.family!r} needs: {', '.join(missing)}")
 
 
-def _check_flashinfer(model: ResolvedModel) -> None:
+def _check_flashinfer(model: ResolvedModel, kv_cache: KVCacheFormat) -> None:
+    if kv_cache != "model":
+        raise ConfigError(
+            f"it is given keys and values in the model's dtype only, and the KV cache is {kv_cache}: set"
+            " attention.kv_cache_dtype to model, or attention.backend to triton"
+        )
     if model.dtype not in FLASHINFER_DTYPES:
         raise ConfigError(f"its kernels compute in bfloat16 or float16, and model.dtype is {_name(model.dtype)}")
     if model.config.head_dim not in FLASHINFER_HEAD_DIMS:

@@ -15,12 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.backends.padded_groups import PaddedGroup, build_padded_groups
 from services.attn_worker.backends.rope import RotaryEmbedding
+from services.attn_worker.backends.torch_layer_cache import make_layer_cache
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.errors import ConfigError
+from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
-
-_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class _Rotation:
 class TorchAttention:
     """An AttentionBackend for any torch device, in float32, bfloat16 or float16.
 
-    The cache holds the k heads and v heads of a token side by side (`KVCacheSpec.token_major_shape`), so that one copy
-    appends both and one gather reads both. Its dtype may be another of these three than the model's.
+    The cache holds the k heads and v heads of a token side by side (`KVCacheSpec.token_major_block`), so that one copy
+    appends both and one gather reads both. Its dtype may be another of these three than the model's, or 8 bits.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class TorchAttention:
         device: torch.device,
         max_model_len: int,
     ) -> None:
-        """Raises CapacityError if memory is too small, ConfigError for a cache of a dtype that is none of these."""
-        if spec.dtype not in _CACHE_DTYPES:
-            raise ConfigError(f"the torch backend stores float32, bfloat16 or float16, this KV cache is {spec.dtype}")
+        """Raises CapacityError if memory is too small, ConfigError for a cache of another dtype."""
         self._config = config
         self._spec = spec
         self._block_size = spec.block_size
@@ -80,16 +78,19 @@ class TorchAttention:
         self._ropes = {rope: RotaryEmbedding(rope, max_model_len, device) for rope in ropes}
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
         self._windows = set(spec.windows)
-        self._is_converted = spec.dtype != dtype
-        self._cache = spec.allocate(spec.token_major_shape, device)
-        self._cache_blocks = [layer.flatten(1) for layer in self._cache]  # [num_blocks + 1, block_size * 2 * kv_size]
-        self._cache_slots = [layer.view(-1, 2 * spec.kv_size) for layer in self._cache]
+        self._storage = BlockStorage(spec, spec.token_major_block, device)
+        self._layers = [
+            make_layer_cache(*pair) for pair in zip(self._storage.layers, self._storage.scales, strict=True)
+        ]
         self._workspaces: dict[str, torch.Tensor] = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies each block in all layers with one operation."""
-        for source, target in copies:
-            self._cache[:, target].copy_(self._cache[:, source])
+        """Copies blocks with their scales."""
+        self._storage.copy_blocks(copies)
+
+    def use_scales(self, scales: KVScales) -> None:
+        """Sets the scales of FP8 layers."""
+        self._storage.use_scales(scales)
 
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
@@ -115,18 +116,12 @@ class TorchAttention:
         rope = self._config.layer_ropes[layer]
         if rope is not None:
             self._rotations[rope].apply()
-        key_value = self._key_value
-        if self._is_converted:
-            key_value = key_value.to(self._spec.dtype).nan_to_num_()  # what is beyond its range becomes its largest
-        self._cache_slots[layer].index_copy_(0, self._slots, key_value)
+        self._layers[layer].append(self._slots, self._key_value)
         for group in self._groups:
             self._attend(layer, group, out)
 
     def _attend(self, layer: int, group: _Group, out: torch.Tensor) -> None:
-        if self._is_converted:
-            group.gathered.copy_(self._cache_blocks[layer].index_select(0, group.blocks))
-        else:
-            torch.index_select(self._cache_blocks[layer], 0, group.blocks, out=group.gathered)
+        self._layers[layer].gather(group.blocks, group.gathered)
         mask = group.masks[self._spec.windows[layer]]
         is_slice = group.out_rows is None
         query = self._query[group.rows] if is_slice else self._query.index_select(0, group.rows)
@@ -193,7 +188,7 @@ class TorchAttention:
     def _prepare(self, group: PaddedGroup, block_tables: np.ndarray) -> _Group:
         config, (group_size, max_tokens) = self._config, group.rows.shape
         num_blocks = -(-group.max_context // self._block_size)
-        gathered = self._workspace("gathered", group_size * num_blocks, self._cache_blocks[0].shape[1])
+        gathered = self._workspace("gathered", group_size * num_blocks, self._block_size * 2 * config.kv_size)
         heads = gathered.view(group_size, num_blocks * self._block_size, -1, config.head_dim)
         heads = heads[:, : group.max_context].transpose(1, 2)
         if group.has_consecutive_rows:

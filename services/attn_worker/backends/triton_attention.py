@@ -29,9 +29,11 @@ from services.attn_worker.backends.work_items import (
     fill_decode_items,
     prefill_items,
 )
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, ConfigError
+from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 
 _DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
@@ -65,7 +67,7 @@ class TritonAttention:
         """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small, ConfigError
         if the cache has another dtype than `dtype`.
         """
-        if spec.dtype != dtype:
+        if set(spec.dtypes) != {dtype}:
             raise ConfigError(f"the Triton kernels need a KV cache of the model's {dtype}, this one is {spec.dtype}")
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
@@ -85,8 +87,8 @@ class TritonAttention:
             + max_num_tokens * (NUM_FIELDS + 4)  # prefill items, and arrays with one element per token
             + TABLE_SLACK
         )
-        self._cache = spec.allocate(spec.head_major_shape, device)
-        self._caches = list(self._cache)  # by layer
+        self._storage = BlockStorage(spec, spec.head_major_block, device)
+        self._caches = self._storage.layers
         try:
             self._workspace = DecodeWorkspace(
                 torch.empty(max_num_items, config.num_heads, config.head_dim, device=device),
@@ -108,9 +110,12 @@ class TritonAttention:
         return len(step.positions) == len(step.num_tokens)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies each block in all layers with one operation."""
-        for source, target in copies:
-            self._cache[:, target].copy_(self._cache[:, source])
+        """Copies blocks with their scales."""
+        self._storage.copy_blocks(copies)
+
+    def use_scales(self, scales: KVScales) -> None:
+        """Sets the scales of FP8 layers."""
+        self._storage.use_scales(scales)
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
         """Splits the kernels' work into items and sends them to the device."""

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
+
+SCALE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Sizes, element type and windows of a model's keys and values.
+    """Sizes, element types and windows of a model's keys and values.
 
-    A backend supports every field, or refuses it by a ConfigError that names the value. The cache has no scales:
-    keys and values are stored as they are. A format that needs scales adds them here, as one more field, and to
-    `token_bytes`.
+    A backend supports every field, or refuses it by a ConfigError that names the value. An element type without
+    floating-point arithmetic of its own comes with scales: float8_e4m3fn with one for a layer's keys and one for its
+    values (`KVScales`), int8 with one for each token and head, which lies in the block beside the elements.
     """
 
     num_blocks: int  # for sequences; one more block with this index, the null block, serves rows without a sequence
     block_size: int  # tokens
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype  # of stored elements; the model may compute in another dtype
+    dtype: torch.dtype  # of stored elements, except in `exceptions`; the model may compute in another dtype
     windows: tuple[int | None, ...]  # per layer; token i sees token j iff 0 <= i - j < window; None: iff 0 <= i - j
+    exceptions: Mapping[int, torch.dtype] = field(default_factory=dict)  # layers with another dtype, from 0
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
         """The spec with the heads and windows of a model."""
         return cls(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype, config.sliding_windows)
+
+    def dtype_of(self, layer: int) -> torch.dtype:
+        """The dtype of the stored elements of a layer."""
+        return self.exceptions.get(layer, self.dtype)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of each layer."""
+        return [self.dtype_of(layer) for layer in range(self.num_layers)]
 
     @property
     def num_layers(self) -> int:
@@ -43,8 +54,8 @@ class KVCacheSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.kv_size * self.dtype.itemsize
+        """Bytes of one token's keys, values and scales in all layers."""
+        return 2 * self.num_kv_heads * sum(map(self._head_bytes, self.dtypes))
 
     @property
     def block_bytes(self) -> int:
@@ -57,21 +68,15 @@ class KVCacheSpec:
         return self.num_blocks * self.block_bytes
 
     @property
-    def token_major_shape(self) -> tuple[int, ...]:
-        """A shape in which each token of a block has its k heads and then its v heads."""
-        return (self.num_layers, self.num_blocks + 1, self.block_size, 2 * self.num_kv_heads, self.head_dim)
+    def token_major_block(self) -> tuple[int, ...]:
+        """The shape of a layer's part of a block in which each token has its k heads and then its v heads."""
+        return (self.block_size, 2 * self.num_kv_heads, self.head_dim)
 
     @property
-    def head_major_shape(self) -> tuple[int, ...]:
-        """A shape in which each head of a block has the keys and then the values of all its tokens."""
-        return (self.num_layers, self.num_blocks + 1, self.num_kv_heads, 2, self.block_size, self.head_dim)
+    def head_major_block(self) -> tuple[int, ...]:
+        """The shape of a layer's part of a block in which each head has the keys and then the values of all tokens."""
+        return (self.num_kv_heads, 2, self.block_size, self.head_dim)
 
-    def allocate(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Zeros of one of the two shapes: even masked elements must be finite. Raises CapacityError."""
-        try:
-            return torch.zeros(shape, dtype=self.dtype, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
-            num_bytes = math.prod(shape) * self.dtype.itemsize
-            raise CapacityError(
-                f"{self.num_blocks + 1} KV blocks need {num_bytes} bytes on {device}: {error}"
-            ) from error
+    def _head_bytes(self, dtype: torch.dtype) -> int:
+        scale_bytes = SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
+        return self.head_dim * dtype.itemsize + scale_bytes

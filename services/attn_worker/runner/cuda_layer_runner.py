@@ -17,6 +17,7 @@ from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.batch_buckets import batch_buckets, bucket_for
 from services.common.cuda_graphs import StepGraphs
+from services.common.kv_cache.scales import KVScales
 
 
 class CudaLayerRunner:
@@ -32,12 +33,14 @@ class CudaLayerRunner:
         self._stream = torch.cuda.Stream()
         self._graphs: dict[Channel, StepGraphs[int]] = {}
 
-    def attach(self, channels: Iterable[Channel]) -> None:
-        """Captures one graph per bucket for each channel, unless `captures_lazily` is on.
+    def attach(self, channels: Iterable[Channel], scales: KVScales) -> None:
+        """Passes the scales on, and captures one graph per bucket for each channel, unless `captures_lazily` is on.
 
         Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
+        with torch.cuda.stream(self._stream):
+            self._backend.use_scales(scales)
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)

@@ -10,6 +10,7 @@ import torch
 from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
+from services.common.kv_cache.scales import KVScales
 
 
 class RunningStep(Protocol):
@@ -29,8 +30,8 @@ class FinishedStep:
 class LayerRunner(Protocol):
     """Runs steps in the order of their launches."""
 
-    def attach(self, channels: Iterable[Channel]) -> None:
-        """Makes later steps run on these channels only. No step may be running."""
+    def attach(self, channels: Iterable[Channel], scales: KVScales) -> None:
+        """Makes later steps run on these channels only, with these scales of FP8 layers. No step may be running."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks of the KV cache, given as (from, to), after all steps launched so far and before the next."""
@@ -46,8 +47,9 @@ class EagerLayerRunner:
         self._backend = backend
         self._num_layers = num_layers
 
-    def attach(self, channels: Iterable[Channel]) -> None:
-        """Does nothing."""
+    def attach(self, channels: Iterable[Channel], scales: KVScales) -> None:
+        """Passes the scales on."""
+        self._backend.use_scales(scales)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -20,6 +20,8 @@ from services.channel.factory import map_channel
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
+from services.common.kv_cache.format import KVCacheFormat
+from services.common.kv_cache.scales import KVScales
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
@@ -63,6 +65,8 @@ class AttachOptions:
     spec: ChannelSpec
     device: torch.device
     wait_timeout_s: float
+    kv_cache_dtype: KVCacheFormat = "model"
+    kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
 
 
 class AttentionClient:
@@ -121,7 +125,7 @@ class AttentionClient:
         self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))
 
     async def _attach(self) -> Attachment:
-        options = self._options
+        options, scales = self._options, self._options.kv_scales
         request = attn_pb2.AttachRequest(
             weights_hash=options.weights_hash,
             model_fingerprint=options.model_fingerprint,
@@ -129,6 +133,9 @@ class AttentionClient:
             max_num_batched_tokens=options.spec.max_tokens,
             max_num_seqs=options.max_num_seqs,
             gpu=gpu_uuid(options.device),
+            kv_cache_dtype=options.kv_cache_dtype,
+            key_scales=scales.keys if scales else (),
+            value_scales=scales.values if scales else (),
         )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:

@@ -58,6 +58,7 @@ def attach_another(services: PlainServices) -> None:
     services.attention.Attach(
         attn_pb2.AttachRequest(
             dtype="float32",
+            kv_cache_dtype="model",
             model_fingerprint=model.config.fingerprint,
             weights_hash=services.dense_status().weights_hash,
             max_num_seqs=1,

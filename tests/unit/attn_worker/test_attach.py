@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -17,7 +18,7 @@ from services.attn_worker.servicer import AttentionServicer
 from services.channel import Channel
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
-from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
+from services.common.errors import CapacityError, ConfigError, DeviceError, InvalidRequest, PeerError
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2
 from services.rpc.spans import NoTracer
@@ -36,13 +37,13 @@ async def on_stall(stall: stall_pb2.Stall | None) -> None:
     raise AssertionError(stall)
 
 
-def make_servicer() -> AttentionServicer:
-    section = AttentionSection(num_blocks=8)
+def make_servicer(kv_cache_dtype: str = "auto") -> AttentionServicer:
+    section = AttentionSection(num_blocks=8, kv_cache_dtype=kv_cache_dtype)
     return AttentionServicer(section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall)
 
 
-def make_request(**limits: int) -> attn_pb2.AttachRequest:
-    fields = {"max_num_seqs": 4, "max_num_batched_tokens": 16} | limits
+def make_request(**changes: object) -> attn_pb2.AttachRequest:
+    fields = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_dtype": "model"} | changes
     return attn_pb2.AttachRequest(
         dtype="float32", model_fingerprint=MODEL.config.fingerprint, weights_hash="00", **fields
     )
@@ -223,3 +224,37 @@ def test_a_cache_too_small_for_the_longest_sequence_logs_a_warning(num_blocks: i
     engine.stop(TIMEOUT_S)
     warnings = [event for event in events if event["log_level"] == "warning"]
     assert [event["num_tokens"] for event in warnings] == ([num_blocks * 16] if is_bound else [])
+
+
+@pytest.mark.parametrize(("own", "other"), [("auto", "fp8"), ("int8", "fp8"), ("fp8", "model"), ("fp8", "")])
+def test_workers_that_disagree_on_the_format_of_the_kv_cache_do_not_attach(own: str, other: str) -> None:
+    async def attach() -> None:
+        servicer = make_servicer(own)
+        found = {"auto": "model"}.get(own, own)
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype is {other}, the attention worker's is {found}"):
+            await servicer.Attach(make_request(kv_cache_dtype=other), FakeContext())
+
+    asyncio.run(attach())
+
+
+@pytest.mark.parametrize(
+    ("key_scales", "value_scales", "words"),
+    [
+        ([1, 1, math.nan, 1], [1] * 4, "key_scales of layer 2 is nan"),
+        ([1] * 4, [1, -2, 1, 1], "value_scales of layer 1 is -2.0"),
+        ([0] * 4, [1] * 4, "key_scales of layer 0 is 0.0"),
+        ([math.inf] * 4, [1] * 4, "key_scales of layer 0 is inf"),
+        ([1] * 3, [1] * 4, "has 3 key_scales, the model has 4 layers"),
+        ([1] * 4, [], "has 0 value_scales, the model has 4 layers"),
+    ],
+)
+def test_wrong_scales_are_refused_with_their_layer_and_value(
+    key_scales: list[float], value_scales: list[float], words: str
+) -> None:
+    request = make_request(kv_cache_dtype="fp8", key_scales=key_scales, value_scales=value_scales)
+
+    async def attach() -> None:
+        with pytest.raises(InvalidRequest, match=words):
+            await make_servicer("fp8").Attach(request, FakeContext())
+
+    asyncio.run(attach())

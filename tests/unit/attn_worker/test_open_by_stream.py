@@ -62,6 +62,7 @@ async def answers_to(
     )
     request = attn_pb2.AttachRequest(
         dtype="float32",
+        kv_cache_dtype="model",
         model_fingerprint=model.config.fingerprint,
         weights_hash="00",
         max_num_seqs=4,

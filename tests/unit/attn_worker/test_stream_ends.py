@@ -58,6 +58,7 @@ async def attach(stub: Any) -> attn_pb2.AttachReply:
     return await stub.Attach(
         attn_pb2.AttachRequest(
             dtype="float32",
+            kv_cache_dtype="model",
             model_fingerprint=resolve_model(ModelSection(), "cpu").config.fingerprint,
             weights_hash="00",
             max_num_seqs=4,

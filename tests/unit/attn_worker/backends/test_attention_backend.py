@@ -77,3 +77,23 @@ def test_a_backend_that_cannot_run_is_an_error_with_the_reason(
 def test_the_error_names_an_unknown_backend() -> None:
     with pytest.raises(ConfigError, match=r"attention.backend = 'xformers'.*'flashinfer'"):
         load_config(None, ["attention.backend=xformers"])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_flashinfer_refuses_a_kv_cache_of_8_bits(monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str) -> None:
+    Packages(monkeypatch, flashinfer="0.5.3")
+    section = AttentionSection(backend="flashinfer", kv_cache_dtype=kv_cache_dtype)
+    with pytest.raises(ConfigError, match=f"'flashinfer', but .* the KV cache is {kv_cache_dtype}: set"):
+        select_backend(section, make_model(GPU))
+
+
+def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
+    for capability, is_enough in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert select_backend(AttentionSection(kv_cache_dtype="int8"), make_model(GPU)) == "triton"
+        if is_enough:
+            assert select_backend(AttentionSection(kv_cache_dtype="fp8"), make_model(GPU)) == "triton"
+        else:
+            with pytest.raises(ConfigError, match=r"from compute capability 8\.9 on, an A100 has 8\.0"):
+                select_backend(AttentionSection(kv_cache_dtype="fp8"), make_model(GPU))

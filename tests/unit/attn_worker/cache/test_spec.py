@@ -9,9 +9,11 @@ import structlog
 import torch
 
 from services.attn_worker.build import make_cache_spec
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.config import AttentionSection, ModelSection
-from services.common.errors import CapacityError
+from services.common.errors import CapacityError, ConfigError
+from services.common.kv_cache.scales import KVScales
 from services.common.resolve import ResolvedModel, resolve_model
 
 CPU = torch.device("cpu")
@@ -31,17 +33,17 @@ def test_a_token_takes_two_vectors_per_kv_head_and_layer() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_both_layouts_have_all_blocks_and_the_null_block(dtype: torch.dtype) -> None:
     spec = KVCacheSpec(5, 4, 2, 16, dtype, (None, 6, None))
-    for shape in (spec.token_major_shape, spec.head_major_shape):
-        cache = spec.allocate(shape, CPU)
-        assert cache.shape[:2] == (3, 5 + 1)
-        assert cache.dtype == dtype and not cache.any()
-        assert cache.nbytes == spec.num_bytes + spec.block_bytes
+    for shape in (spec.token_major_block, spec.head_major_block):
+        layers = BlockStorage(spec, shape, CPU).layers
+        assert [layer.shape for layer in layers] == [(5 + 1, *shape)] * 3
+        assert all(layer.dtype == dtype and not layer.any() for layer in layers)
+        assert sum(layer.nbytes for layer in layers) == spec.num_bytes + spec.block_bytes
 
 
 def test_the_error_for_a_cache_that_does_not_fit_names_its_size() -> None:
     spec = dataclasses.replace(LLAMA, num_blocks=10**12)
     with pytest.raises(CapacityError, match=f"{10**12 + 1} KV blocks need {(10**12 + 1) * 2**21} bytes on cpu"):
-        spec.allocate(spec.head_major_shape, CPU)
+        BlockStorage(spec, spec.head_major_block, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,46 @@ def test_the_cache_has_as_many_blocks_as_fit_and_logs_their_number(model: Resolv
     assert make_cache_spec(AttentionSection(block_size=16, num_blocks=33), model).num_blocks == 33
     with pytest.raises(CapacityError, match=f"is {block_bytes - 1} bytes, one block of 16 tokens takes {block_bytes}"):
         make_cache_spec(AttentionSection(block_size=16, kv_cache_bytes=block_bytes - 1), model)
+
+
+def test_8_bits_fit_twice_as_many_tokens_and_int8_a_scale_for_each_head_beside_them() -> None:
+    assert dataclasses.replace(LLAMA, dtype=torch.float8_e4m3fn).token_bytes * 2 == LLAMA.token_bytes
+    assert dataclasses.replace(LLAMA, dtype=torch.int8).token_bytes == 32 * 2 * 8 * (128 + 4)
+    exceptions = {0: torch.bfloat16, 31: torch.int8}
+    mixed = dataclasses.replace(LLAMA, dtype=torch.float8_e4m3fn, exceptions=exceptions)
+    assert mixed.token_bytes == 2 * 8 * (30 * 128 + 2 * 128 + (128 + 4))
+
+
+def test_layers_of_different_dtypes_share_block_numbers() -> None:
+    spec = KVCacheSpec(5, 4, 2, 16, torch.int8, (None,) * 3, exceptions={1: torch.float32, 2: torch.float8_e4m3fn})
+    storage = BlockStorage(spec, spec.head_major_block, CPU)
+    tensors = [*storage.layers, storage.scales[0]]
+    assert [layer.dtype for layer in storage.layers] == [torch.int8, torch.float32, torch.float8_e4m3fn]
+    assert storage.scales[0].shape == (6, 2, 2, 4) and storage.scales[1] is None
+    assert sum(tensor.nbytes for tensor in tensors) == spec.num_bytes + spec.block_bytes
+    for tensor in tensors:
+        tensor.copy_(torch.arange(1, 7).view(-1, *[1] * (tensor.dim() - 1)))
+    storage.copy_blocks([(1, 4), (4, 0)])
+    for tensor in tensors:
+        assert tensor.float().flatten(1)[:, -1].tolist() == [2, 2, 3, 4, 2, 6]
+    storage.use_scales(KVScales((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+    assert storage.scales[2].tolist() == [3.0, 6.0]
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "factor"), [("fp8", 4), ("int8", 256 / 68)])
+def test_the_log_says_how_many_tokens_fit(model: ResolvedModel, kv_cache_dtype: str, factor: float) -> None:
+    """The embedded model has heads of 64 dimensions, which take 256 bytes in float32."""
+    with structlog.testing.capture_logs() as events:
+        for name in ("auto", kv_cache_dtype):
+            make_cache_spec(AttentionSection(kv_cache_dtype=name, kv_cache_bytes=2**24), model)
+    plain, quantized = (event["num_tokens"] for event in events)
+    assert plain == 2**24 // (4 * 2 * 2 * 64 * 4)
+    assert abs(quantized - factor * plain) <= 16 * factor, "whole blocks"
+    assert events[1]["dtype"] == {"fp8": "float8_e4m3fn", "int8": "int8"}[kv_cache_dtype]
+
+
+def test_skipped_layers_must_exist(model: ResolvedModel) -> None:
+    spec = make_cache_spec(AttentionSection(kv_cache_dtype="fp8", kv_cache_skip_layers=(0, 3)), model)
+    assert spec.dtypes == [torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32]
+    with pytest.raises(ConfigError, match="kv_cache_skip_layers names layer 4, the model has layers 0 to 3"):
+        make_cache_spec(AttentionSection(kv_cache_dtype="fp8", kv_cache_skip_layers=(4,)), model)

@@ -1,0 +1,29 @@
+"""Checks the parts of an `AttachRequest` that a dense worker read from its checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+from services.common.errors import InvalidRequest
+from services.common.kv_cache.scales import KVScales
+from services.pb import attn_pb2
+
+
+def read_scales(request: attn_pb2.AttachRequest, num_layers: int) -> KVScales:
+    """The scales of an FP8 KV cache; 1 in each layer if the request has none.
+
+    Raises InvalidRequest, which names the value, for a wrong number of scales, and for one that is not finite or not
+    above 0.
+    """
+    by_field = {"key_scales": tuple(request.key_scales), "value_scales": tuple(request.value_scales)}
+    if not any(by_field.values()):
+        return KVScales.ones(num_layers)
+    for field, scales in by_field.items():
+        if len(scales) != num_layers:
+            raise InvalidRequest(f"the dense worker has {len(scales)} {field}, the model has {num_layers} layers")
+        for layer, scale in enumerate(scales):
+            if not (math.isfinite(scale) and scale > 0):
+                raise InvalidRequest(
+                    f"the dense worker's {field} of layer {layer} is {scale}, expected a finite number above 0"
+                )
+    return KVScales(by_field["key_scales"], by_field["value_scales"])

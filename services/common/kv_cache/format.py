@@ -1,0 +1,37 @@
+"""The format of the KV cache, which config and checkpoint decide together. Both workers resolve it in the same way."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from services.common.config import AttentionSection
+from services.common.errors import ConfigError
+from services.common.kv_cache.scheme import FP8_SCHEME
+from services.common.resolve import ResolvedModel
+
+KVCacheFormat = Literal["model", "fp8", "int8"]
+
+
+def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> KVCacheFormat:
+    """The format of `attention.kv_cache_dtype`; `auto` is what the checkpoint asks for, else the model's dtype.
+
+    Raises ConfigError if the checkpoint asks for something else than FP8, or if `attention.kv_cache_skip_layers` names
+    a layer that the model does not have.
+    """
+    num_layers = model.config.num_layers
+    for layer in section.kv_cache_skip_layers:
+        if layer >= num_layers:
+            raise ConfigError(
+                f"attention.kv_cache_skip_layers names layer {layer}, the model has layers 0 to {num_layers - 1}"
+            )
+    if section.kv_cache_dtype != "auto":
+        return section.kv_cache_dtype
+    scheme = model.kv_cache_scheme
+    if scheme is None:
+        return "model"
+    if scheme != FP8_SCHEME:
+        raise ConfigError(
+            f"attention.kv_cache_dtype is 'auto', and the checkpoint's scheme of the KV cache is {scheme}; supported:"
+            " 8-bit floats with one static scale per tensor. Set attention.kv_cache_dtype to model, fp8 or int8"
+        )
+    return "fp8"
