@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 from services.grammar.form_error import FormError
+from services.grammar.subschemas import as_dict, as_list, subschemas, target
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _NONE: frozenset[str] = frozenset()
@@ -39,15 +39,8 @@ class _EndlessSchemas:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._types: dict[int, frozenset[str]] = {}
-        self._schemas: list[dict[str, Any]] = []  # all that matter, each before those that it names
-        open_ = [root]
-        while open_:
-            schema = open_.pop()
-            if isinstance(schema, dict) and id(schema) not in self._types:
-                self._types[id(schema)] = _NONE
-                self._schemas.append(schema)
-                open_ += self._named_by(schema)
+        self._schemas = subschemas(root)
+        self._types = {id(schema): _NONE for schema in self._schemas}
         while self._grow():
             pass
 
@@ -70,39 +63,15 @@ class _EndlessSchemas:
             return self._types[id(schema)]
         return _NONE if schema is False else _TYPES
 
-    def _named_by(self, schema: dict[str, Any]) -> Iterator[Any]:
-        if "$ref" in schema:
-            yield self._target(schema["$ref"])
-        for key in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
-            yield from _list(schema.get(key))
-        for key in ("properties", "patternProperties"):
-            yield from _dict(schema.get(key)).values()
-        yield from (schema.get(key) for key in ("items", "additionalItems", "additionalProperties"))
-
-    def _target(self, reference: Any) -> Any:
-        """What a reference within the document names; True, which ends, for any other."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return True
-        target = self._root
-        for part in unquote(reference[1:]).split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, dict) and key in target:
-                target = target[key]
-            elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
-                target = target[int(key)]
-            else:
-                return True
-        return target
-
     def _find(self, schema: dict[str, Any]) -> frozenset[str]:
         """The types of a schema's finite values, by what is known of those that it names."""
         types = _declared(schema)
         if "$ref" in schema:
-            types &= self._of(self._target(schema["$ref"]))
-        for each in _list(schema.get("allOf")):
+            types &= self._of(target(schema["$ref"], self._root))
+        for each in as_list(schema.get("allOf")):
             types &= self._of(each)
         for key in ("anyOf", "oneOf"):
-            if options := _list(schema.get(key)):
+            if options := as_list(schema.get(key)):
                 types &= _NONE.union(*map(self._of, options))
         if "object" in types and not self._has_object(schema):
             types -= {"object"}
@@ -111,9 +80,9 @@ class _EndlessSchemas:
         return types
 
     def _has_object(self, schema: dict[str, Any]) -> bool:
-        properties, patterns = _dict(schema.get("properties")), _dict(schema.get("patternProperties"))
+        properties, patterns = as_dict(schema.get("properties")), as_dict(schema.get("patternProperties"))
         others = schema.get("additionalProperties", True)
-        for name in _list(schema.get("required")):
+        for name in as_list(schema.get("required")):
             rules = [rule for pattern, rule in patterns.items() if _matches(pattern, name)]
             rules += [properties[name]] if name in properties else []
             if not all(map(self._of, rules or [others])):
@@ -123,7 +92,7 @@ class _EndlessSchemas:
         return _count(schema.get("minProperties")) <= sum(1 for each in properties.values() if self._of(each))
 
     def _has_array(self, schema: dict[str, Any]) -> bool:
-        first, rest = _list(schema.get("prefixItems")), schema.get("items", True)
+        first, rest = as_list(schema.get("prefixItems")), schema.get("items", True)
         if isinstance(rest, list):  # as before draft 2020-12
             first, rest = rest, schema.get("additionalItems", True)
         min_items = _count(schema.get("minItems"))
@@ -143,14 +112,6 @@ def _matches(pattern: str, name: Any) -> bool:
         return isinstance(name, str) and re.search(pattern, name) is not None
     except re.error:
         return False
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _count(value: Any) -> int:

@@ -10,9 +10,11 @@ from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.quote import DEFAULTS, STRICT, quote
+from services.grammar.schema_dialect import translate
 from services.grammar.structural_tag import lower_structural_tag, origin_of
 
 _POSITION = re.compile(r"(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")  # in a grammar
+_NUL = re.compile(r"((?<!\\)(?:\\\\)*)\\0")  # an escape of GBNF that the converter does not know
 _NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -57,6 +59,7 @@ def _lower_schema(text: str) -> str:
     if text.strip() == "false":
         raise FormError("nothing is valid against the schema false")
     text = "{}" if text.strip() == "true" else text
+    text = translate(text)
     check_ends(text)
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=DEFAULTS, overrides=STRICT)
@@ -69,6 +72,8 @@ def _lower_grammar(text: str) -> str:
 
     if text.lstrip().startswith("{"):
         return text  # llguidance's own JSON
+    if "::=" in text:
+        text = _NUL.sub(r"\1\\x00", text)
     try:
         return any_to_lark(text)
     except Exception as error:  # the converter raises plain ones

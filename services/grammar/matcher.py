@@ -58,6 +58,10 @@ def describe_error(matcher: LLMatcher) -> str:
     message = message.partition("\n<")[0].partition(" <non-verbose/>")[0].strip()
     if message.startswith("NoExtension"):
         message = "no further token of the vocabulary fits the form"
+    if message.startswith("panic"):
+        message = "the compiler cannot handle it"
+    if "coerce_one_of" in message:  # an option by which answers would not be valid
+        message = "oneOf can be enforced only where no value can be valid against two of its schemas; try anyOf"
     return " ".join(message.split())[:MAX_ERROR_CHARACTERS]
 
 

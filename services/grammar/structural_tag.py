@@ -17,6 +17,7 @@ from typing import Any
 from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.quote import DEFAULTS, STRICT, quote
+from services.grammar.schema_dialect import translate
 
 MAX_DEPTH = 32  # of formats in formats
 _TEXT = r"/(.|\n)*/"
@@ -130,7 +131,7 @@ class _Rules:
             raise FormError("the schema of a structural tag must be an object or true")
         options = schema.get("x-guidance")
         schema = {**schema, "x-guidance": {**DEFAULTS, **(options if isinstance(options, dict) else {}), **STRICT}}
-        text = json.dumps(schema, ensure_ascii=False)
+        text = translate(json.dumps(schema, ensure_ascii=False))
         check_ends(text)
         return self._rule(f"%json {text}", "json")
 

@@ -1,0 +1,58 @@
+"""Writes what llguidance reads differently from JSON Schema in another way, so that its answers are valid.
+
+- Beside `prefixItems`, `additionalItems` means nothing since draft 2020-12; llguidance would ignore `prefixItems`. What
+  the client means is `items`.
+- Numbers of items, characters or properties may be written with a decimal point, as 2.0.
+- llguidance's dates have a 29th of February in every year, and its times may end with a 60th second.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.grammar.form_error import FormError
+from services.grammar.subschemas import subschemas
+
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_YEAR = "(?:[1-9][0-9]{3}|0(?:[1-9][0-9]{2}|0(?:[1-9][0-9]|0[1-9])))"  # 0001 to 9999
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+_HOUR = "(?:[01][0-9]|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
+_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+
+
+def translate(text: str) -> str:
+    """The schema, as JSON text, for llguidance; the same text if it reads it as it is meant.
+
+    Raises `FormError` for JSON that is nested too deeply.
+    """
+    try:
+        root = json.loads(text)
+        changes = [_change(schema) for schema in subschemas(root)]
+        return json.dumps(root, ensure_ascii=False, allow_nan=False) if any(changes) else text
+    except RecursionError as error:
+        raise FormError("it is nested too deeply") from error
+    except ValueError:
+        return text  # llguidance says what is wrong
+
+
+def _change(schema: dict[str, Any]) -> bool:
+    """Changes a schema in place; returns whether it had to."""
+    before = dict(schema)
+    if "prefixItems" in schema and "additionalItems" in schema:
+        schema.setdefault("items", schema.pop("additionalItems"))
+        schema.pop("additionalItems", None)
+    for key in _COUNTS:
+        if isinstance(schema.get(key), float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
+    name = schema.get("format")
+    if isinstance(name, str) and name in _FORMATS:
+        del schema["format"]
+        others = schema.get("allOf")
+        schema["allOf"] = [*(others if isinstance(others, list) else ()), {"pattern": f"^{_FORMATS[name]}$"}]
+    return schema != before or any(type(schema[key]) is not type(before[key]) for key in schema if key in before)
