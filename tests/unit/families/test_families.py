@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
-from tests.support.family_models import VARIANTS, make_family_model
+from tests.support.dense.family_models import VARIANTS, make_family_model
 
 torch.set_num_threads(1)
 # Both compute in float32, in another order of sums, of a few hundred numbers each: relative to the largest logit.
