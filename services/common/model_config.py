@@ -65,7 +65,8 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     if not isinstance(family, str) or family not in by_family:
         raise ModelError(f"{path} has model_type {family!r}, supported: {', '.join(by_family)}")
     architectures = raw.get("architectures")
-    if architectures and by_family[family] not in architectures:
+    spellings = {str(name).casefold() for name in architectures or ()}  # MPT's files say MPTForCausalLM
+    if spellings and by_family[family].casefold() not in spellings:
         raise ModelError(f"{path} has architectures {architectures}, supported for {family!r}: {by_family[family]}")
     for name in _SIZES:
         size = raw.get(name)

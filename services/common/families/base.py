@@ -27,17 +27,19 @@ _ACTIVATIONS = {  # by transformers' names
 def read_base(
     fields: ConfigFields,
     *,
-    eps: str = "rms_norm_eps",
-    activation: str = "hidden_act",
+    eps: str | float = "rms_norm_eps",
+    activation: str | Activation = "hidden_act",
     intermediate_size: int | None = None,
     num_kv_heads: int | None = None,
+    num_positions: int | None = None,
     rope: RopeConfig | None = None,
     allows_partial_rope: bool = False,
 ) -> ModelConfig:
     """The sizes, activation, rotary embedding and tokens of a model, with the parts of Llama.
 
-    `eps` and `activation` name the fields. None: `intermediate_size` and `num_key_value_heads` of the config, and one
-    rotary embedding for all layers, which may turn a part of each head only if `allows_partial_rope`.
+    `eps` and `activation` name the fields, or are what the family always has. None stands for `intermediate_size`,
+    `num_key_value_heads` and `max_position_embeddings` of the config, and for one rotary embedding of all layers, which
+    may turn a part of each head only if `allows_partial_rope`.
     """
     num_heads = fields.size("num_attention_heads")
     if num_kv_heads is None:
@@ -47,9 +49,9 @@ def read_base(
             "num_attention_heads", num_heads, f"expected a multiple of its num_key_value_heads {num_kv_heads}"
         )
     head_dim = read_head_dim(fields)
-    norm_eps = fields[eps]
+    norm_eps = fields[eps] if isinstance(eps, str) else eps
     if not (math.isfinite(norm_eps) and norm_eps >= 0):
-        raise fields.error(eps, norm_eps, "expected a finite number of at least 0")
+        raise fields.error(str(eps), norm_eps, "expected a finite number of at least 0")
     num_layers = fields.size("num_hidden_layers")
     return ModelConfig(
         family=fields["model_type"],
@@ -67,7 +69,7 @@ def read_base(
         mlp_bias=False,
         qk_norm=False,
         sliding_windows=(None,) * num_layers,
-        max_position_embeddings=fields.size("max_position_embeddings"),
+        max_position_embeddings=num_positions or fields.size("max_position_embeddings"),
         rope=rope or read_rope(fields, head_dim, allows_partial=allows_partial_rope),
         eos_token_ids=_eos_token_ids(fields),
         checkpoint_dtype=_checkpoint_dtype(fields),
@@ -115,7 +117,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return value
 
 
-def _activation(fields: ConfigFields, name: str) -> Activation:
+def _activation(fields: ConfigFields, name: str | Activation) -> Activation:
+    if isinstance(name, Activation):
+        return name
     found = fields[name]
     if found not in _ACTIVATIONS:
         raise fields.error(name, found, f"supported: {', '.join(_ACTIVATIONS)}")

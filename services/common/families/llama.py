@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
-from services.common.families.shape import AttentionOptions, ModelConfig
+from services.common.families.shape import AttentionOptions, ModelConfig, QkNormKind
 
 
 def read_llama(fields: ConfigFields) -> ModelConfig:
@@ -43,6 +43,37 @@ def read_smollm3(fields: ConfigFields) -> ModelConfig:
     ropes = tuple(config.rope if each else None for each in rotates)
     windows = windows_of_layers(fields, read_window(fields))
     return replace(config, sliding_windows=windows, attention=AttentionOptions(layer_ropes=ropes))
+
+
+def read_seed_oss(fields: ConfigFields) -> ModelConfig:
+    """Seed-OSS: biases of q, k and v, and a field of its own for that of o."""
+    config = read_llama(fields)
+    return replace(config, o_bias=fields.flag("attention_out_bias"))
+
+
+def read_olmo2(fields: ConfigFields) -> ModelConfig:
+    """OLMo 2: norms only after attention and MLP, and norms of q and k over all heads."""
+    config = read_llama(fields)
+    parts = replace(config.parts, has_norms_before=False, has_norms_after=True, qk_norm=QkNormKind.ALL_HEADS)
+    return replace(config, qk_norm=True, parts=parts)
+
+
+def read_glm(fields: ConfigFields) -> ModelConfig:
+    """GLM-4 9B (2024): half of each head is rotated, in neighbouring pairs; o has no bias."""
+    config = read_base(fields, allows_partial_rope=True)
+    return replace(config, qkv_bias=fields.flag("attention_bias"), attention=AttentionOptions(rotates_pairs=True))
+
+
+def read_glm4(fields: ConfigFields) -> ModelConfig:
+    """GLM-4 0414: GLM with two more norms, after attention and after the MLP."""
+    config = read_glm(fields)
+    return replace(config, parts=replace(config.parts, has_norms_after=True))
+
+
+def read_phi3(fields: ConfigFields) -> ModelConfig:
+    """Phi-3, Phi-3.5 and Phi-4: fused projections, partial rotation, and a window or none."""
+    config = read_base(fields, allows_partial_rope=True)
+    return replace(config, sliding_windows=(read_window(fields),) * config.num_layers)
 
 
 def read_granite(fields: ConfigFields) -> ModelConfig:

@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.families.cohere import read_cohere, read_cohere2
 from services.common.families.fields import ConfigFields
+from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
+from services.common.families.layer_norm import (
+    read_falcon,
+    read_gpt_neox,
+    read_phi,
+    read_stablelm,
+    read_starcoder2,
+)
 from services.common.families.llama import (
+    read_glm,
+    read_glm4,
     read_granite,
     read_llama,
     read_mistral,
+    read_olmo2,
+    read_phi3,
     read_qwen2,
     read_qwen3,
+    read_seed_oss,
     read_smollm3,
 )
 from services.common.families.shape import ModelConfig
+from services.common.families.without_rope import read_bloom, read_gpt2, read_mpt, read_opt
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """How a family is recognised and read."""
 
-    architecture: str  # transformers' class, named in config.json
+    architecture: str  # transformers' class, named in config.json in any case
     read: Callable[[ConfigFields], ModelConfig]  # raises ModelError for what the workers cannot compute
 
 
@@ -32,9 +47,29 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "qwen3": Family("Qwen3ForCausalLM", read_qwen3),
     "smollm3": Family("SmolLM3ForCausalLM", read_smollm3),
     "granite": Family("GraniteForCausalLM", read_granite),
+    "seed_oss": Family("SeedOssForCausalLM", read_seed_oss),
+    "olmo2": Family("Olmo2ForCausalLM", read_olmo2),
+    "glm": Family("GlmForCausalLM", read_glm),
+    "glm4": Family("Glm4ForCausalLM", read_glm4),
+    "cohere": Family("CohereForCausalLM", read_cohere),
+    "cohere2": Family("Cohere2ForCausalLM", read_cohere2),
+    "starcoder2": Family("Starcoder2ForCausalLM", read_starcoder2),
+    "stablelm": Family("StableLmForCausalLM", read_stablelm),
+    "phi": Family("PhiForCausalLM", read_phi),
+    "phi3": Family("Phi3ForCausalLM", read_phi3),
+    "gemma": Family("GemmaForCausalLM", read_gemma),
+    "gemma2": Family("Gemma2ForCausalLM", read_gemma2),
+    "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3),
+    "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
+    "falcon": Family("FalconForCausalLM", read_falcon),
+    "mpt": Family("MptForCausalLM", read_mpt),
+    "bloom": Family("BloomForCausalLM", read_bloom),
+    "gpt2": Family("GPT2LMHeadModel", read_gpt2),
+    "opt": Family("OPTForCausalLM", read_opt),
 }
 
 # Models of text and images, of which the text part is served: the architecture, by model_type.
 TEXT_PARTS: dict[str, str] = {
     "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }

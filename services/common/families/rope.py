@@ -17,9 +17,16 @@ def read_rope(fields: ConfigFields, head_dim: int, *, allows_partial: bool = Fal
     return parse_rope(fields, fields["rope_parameters"], head_dim, allows_partial=allows_partial)
 
 
-def no_rope(fields: ConfigFields, head_dim: int) -> RopeConfig:
+def no_rope(head_dim: int, num_positions: int) -> RopeConfig:
     """Stands in `ModelConfig.rope` of a model that never rotates; its `layer_ropes` are all None."""
-    return RopeConfig("default", 1e4, head_dim, fields.size("max_position_embeddings"))
+    return RopeConfig("default", 1e4, head_dim, num_positions)
+
+
+def read_ropes_by_type(fields: ConfigFields, head_dim: int) -> dict[str, RopeConfig]:
+    """The rotary embedding of each of the config's `layer_types`."""
+    fields.ignore("rope_scaling", "rope_theta", "rope_local_base_freq")
+    parameters = fields["rope_parameters"]
+    return {kind: parse_rope(fields, parameters[kind], head_dim) for kind in sorted(set(fields["layer_types"]))}
 
 
 def parse_rope(

@@ -14,6 +14,11 @@ from safetensors import SafetensorError, safe_open
 from services.common.errors import ModelError
 
 _INDEX_FILE = "model.safetensors.index.json"
+_PICKLED = (".bin", ".pt", ".pth")
+_DANGER = (
+    ". Files of pickled tensors are never loaded: loading one can run any program that its author put there. Convert"
+    " it in a place where that does no harm, or take a conversion that you trust."
+)
 
 
 class Checkpoint:
@@ -78,7 +83,8 @@ def checkpoint_files(path: Path) -> list[Path]:
     if not index.is_file():
         others = sorted(f.name for f in path.glob("*") if f.suffix in (".bin", ".pt", ".pth", ".gguf"))
         found = f"found {', '.join(others[:3])}, supported: safetensors" if others else "found no weights"
-        raise ModelError(f"{path} has neither model.safetensors nor {_INDEX_FILE} ({found})")
+        is_pickled = any(name.endswith(_PICKLED) for name in others)
+        raise ModelError(f"{path} has neither model.safetensors nor {_INDEX_FILE} ({found})" + _DANGER * is_pickled)
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [path / name for name in sorted(names)]

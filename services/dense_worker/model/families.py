@@ -7,7 +7,6 @@ A family that is made of existing parts is a page of names (`names.py`) and a re
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -26,15 +25,16 @@ from services.dense_worker.model.layer import (
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.names import NAMES, CheckpointNames, FusedHeads
+from services.dense_worker.model.names import NAMES, CheckpointNames, FusedHeads, names_of
 from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm
 from services.dense_worker.model.parameters import Parameter, Source, StoredLayout
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.stored_layout import GroupedHeads, Transposed
 
 
-def build_decoder(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> ModelWeights:
+def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
     """The model of any family: what it is made of is in `config.parts`."""
+    names = names_of(config)
     table = build_embedding_table(config, allocator, names)
     return ModelWeights(
         build_embedding(config, allocator, names, table),
@@ -43,9 +43,8 @@ def build_decoder(config: ModelConfig, allocator: WeightAllocator, names: Checkp
     )
 
 
-BUILDERS: dict[str, Callable[[ModelConfig, WeightAllocator], ModelWeights]] = {  # by `ModelConfig.family`
-    family: partial(build_decoder, names=names) for family, names in NAMES.items()
-}
+# By `ModelConfig.family`.
+BUILDERS: dict[str, Callable[[ModelConfig, WeightAllocator], ModelWeights]] = dict.fromkeys(NAMES, build_decoder)
 
 
 def build_embedding_table(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> Parameter:

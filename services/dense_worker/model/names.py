@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from services.common.families.shape import ModelConfig, ResidualKind
 
 # Wrappers around the text part of a model of text and images, old and new spelling, and what takes their place.
 _WRAPPERS = {"model.language_model.": "model.", "language_model.": ""}
@@ -59,6 +61,19 @@ class CheckpointNames:
 
 
 _LLAMA = CheckpointNames()
+_GEMMA2 = CheckpointNames(mlp_norm="pre_feedforward_layernorm")
+_GLM = CheckpointNames(mlp_in=("mlp.gate_up_proj",))
+_FALCON = CheckpointNames(
+    base="transformer",
+    embedding="transformer.word_embeddings",
+    layers="transformer.h",
+    qkv=("self_attention.query_key_value",),
+    fused_heads=FusedHeads.BY_KV_HEAD,
+    o="self_attention.dense",
+    mlp_in=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    final_norm="transformer.ln_f",
+)
 
 NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "llama": _LLAMA,
@@ -67,4 +82,78 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "qwen3": _LLAMA,
     "smollm3": _LLAMA,
     "granite": _LLAMA,
+    "seed_oss": _LLAMA,
+    "olmo2": _LLAMA,
+    "cohere": _LLAMA,
+    "cohere2": _LLAMA,
+    "stablelm": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "glm": _GLM,
+    "glm4": replace(_GLM, norm_after_attention="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
+    "phi3": CheckpointNames(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
+    "starcoder2": CheckpointNames(mlp_in=("mlp.c_fc",), down="mlp.c_proj"),
+    "phi": CheckpointNames(
+        o="self_attn.dense", mlp_in=("mlp.fc1",), down="mlp.fc2", final_norm="model.final_layernorm"
+    ),
+    "gpt_neox": CheckpointNames(
+        base="gpt_neox",
+        embedding="gpt_neox.embed_in",
+        layers="gpt_neox.layers",
+        qkv=("attention.query_key_value",),
+        fused_heads=FusedHeads.BY_KV_HEAD,
+        o="attention.dense",
+        mlp_in=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        final_norm="gpt_neox.final_layer_norm",
+        head="embed_out",
+    ),
+    "falcon": _FALCON,
+    "bloom": replace(_FALCON, embedding_norm="transformer.word_embeddings_layernorm"),
+    "mpt": CheckpointNames(
+        base="transformer",
+        embedding="transformer.wte",
+        layers="transformer.blocks",
+        attention_norm="norm_1",
+        qkv=("attn.Wqkv",),
+        o="attn.out_proj",
+        mlp_norm="norm_2",
+        mlp_in=("ffn.up_proj",),
+        down="ffn.down_proj",
+        final_norm="transformer.norm_f",
+    ),
+    "gpt2": CheckpointNames(
+        base="transformer",
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        layers="transformer.h",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",),
+        o="attn.c_proj",
+        mlp_norm="ln_2",
+        mlp_in=("mlp.c_fc",),
+        down="mlp.c_proj",
+        final_norm="transformer.ln_f",
+        has_transposed_weights=True,
+    ),
+    "opt": CheckpointNames(
+        embedding="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        layers="model.decoder.layers",
+        attention_norm="self_attn_layer_norm",
+        o="self_attn.out_proj",
+        mlp_norm="final_layer_norm",
+        mlp_in=("fc1",),
+        down="fc2",
+        final_norm="model.decoder.final_layer_norm",
+    ),
 }
+
+
+def names_of(config: ModelConfig) -> CheckpointNames:
+    """The page of a model's family. Falcon's layers with two norms call them otherwise than those with one."""
+    names, parts = NAMES[config.family], config.parts
+    if config.family == "falcon" and parts.residual is ResidualKind.PARALLEL and not parts.shares_norm:
+        return replace(names, attention_norm="ln_attn", mlp_norm="ln_mlp")
+    return names

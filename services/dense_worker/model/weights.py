@@ -21,7 +21,7 @@ from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files,
 from services.dense_worker.model.families import BUILDERS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.names import NAMES
+from services.dense_worker.model.names import names_of
 from services.dense_worker.model.parameters import (
     Loaded,
     Source,
@@ -48,7 +48,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     `config.num_layers` are not read. Raises ModelError that names the file or tensor that is missing, damaged, or
     inconsistent with `config`.
     """
-    names = NAMES[config.family]
+    names = names_of(config)
     head = f"{names.head}.weight"
     with open_checkpoint(path, names.canonical) as checkpoint:
         weights = empty_weights(config, dtype, device)
@@ -142,7 +142,7 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
     for name in checkpoint.names:
-        layer = NAMES[config.family].layer_of(name)
+        layer = names_of(config).layer_of(name)
         if name in known or layer is None or layer >= config.num_layers:
             continue
         if not _is_empty_bias(config, checkpoint, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
+from services.common.errors import ConfigError
 from services.dense_worker.tensorrt.api import FLOAT32_MARK
 
 ONNX_DTYPES = {
@@ -26,7 +28,7 @@ class Lowering:
     """The ONNX nodes and constants of a graph whose tensors have dtype `dtype` or a wider one.
 
     `inputs` and `outputs` name the graph's placeholders and results, in order. Other values keep torch's names, and a
-    node is named after its operator and its value.
+    node is named after its operator and its value. Raises ConfigError, naming the operator, for one that is not known.
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class Lowering:
         self._names |= zip(results, outputs, strict=True)
         for node in graph.nodes:
             if node.op == "call_function":
-                assert node.target in _LOWERINGS, f"no ONNX lowering for {node.target}, which a segment uses"
+                if node.target not in _LOWERINGS:
+                    raise ConfigError(f"the operator {node.target}, which the model uses, is not exported to ONNX")
                 _LOWERINGS[node.target](self, node)
 
     def name(self, node: Node) -> str:
@@ -67,9 +70,12 @@ class Lowering:
         parts = [f"{node.name}_{i}" for i in range(len(sizes))]
         self._add("Split", [x, self.constant(sizes, node)], parts, axis=dim)
 
-    def constant(self, value: float | Sequence[int], node: Node) -> str:
-        """Adds a constant operand of `node`: a number of the dtype of its value, or a list of int64."""
-        name = f"constant_{node.name}"
+    def constant(self, value: float | Sequence[int], node: Node, index: int = 0) -> str:
+        """Adds a constant operand of `node`: a number of the dtype of its value, or a list of int64.
+
+        `index` tells several constants of one node apart.
+        """
+        name = f"constant_{node.name}" + (f"_{index}" if index else "")
         if isinstance(value, Sequence):
             tensor = helper.make_tensor(name, TensorProto.INT64, [len(value)], value)
         else:
@@ -139,6 +145,43 @@ def _silu(to: Lowering, node: Node) -> None:
     to.emit("Mul", [x, gate], node)
 
 
+def _gelu(to: Lowering, node: Node) -> None:
+    """0.5 x (1 + erf(x / sqrt(2))), or its approximation 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    x = to.name(node.args[0])
+    steps = iter(range(1, 9))
+
+    def step(op: str, left: str, right: str | float = "") -> str:
+        index = next(steps)
+        inputs = [left]
+        if right != "":
+            inputs.append(right if isinstance(right, str) else to.constant(right, node, index))
+        return to.emit(op, inputs, node, f"{node.name}_{index}")
+
+    if node.kwargs.get("approximate", "none") == "tanh":
+        square = step("Mul", x, x)
+        factor = step("Add", step("Mul", square, 0.044715), 1.0)
+        gate = step("Tanh", step("Mul", step("Mul", x, factor), math.sqrt(2 / math.pi)))
+    else:
+        gate = step("Erf", step("Mul", x, math.sqrt(0.5)))
+    half = step("Mul", x, 0.5)
+    to.emit("Mul", [half, step("Add", gate, 1.0)], node)
+
+
+def _layer_norm(to: Lowering, node: Node) -> None:
+    x, shape, weight, *rest = node.args
+    bias, eps = [*rest, None, 1e-5][:2] if len(rest) < 2 else rest[:2]
+    eps = node.kwargs.get("eps", eps)
+    inputs = [to.name(x), to.name(weight)] + ([] if bias is None else [to.name(bias)])
+    to.emit("LayerNormalization", inputs, node, axis=-len(shape), epsilon=eps)
+
+
+def _unary(op: str) -> Callable[[Lowering, Node], None]:
+    def lower(to: Lowering, node: Node) -> None:
+        to.emit(op, [to.name(node.args[0])], node)
+
+    return lower
+
+
 def _split(to: Lowering, node: Node) -> None:
     x, size, dim = node.args
     width = x.meta["val"].shape[dim]
@@ -173,14 +216,19 @@ _LOWERINGS: dict[Callable[..., Any], Callable[[Lowering, Node], None]] = {
     _aten.cat.default: _cat,
     _aten.embedding.default: _embedding,
     _aten.index_select.default: _index_select,
+    _aten.gelu.default: _gelu,
+    _aten.layer_norm.default: _layer_norm,
     _aten.linear.default: _linear,
     _aten.mean.dim: _mean,
     _aten.mul.Tensor: _elementwise("Mul"),
+    _aten.relu.default: _unary("Relu"),
     _aten.rsqrt.default: _rsqrt,
     _aten.silu.default: _silu,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
     _aten.square.default: _square,
+    _aten.sub.Tensor: _elementwise("Sub"),
+    _aten.tanh.default: _unary("Tanh"),
     _aten.to.dtype: _to_dtype,
     _aten.view.default: _view,
 }

@@ -14,7 +14,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
-from services.common.errors import ModelError
+from services.common.errors import ConfigError, ModelError
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.parameters import tensors_by_name
 from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
@@ -48,6 +48,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         # Q/DQ pairs (FP8, INT8) would go around the Gemms of `onnx_lowering`; INT4 weights and their scales would be
         # inputs, dequantized before the Gemm (both need a later opset and TensorRT 10).
         raise ModelError(f"quantized weights ({config.quantization.method}) cannot be exported to ONNX and TensorRT")
+    if config.parts.num_learned_positions:
+        raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
     example = _EXAMPLES[name](config, dtype)
     weights = tensors_by_name(example.segment)
     sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}

@@ -32,6 +32,72 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "seed_oss": ("seed_oss", {"head_dim": 8}),
+    "olmo2": ("olmo2", {}),
+    "glm": ("glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25, "head_dim": None}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "head_dim": None}),
+    "phi": ("phi", {"num_key_value_heads": 4}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]},
+        },
+    ),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 6,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "falcon-7b": ("falcon", {"ffn_hidden_size": 48}),
+    "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-one-norm": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-rw": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "bloom": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "mpt-6-heads": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 128}),
+    "gpt2": ("gpt2", {"n_inner": None}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False, "n_inner": 40}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
 }
 
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
+from services.common.errors import ConfigError
+from services.common.model_config import load_model_config
+from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
+from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.family_models import VARIANTS, make_family_model
+from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
 
 torch.set_num_threads(1)
 # Both compute in float32, in another order of sums, of a few hundred numbers each: relative to the largest logit.
@@ -68,3 +72,21 @@ def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) ->
         expected = true_logits(truth, each)
         assert each[len(prompt) :] == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
         check_logits(last, expected[-1:])
+
+
+# Together they have all parts and operations of all families.
+@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "gemma3", "cohere", "phi", "mpt", "bloom", "granite"])
+def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, variant)
+    config = load_model_config(path)
+    model = WholeModel(path, lambda weights: OnnxRuntimeBackend(export_networks(config, torch.float32), weights))
+    model.open(1, PROMPT)
+    (logits,) = model.step((1, len(PROMPT), 0))
+    check_logits(logits, true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_are_not_exported(family: str, tmp_path: Path) -> None:
+    config = load_model_config(make_family_model(tmp_path, family))
+    with pytest.raises(ConfigError, match=f"learned positions of '{family}' are not exported to ONNX"):
+        export_networks(config, torch.float32)

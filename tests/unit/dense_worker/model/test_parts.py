@@ -209,7 +209,7 @@ def test_a_new_weight_format_needs_no_change_of_the_layer(
     plain_file = quantize_checkpoint(path)
 
     def build(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
-        return build_decoder(config, ScaledAllocator(allocator.dtype, allocator.device), NAMES["qwen2"])
+        return build_decoder(config, ScaledAllocator(allocator.dtype, allocator.device))
 
     with monkeypatch.context() as patch:
         patch.setitem(BUILDERS, "qwen2", build)

@@ -1,0 +1,99 @@
+"""Families with rotary embeddings and LayerNorm: GPT-NeoX, Phi-1 and 2, StarCoder2, StableLM, Falcon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.common.families.alibi import alibi_slopes, bfloat16
+from services.common.families.base import read_base, read_window
+from services.common.families.fields import ConfigFields
+from services.common.families.shape import AttentionOptions, ModelConfig, NormKind, ResidualKind
+
+
+def read_gpt_neox(fields: ConfigFields) -> ModelConfig:
+    """GPT-NeoX, Pythia, and others in its name: parallel residual with two norms, partial rotation."""
+    num_heads = fields.size("num_attention_heads")
+    config = read_base(fields, eps="layer_norm_eps", num_kv_heads=num_heads, allows_partial_rope=True)
+    residual = ResidualKind.PARALLEL if fields.flag("use_parallel_residual") else ResidualKind.SEQUENTIAL
+    has_bias = fields.flag("attention_bias")
+    parts = replace(config.parts, norm=NormKind.LAYER, is_gated=False, residual=residual)
+    return replace(config, parts=parts, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=True)
+
+
+def read_phi(fields: ConfigFields) -> ModelConfig:
+    """Phi-1, Phi-1.5 and Phi-2: parallel residual with one norm, biases everywhere, also in the head."""
+    fields.only("qk_layernorm", False)
+    config = read_base(fields, eps="layer_norm_eps", allows_partial_rope=True)
+    parts = replace(
+        config.parts,
+        norm=NormKind.LAYER,
+        is_gated=False,
+        residual=ResidualKind.PARALLEL,
+        shares_norm=True,
+        head_bias=True,
+    )
+    return replace(config, parts=parts, qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
+def read_starcoder2(fields: ConfigFields) -> ModelConfig:
+    """StarCoder2: an MLP without a gate, biases, and a window or none."""
+    config = read_base(fields, eps="norm_epsilon")
+    has_bias = fields.flag("use_bias")
+    return replace(
+        config,
+        parts=replace(config.parts, norm=NormKind.LAYER, is_gated=False),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=has_bias,
+        sliding_windows=(read_window(fields),) * config.num_layers,
+    )
+
+
+def read_stablelm(fields: ConfigFields) -> ModelConfig:
+    """StableLM 2 and 3B: a Llama with LayerNorm and partial rotation; some have a parallel residual with one norm."""
+    fields.only("qk_layernorm", False)
+    config = read_base(fields, eps="layer_norm_eps", allows_partial_rope=True)
+    is_parallel = fields.flag("use_parallel_residual")
+    residual = ResidualKind.PARALLEL if is_parallel else ResidualKind.SEQUENTIAL
+    parts = replace(config.parts, norm=NormKind.LAYER, residual=residual, shares_norm=is_parallel)
+    return replace(config, parts=parts, qkv_bias=fields.flag("use_qkv_bias"))
+
+
+def read_falcon(fields: ConfigFields) -> ModelConfig:
+    """Falcon 7B (one kv head), 40B and 180B (the new decoder), and the RW models (ALiBi, sequential residual)."""
+    is_new, is_parallel, has_one_kv_head = (
+        fields.flag(name) for name in ("new_decoder_architecture", "parallel_attn", "multi_query")
+    )
+    num_heads, declared_kv_heads = fields.size("num_attention_heads"), fields.get("num_kv_heads")
+    if is_new:
+        fields.only("parallel_attn", True)
+        num_kv_heads = declared_kv_heads or num_heads
+    else:
+        num_kv_heads = 1 if has_one_kv_head else num_heads
+    num_norms = fields.get("num_ln_in_parallel_attn", 2 if is_new else 1)
+    if num_norms not in ((1, 2) if is_new else (1,)):
+        raise fields.error("num_ln_in_parallel_attn", num_norms, f"supported: {'1, 2' if is_new else '1'}")
+    config = read_base(
+        fields,
+        eps="layer_norm_epsilon",
+        activation="activation",
+        intermediate_size=fields.size("ffn_hidden_size"),
+        num_kv_heads=num_kv_heads,
+    )
+    residual = ResidualKind.PARALLEL if is_parallel else ResidualKind.SEQUENTIAL
+    parts = replace(
+        config.parts,
+        norm=NormKind.LAYER,
+        is_gated=False,
+        residual=residual,
+        shares_norm=is_parallel and num_norms == 1,
+    )
+    attention = AttentionOptions()
+    if fields.flag("alibi"):
+        scale = config.head_dim**-0.5  # the whole sum is scaled, and the slopes are rounded
+        slopes = tuple(bfloat16(slope) * scale for slope in alibi_slopes(num_heads))
+        attention = AttentionOptions(alibi_slopes=slopes, layer_ropes=(None,) * config.num_layers)
+    has_bias = fields.flag("bias")
+    return replace(
+        config, parts=parts, attention=attention, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=has_bias
+    )

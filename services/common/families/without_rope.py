@@ -1,0 +1,125 @@
+"""Families without rotary embeddings: ALiBi (BLOOM, MPT) or learned positions (GPT-2, OPT). All have LayerNorm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.common.families.alibi import alibi_slopes, mpt_alibi_slopes
+from services.common.families.base import read_base, read_head_dim
+from services.common.families.fields import ConfigFields
+from services.common.families.rope import no_rope
+from services.common.families.shape import Activation, AttentionOptions, ModelConfig, NormKind
+
+_BLOOM_POSITIONS = 2048  # ALiBi has no limit; its models were trained on this many
+
+
+def _read(
+    fields: ConfigFields,
+    *,
+    eps: str | float,
+    activation: str | Activation,
+    intermediate_size: int,
+    num_positions: int,
+    has_bias: bool,
+) -> ModelConfig:
+    """A model with LayerNorm, an MLP without a gate, and no rotation."""
+    config = read_base(
+        fields,
+        eps=eps,
+        activation=activation,
+        intermediate_size=intermediate_size,
+        num_kv_heads=fields.size("num_attention_heads"),
+        num_positions=num_positions,
+        rope=no_rope(read_head_dim(fields), num_positions),
+    )
+    return replace(
+        config,
+        parts=replace(config.parts, norm=NormKind.LAYER, is_gated=False),
+        attention=AttentionOptions(layer_ropes=(None,) * config.num_layers),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=has_bias,
+    )
+
+
+def read_bloom(fields: ConfigFields) -> ModelConfig:
+    """BLOOM and BLOOMZ: ALiBi, and a norm of the embedding."""
+    fields.only("apply_residual_connection_post_layernorm", False)
+    config = _read(
+        fields,
+        eps="layer_norm_epsilon",
+        activation=Activation.GELU_TANH,
+        intermediate_size=4 * fields.size("hidden_size"),
+        num_positions=fields.raw.get("seq_length") or _BLOOM_POSITIONS,
+        has_bias=True,
+    )
+    attention = replace(config.attention, alibi_slopes=alibi_slopes(config.num_heads))
+    return replace(config, attention=attention, parts=replace(config.parts, has_embedding_norm=True))
+
+
+def read_mpt(fields: ConfigFields) -> ModelConfig:
+    """MPT: ALiBi, and no biases at all."""
+    fields.only("no_bias", True)
+    fields.only("expansion_ratio", 4)
+    fields.only("logit_scale")
+    fields.only("embedding_fraction", 1.0)
+    fields.ignore("learned_pos_emb")  # models with ALiBi have no such table, whatever this says
+    options = fields["attn_config"]
+    for name, expected in (
+        ("alibi", True),
+        ("attn_type", "multihead_attention"),
+        ("qk_ln", False),
+        ("clip_qkv", None),
+        ("prefix_lm", False),
+    ):
+        if getattr(options, name) != expected:
+            raise fields.error(f"attn_config.{name}", getattr(options, name), f"supported: {expected}")
+    config = _read(
+        fields,
+        eps="layer_norm_epsilon",
+        activation=Activation.GELU,
+        intermediate_size=4 * fields.size("hidden_size"),
+        num_positions=fields.size("max_seq_len"),
+        has_bias=False,
+    )
+    slopes = mpt_alibi_slopes(config.num_heads, options.alibi_bias_max)
+    attention = replace(config.attention, alibi_slopes=slopes, scale=options.softmax_scale)
+    return replace(config, attention=attention, parts=replace(config.parts, norm=NormKind.LAYER_NO_BIAS))
+
+
+def read_gpt2(fields: ConfigFields) -> ModelConfig:
+    """GPT-2 and others in its name: learned positions."""
+    fields.only("scale_attn_by_inverse_layer_idx", False)
+    fields.only("add_cross_attention", False)
+    fields.ignore("n_ctx")  # an old name of n_positions
+    num_positions = fields.size("max_position_embeddings")
+    config = _read(
+        fields,
+        eps="layer_norm_epsilon",
+        activation="activation_function",
+        intermediate_size=fields.get("n_inner") or 4 * fields.size("hidden_size"),
+        num_positions=num_positions,
+        has_bias=True,
+    )
+    attention = config.attention if fields.flag("scale_attn_weights") else replace(config.attention, scale=1.0)
+    return replace(config, attention=attention, parts=replace(config.parts, num_learned_positions=num_positions))
+
+
+def read_opt(fields: ConfigFields) -> ModelConfig:
+    """OPT: learned positions, the first in row 2. The 350M model has another structure and is refused."""
+    fields.only("do_layer_norm_before", True)
+    fields.only("layer_norm_elementwise_affine", True)
+    fields.only("word_embed_proj_dim", fields.size("hidden_size"))
+    if fields.raw.get("_remove_final_layer_norm"):
+        raise fields.error("_remove_final_layer_norm", True, "supported: False")
+    num_positions = fields.size("max_position_embeddings")
+    config = _read(
+        fields,
+        eps=1e-5,
+        activation="activation_function",
+        intermediate_size=fields.size("ffn_dim"),
+        num_positions=num_positions,
+        has_bias=fields.flag("enable_bias"),
+    )
+    parts = replace(config.parts, num_learned_positions=num_positions, learned_position_offset=2)
+    return replace(config, parts=parts)
