@@ -139,7 +139,8 @@ def test_missing_weight_file_is_named(model_dir: Path) -> None:
 
 def test_other_checkpoint_formats_are_refused_by_name(model_dir: Path) -> None:
     (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"found pytorch_model\.bin, supported: safetensors.*never loaded: loading one can run any program"):
+    message = r"found pytorch_model\.bin, supported: safetensors.*never loaded: loading one can run any program"
+    with pytest.raises(ModelError, match=message):
         load(model_dir)
 
 
