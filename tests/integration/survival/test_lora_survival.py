@@ -1,0 +1,142 @@
+"""Adapters end to end: shared steps, more adapters than slots, and the same tokens over kills and a replacement.
+
+Hugging Face gives the expected tokens, with each adapter merged into its own copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import pytest
+
+from services.pb import gateway_pb2
+from tests.support.adapters import make_adapter, merge_adapter
+from tests.support.clients.streams import Collected, collect, collect_all
+from tests.support.cluster import Cluster, ctl, request, running_cluster
+from tests.support.reference import make_served_model, random_prompts, reference_tokens
+
+pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "0": {"rank": 4, "alpha": 8},
+    "1": {"rank": 16, "use_rslora": True, "modules": ("q_proj", "v_proj", "o_proj")},
+    "2": {"rank": 8, "modules": ("gate_proj", "up_proj", "down_proj"), "ranks": {"down_proj": 64}},
+    "3": {"rank": 32, "alpha": 16, "modules": ("k_proj", "down_proj")},
+}
+MAX_LORAS = 2
+NUM_LONG_TOKENS = 300  # so many that a kill comes in the middle
+PROMPTS = random_prompts(3, 40, seed=5)
+
+
+@dataclass
+class Server:
+    cluster: Cluster
+    models: dict[str, Path]  # as merged for Hugging Face, by the name of the adapter; "" is the model itself
+    directory: Path  # of the adapters
+    step_log: Path
+
+    def check(self, sent: Sequence[tuple[str, list[int]]], found: Sequence[Collected], num_tokens: int) -> None:
+        for (name, prompt), each in zip(sent, found, strict=True):
+            assert each.token_ids[0] == reference_tokens(self.models[name], prompt, num_tokens), f"adapter {name!r}"
+
+    def batch_sizes(self) -> list[int]:
+        return [json.loads(line).get("num_seqs", 0) for line in self.step_log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("lora")
+    model = make_served_model(directory / "model", "llama", num_hidden_layers=2)
+    adapters = directory / "adapters"
+    models = {"": model}
+    for seed, (name, options) in enumerate(ADAPTERS.items()):
+        adapter = make_adapter(adapters / name, model, seed=seed, **options)
+        models[name] = merge_adapter(directory / f"merged{name}", model, adapter)
+    modules = json.dumps([f"{name}={adapters / name}" for name in ADAPTERS if name != "3"])
+    settings = {
+        "model.path": model,
+        "dense.max_loras": MAX_LORAS,
+        "dense.step_log": directory / "steps",
+        "gateway.lora_modules": modules,
+        "gateway.lora_directory": adapters,
+    }
+    with running_cluster(directory, *(f"{key}={value}" for key, value in settings.items()), is_warm=True) as cluster:
+        yield Server(cluster, models, adapters, directory / "steps")
+        cluster.wait_idle()
+
+
+def messages(sent: Sequence[tuple[str, list[int]]], num_tokens: int) -> list[gateway_pb2.GenerateRequest]:
+    return [request(prompt, num_tokens, model=name, ignore_eos=True) for name, prompt in sent]
+
+
+def test_six_concurrent_prompts_are_each_answered_by_their_adapter_in_shared_steps(server: Server) -> None:
+    """The same three prompts with and without adapters, twice: the prefixes that they leave must not be mixed up."""
+    sent = [(name, prompt) for prompt in PROMPTS[:2] for name in ("", "0", "1")]
+    for _ in range(2):
+        found = collect_all(server.cluster.gateway, messages(sent, 40))
+        server.check(sent, found, 40)
+    assert max(server.batch_sizes()) == len(sent)
+
+
+def test_more_adapters_than_slots_take_turns_and_others_go_on(server: Server) -> None:
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=server.cluster.http_address.removeprefix("unix:"))) as client:
+        body = {"lora_name": "3", "lora_path": "3"}
+        assert client.post("http://gateway/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    sent = [(name, prompt) for prompt in PROMPTS for name in ("3", "0", "", "1", "2")]
+    found = collect_all(server.cluster.gateway, messages(sent, 12))
+    server.check(sent, found, 12)
+    server.cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    "roles", [("dense_worker",), ("attn_worker",), ("dense_worker", "attn_worker")], ids=" and ".join
+)
+def test_streams_with_adapters_survive_kills(server: Server, roles: tuple[str, ...]) -> None:
+    sent = [("0", PROMPTS[0]), ("2", PROMPTS[1]), ("", PROMPTS[1]), ("0", PROMPTS[2])]
+
+    def kill() -> None:
+        for role in roles:
+            os.kill(server.cluster.pid_of(role), signal.SIGKILL)
+
+    found = collect_all(server.cluster.gateway, messages(sent, NUM_LONG_TOKENS), kill)
+    server.check(sent, found, NUM_LONG_TOKENS)
+    server.cluster.wait_idle()
+
+
+def test_streams_with_adapters_survive_the_replacement_of_the_dense_worker(server: Server) -> None:
+    sent = [("1", PROMPTS[0]), ("2", PROMPTS[0]), ("", PROMPTS[2])]
+    done = []
+    found = collect_all(
+        server.cluster.gateway,
+        messages(sent, NUM_LONG_TOKENS),
+        lambda: done.append(ctl(server.cluster, "replace-dense")),
+    )
+    assert done[0].returncode == 0, done[0].stderr
+    server.check(sent, found, NUM_LONG_TOKENS)
+    server.cluster.wait_idle()
+
+
+def test_an_adapter_that_has_changed_on_disk_fails_only_its_own_requests(server: Server) -> None:
+    """It is loaded under another name; then its file changes before the dense worker reads it."""
+    cluster = server.cluster
+    shutil.copytree(server.directory / "0", server.directory / "changing")
+    cluster.gateway.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="changing", path="changing"), timeout=60)
+    # Its hash is that of "0", which must leave its slot first.
+    for name in ("1", "2"):
+        collect(cluster.gateway, request(PROMPTS[0], 2, model=name))
+    (server.directory / "changing" / "adapter_model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(grpc.RpcError) as failed:
+        collect(cluster.gateway, request(PROMPTS[0], 2, model="changing"))
+    assert failed.value.code() is grpc.StatusCode.ABORTED and "'changing' cannot be loaded" in failed.value.details()
+    sent = [("0", PROMPTS[0]), ("2", PROMPTS[0])]
+    server.check(sent, collect_all(cluster.gateway, messages(sent, 5)), 5)
+    cluster.wait_idle()
