@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
+from services.common.fairness.kept_room import may_wait, refusal
 from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 
@@ -45,6 +46,8 @@ class WaitingQueue:
         self._num_live = Counter[tuple[int, int]]()  # live sequences, by tenant and client
         self._num_new = 0  # number of waiting sequences that never ran
         self._num_new_tokens = 0  # tokens of the prompts of these
+        self._num_new_of = Counter[tuple[int, int]]()  # the same two numbers, by tenant and client
+        self._num_new_tokens_of = Counter[tuple[int, int]]()
         self._next_check_s = 0.0  # next check for expired sequences, on the monotonic clock
         self._numbers = itertools.count()  # arrival numbers, so that no two sequences compare equal
 
@@ -63,7 +66,8 @@ class WaitingQueue:
     def admit(self, sequence: Sequence) -> None:
         """Sets order and flow of a new sequence. Raises `CapacityError` if the queue is full.
 
-        The limit of tokens does not apply to an otherwise empty queue.
+        The limit of tokens does not apply to an otherwise empty queue. The last part of the queue is kept for clients
+        that have little in it; sequences without a client may use all of it.
         """
         if not sequence.has_started:
             if self._num_new >= self._max_num_sequences:
@@ -74,10 +78,23 @@ class WaitingQueue:
                     f"with this prompt of {sequence.num_prompt_tokens} tokens {num_tokens} would be waiting, "
                     f"the limit is {self._max_num_tokens}"
                 )
+            if sequence.client:
+                self._check_share(sequence)
         sequence.order = sequence.arrival_s + sequence.priority * self._priority_ageing_s, next(self._numbers)
         tenants = self._tenants.setdefault(self._class_of(sequence), FlowGroup())
         sequence.flow = tenants.enter_client(sequence.tenant, sequence.client)
         self._num_live[sequence.tenant, sequence.client] += 1
+
+    def _check_share(self, sequence: Sequence) -> None:
+        """Raises `CapacityError` if a new sequence's client would take the room that is kept for others."""
+        client = sequence.tenant, sequence.client
+        num_own, num_own_tokens = self._num_new_of[client], self._num_new_tokens_of[client]
+        if not may_wait(self._max_num_sequences, self._num_new, num_own, 1):
+            raise CapacityError(refusal(f"{num_own} of {self._num_new} waiting sequences", 1, self._max_num_sequences))
+        num_tokens = sequence.num_prompt_tokens
+        if not may_wait(self._max_num_tokens, self._num_new_tokens, num_own_tokens, num_tokens):
+            what = f"{num_own_tokens} of {self._num_new_tokens} waiting prompt tokens"
+            raise CapacityError(refusal(what, num_tokens, self._max_num_tokens))
 
     def forget(self, sequence: Sequence) -> None:
         """Removes an admitted sequence that has ended, which does not wait, from its flow."""
@@ -214,6 +231,8 @@ class WaitingQueue:
         self._of_adapter.clear()
         self._parked.clear()
         self._num_new = self._num_new_tokens = 0
+        self._num_new_of.clear()
+        self._num_new_tokens_of.clear()
 
     def _class_of(self, sequence: Sequence) -> int:
         """Sequences of the same class share evenly. Without ageing priorities do not matter."""
@@ -221,8 +240,13 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not sequence.has_started:
+            client = sequence.tenant, sequence.client
             self._num_new += sign
+            self._num_new_of[client] += sign
             self._num_new_tokens += sign * sequence.num_prompt_tokens
+            self._num_new_tokens_of[client] += sign * sequence.num_prompt_tokens
+            if not self._num_new_of[client]:
+                del self._num_new_of[client], self._num_new_tokens_of[client]
 
 
 def insert(ordered: list[Sequence], sequence: Sequence) -> None:

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from services.common.errors import CapacityError, Draining
+from services.common.fairness.kept_room import may_wait, refusal
 from services.gateway.access.access import Caller
 from services.gateway.link.journal import Client, Journal
 from services.gateway.request import GenerationRequest
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-KEPT_PARTS = 8  # one part in so many of the queue is kept for clients with little in it
-SMALL_PARTS = 64  # that is at most one part in so many
 RATE_WINDOW_S = 10.0  # period over which the speed of the queue is measured
 
 
@@ -69,7 +68,7 @@ class Admission:
                 f"{self._max_num_waiting}",
                 retry_after_s=self._retry_after_s(),
             )
-        if caller.client and not _may_wait(self._max_num_waiting, num_waiting, num_own, num_answers):
+        if caller.client and not may_wait(self._max_num_waiting, num_waiting, num_own, num_answers):
             raise self._full_of_one(f"{num_own} of {num_waiting} waiting answers", num_answers, self._max_num_waiting)
         num_waiting_tokens = self._journal.num_waiting_tokens
         if num_waiting_tokens and num_waiting_tokens + num_tokens > self._max_num_waiting_tokens:
@@ -79,7 +78,7 @@ class Admission:
                 retry_after_s=self._retry_after_s(),
             )
         limit = self._max_num_waiting_tokens
-        if caller.client and not _may_wait(limit, num_waiting_tokens, num_own_tokens, num_tokens):
+        if caller.client and not may_wait(limit, num_waiting_tokens, num_own_tokens, num_tokens):
             what = f"{num_own_tokens} of {num_waiting_tokens} waiting prompt tokens"
             raise self._full_of_one(what, num_tokens, limit)
 
@@ -110,11 +109,7 @@ class Admission:
             self._all_closed.set()
 
     def _full_of_one(self, what: str, num_more: int, limit: int) -> CapacityError:
-        return CapacityError(
-            f"this client has {what}; with {num_more} more it would use the last 1/{KEPT_PARTS} of the limit of "
-            f"{limit}, which is kept for clients with at most 1/{SMALL_PARTS} of it",
-            retry_after_s=self._retry_after_s(),
-        )
+        return CapacityError(refusal(what, num_more, limit), retry_after_s=self._retry_after_s())
 
     def _retry_after_s(self) -> float:
         """Seconds until the present queue is empty, at its speed of the last seconds."""
@@ -178,9 +173,3 @@ class Ticket:
         if self._is_preparing:
             self._is_preparing = False
             self._admission.note_prepared(self._caller)
-
-
-def _may_wait(limit: int, num_waiting: int, num_own: int, num_more: int) -> bool:
-    """Whether a client with `num_own` of the `num_waiting` in a queue may add `num_more`, if the queue has room."""
-    is_small = num_own == 0 or num_own + num_more <= limit // SMALL_PARTS
-    return is_small or num_waiting + num_more <= limit - limit // KEPT_PARTS

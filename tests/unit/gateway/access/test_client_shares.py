@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import CapacityError, TwostrokeError
+from services.common.fairness.kept_room import KEPT_PARTS, SMALL_PARTS
 from services.gateway.access.access import Access, Caller
-from services.gateway.access.admission import KEPT_PARTS, SMALL_PARTS, Admission, Ticket
+from services.gateway.access.admission import Admission, Ticket
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from tests.support.clients.gateway_calls import request, say, with_gateway
