@@ -304,9 +304,8 @@ def _num_kept_tokens(message: gateway_pb2.GenerateRequest, max_model_len: int) -
     max_tokens = message.max_tokens if message.HasField("max_tokens") else message.default_max_tokens
     if max_tokens >= max_model_len:
         raise InvalidRequest(
-            f"max_tokens is {max_tokens}, max_model_len is {max_model_len}: no prompt can leave so much room, "
-            "so truncate_prompt_tokens must say how many tokens to keep",
-            "truncate_prompt_tokens",
+            f"max_tokens is {max_tokens}, max_model_len is {max_model_len}: no prompt can be cut to leave so much room",
+            "max_tokens",
         )
     return max_model_len - max(1, max_tokens)
 

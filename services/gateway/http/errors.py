@@ -161,6 +161,9 @@ def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
     """Makes all routes answer with error objects. Counts validation errors; others are counted where they arise."""
 
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.detail == "Not Found":  # Starlette's, without a name
+            path = shorten(request.url.path, MAX_QUOTED_CHARACTERS)
+            error = HTTPException(404, f"this server has no {request.method} {path}", error.headers)
         if isinstance(error, RequestValidationError):
             metrics.on_rejected(InvalidRequest(""))
         return error_response(error, request.scope)

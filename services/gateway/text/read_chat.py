@@ -50,7 +50,8 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
 def _read_message(each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats) -> Message:
     may_be_empty = each.role in ("assistant", "tool")
     if not each.role or not (each.content or may_be_empty):
-        raise InvalidRequest(f"chat message {i} has no {'content' if each.role else 'role'}", "messages")
+        field = f"messages[{i}].{'content' if each.role else 'role'}"
+        raise InvalidRequest(f"{field} is empty", field)
     for field in ("role", "name", "tool_call_id"):
         _check_length(getattr(each, field), f"messages[{i}].{field}")
     if each.role == "tool" and not each.tool_call_id:

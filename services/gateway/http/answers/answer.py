@@ -14,13 +14,14 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.chunks import Chunk, Completion, Prompt, is_large
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
 from services.gateway.http.answers.json_pieces import json_pieces
 from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.field_names import client_field_names
 from services.pb import gateway_pb2
 
 log = structlog.get_logger()
@@ -141,12 +142,8 @@ class Answer(Response):
         if self._is_stream:
             for message in self._messages:
                 _check_can_stream(message)
-        try:
+        with client_field_names(self._format.param_names):
             await generations.start(self._frontend, self._messages, caller)
-        except TwostrokeError as error:
-            if error.param is not None:
-                error.param = self._format.param_names.get(error.param, error.param)
-            raise
         self._format.begin([generation.request.prompt_token_ids for generation in generations.running])
 
     async def _send_events(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.chunks import Chunk, Completion, Prompt
@@ -26,17 +25,18 @@ from services.gateway.http.schemas.chat import (
 )
 from services.gateway.http.schemas.tools import NamedToolChoice
 
+PARAM_NAMES = {
+    "chat": "messages",
+    "logprobs": "top_logprobs",
+    "prompt": "messages",
+    "prompt_token_ids": "messages",
+    "request_id": REQUEST_ID_HEADER,
+}
+
 
 class ChatFormat:
     """The `Format` of chats. A chat is a single prompt, so `prompt_index` is always 0."""
 
-    param_names: ClassVar[Mapping[str, str]] = {
-        "chat": "messages",
-        "logprobs": "top_logprobs",
-        "prompt": "messages",
-        "prompt_token_ids": "messages",
-        "request_id": REQUEST_ID_HEADER,
-    }
     has_event_names = False
     end_of_stream = DONE
 
@@ -46,6 +46,7 @@ class ChatFormat:
         self._tokenizer = frontend.tokenizer
         self._eos_token_ids = frontend.eos_token_ids
         self._body = body
+        self.param_names = _param_names(body)
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
         self._usage = UsageCounter()
@@ -153,6 +154,16 @@ class ChatFormat:
         elif self._has_usage:
             whole["usage"] = None
         return whole
+
+
+def _param_names(body: ChatRequest) -> Mapping[str, str]:
+    """Some fields have two names, of which the request has one."""
+    names = dict(PARAM_NAMES)
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.max_reasoning_tokens is None:
+        names["max_reasoning_tokens"] = "thinking_token_budget"
+    return names
 
 
 def _last_of_assistant(body: ChatRequest) -> str:

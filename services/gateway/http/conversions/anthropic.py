@@ -75,8 +75,10 @@ def anthropic_chat(body: CountTokensRequest) -> gateway_pb2.Chat:
     if conversation.ends_with_calls:
         field = f"messages[{len(body.messages) - 1}].content"
         raise InvalidRequest(f"{field} has a tool_use block, and no message with its tool_result follows", field)
-    is_continued = conversation.last_role == ASSISTANT
     choice = body.tool_choice
+    if choice is not None and choice.type in ("any", "tool") and not body.tools:
+        raise InvalidRequest(f"tool_choice.type is {choice.type!r}, but there are no tools", "tool_choice")
+    is_continued = conversation.last_role == ASSISTANT
     is_parallel = not (choice is not None and choice.disable_parallel_tool_use)
     return gateway_pb2.Chat(
         messages=conversation.messages(),

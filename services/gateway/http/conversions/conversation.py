@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
+from services.gateway.text.read_chat import MAX_CALLS
 from services.pb import gateway_pb2
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -56,11 +57,17 @@ class Conversation:
         self._open(ASSISTANT).reasoning.append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str, path: str) -> None:
-        """A call of the assistant; `arguments` is JSON text. Raises `InvalidRequest` if its id is not new."""
+        """A call of the assistant; `arguments` is JSON text.
+
+        Raises `InvalidRequest` if its id is not new, or if it is one call too many.
+        """
         if call_id in self._is_answered:
             raise InvalidRequest(f"{path} is {quote(call_id)}, which is the id of an earlier call, too", path)
         self._is_answered[call_id] = False
-        self._open(ASSISTANT).calls.append(gateway_pb2.ToolCall(id=call_id, name=name, arguments=arguments))
+        calls = self._open(ASSISTANT).calls
+        if len(calls) == MAX_CALLS:
+            raise InvalidRequest(f"{path}: a message has more than {MAX_CALLS} calls", path)
+        calls.append(gateway_pb2.ToolCall(id=call_id, name=name, arguments=arguments))
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
         """What a tool returned. Raises `InvalidRequest` unless it is the only result of an earlier call."""

@@ -10,9 +10,10 @@ from fastapi.responses import Response
 from services.common.config import GatewaySection
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import Answer
-from services.gateway.http.answers.anthropic.messages_format import MessagesFormat
+from services.gateway.http.answers.anthropic.messages_format import MessagesFormat, param_names
 from services.gateway.http.conversions.anthropic import anthropic_chat, anthropic_message
 from services.gateway.http.errors import ANTHROPIC_ERROR_RESPONSES
+from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 from services.gateway.http.routes.completions import NAMED_STREAM_CONTENT, traced
 from services.gateway.http.schemas.anthropic.answers import MessageObject, TokensCount
@@ -54,7 +55,8 @@ def messages_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         body.log_unknown_fields(request.state.request_id)
         frontend.names.check(body.model)
         message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
-        [token_ids] = await frontend.tokenize([message], request.state.caller)
+        with client_field_names(param_names(body)):
+            [token_ids] = await frontend.tokenize([message], request.state.caller)
         return {"input_tokens": len(token_ids)}
 
     return router

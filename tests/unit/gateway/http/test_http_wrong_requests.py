@@ -67,8 +67,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ("-1 or at least 1",)),
     (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ("-2",)),
     (COMPLETIONS, {"prompt": [5] * 3000, "truncate_prompt_tokens": 2500}, "prompt", ("2048",)),
-    (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -1, "max_tokens": 2048},
-     "truncate_prompt_tokens", ("2048",)),
+    (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -1, "max_tokens": 2048}, "max_tokens", ("2048",)),
     (COMPLETIONS, PROMPT | {"priority": 101}, "priority", ("101", "100")),
     (COMPLETIONS, PROMPT | {"user": "a\nb"}, "user", ()),
     (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", ("stream",)),
@@ -98,7 +97,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (CHATS, {"messages": []}, "messages", ("at least 1",)),
     (CHATS, {"messages": "Hi"}, "messages", ("'Hi'",)),
     (CHATS, {"messages": [{"role": "user"}]}, "messages[0].content", ("required",)),
-    (CHATS, {"messages": [{"role": "user", "content": ""}]}, "messages", ("content",)),
+    (CHATS, {"messages": [{"role": "user", "content": ""}]}, "messages[0].content", ("content",)),
     (CHATS, {"messages": [{"role": "user", "content": None}]}, "messages[0].content", ("required",)),
     (CHATS, {"messages": [*USER, {"role": "system"}]}, "messages[1].content", ("required", "system")),
     (CHATS, {"messages": [*USER, {"role": "assistant", "content": 5}]}, "messages[1].content", ("5",)),
@@ -198,7 +197,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [5] * 2040, "max_tokens": 9}, "max_tokens"),
     (COMPLETIONS, {"prompt": [5] * 2040, "max_tokens": 9, "stream": True}, "max_tokens"),
     (CHATS, LONG_CHAT, "messages"),
-    (CHATS, CHAT | {"max_completion_tokens": 2047}, "max_tokens"),
+    (CHATS, CHAT | {"max_completion_tokens": 2047}, "max_completion_tokens"),
     ("/tokenize", {"prompt": "word " * 300_000}, "prompt"),
 ]
 

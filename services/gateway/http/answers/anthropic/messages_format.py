@@ -12,16 +12,26 @@ from services.gateway.http.answers.anthropic.content_blocks import ContentBlocks
 from services.gateway.http.errors import anthropic_error
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.http.schemas.anthropic.answers import MessageObject, StopReason, UsageObject
-from services.gateway.http.schemas.anthropic.request import MessagesRequest
+from services.gateway.http.schemas.anthropic.request import CountTokensRequest, MessagesRequest
 from services.gateway.link.journal_entry import FinishReason
 
 PARAM_NAMES = {
     "chat": "messages",
+    "max_reasoning_tokens": "thinking.budget_tokens",
     "prompt": "messages",
     "request_id": REQUEST_ID_HEADER,
     "stop": "stop_sequences",
     "user": "metadata.user_id",
 }
+
+
+def param_names(body: CountTokensRequest) -> Mapping[str, str]:
+    """The names of this API for fields of `GenerateRequest`."""
+    names = dict(PARAM_NAMES)
+    for i in range(len(body.tools or ())):
+        names[f"tools[{i}].function"] = f"tools[{i}]"
+        names[f"tools[{i}].function.parameters"] = f"tools[{i}].input_schema"
+    return names
 
 
 class MessagesFormat:
@@ -31,8 +41,7 @@ class MessagesFormat:
     end_of_stream = b""
 
     def __init__(self, frontend: Frontend, body: MessagesRequest, request_id: str) -> None:
-        paths = {f"tools[{i}].function.parameters": f"tools[{i}].input_schema" for i in range(len(body.tools or ()))}
-        self.param_names: Mapping[str, str] = PARAM_NAMES | paths
+        self.param_names = param_names(body)
         self._request_id = request_id
         self._model = body.model or frontend.names.first
         self._blocks = ContentBlocks()

@@ -24,6 +24,7 @@ PARAM_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
     "request_id": REQUEST_ID_HEADER,
 }
 
@@ -38,7 +39,7 @@ class ResponsesFormat:
         self, frontend: Frontend, body: ResponsesRequest, request_id: str, tools: Mapping[str, OfferedTool]
     ) -> None:
         """`tools`: those of the request, by the name that the model sees."""
-        paths = {f"tools[{i}].function.parameters": f"{tool.path}.parameters" for i, tool in enumerate(tools.values())}
+        paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
         self.param_names: Mapping[str, str] = PARAM_NAMES | paths
         self._tokenizer = frontend.tokenizer
         self._has_logprobs = body.has_logprobs

@@ -98,7 +98,9 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest):
     """The conversation so far, and the options of the answer."""
 
-    max_tokens: Int64 = Field(description="Lowered to the rest of the context, unless the server is strict")
+    max_tokens: Annotated[Int64, Field(ge=1)] = Field(
+        description="Lowered to the rest of the context, unless the server is strict"
+    )
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     temperature: float | None = None
     top_p: float | None = None

@@ -69,7 +69,9 @@ class ResponsesRequest(RequestModel):
     model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
     input: Input
     instructions: str | None = Field(None, description="Precedes the input, as a message of the system")
-    max_output_tokens: Int64 | None = Field(None, description="Lowered to the rest of the context")
+    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = Field(
+        None, description="Lowered to the rest of the context"
+    )
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")

@@ -1,0 +1,146 @@
+"""Wrong values of each API: the error has the shape that its vendor documents, and names the field that was sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.clients.http_gateway import CHATS, COMPLETIONS, MODEL, USER, say, with_client
+from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
+
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
+BODIES: dict[str, dict[str, Any]] = {
+    CHATS: CHAT,
+    COMPLETIONS: {"model": MODEL, "prompt": "a"},
+    RESPONSES: {"model": MODEL, "input": "Hi"},
+    MESSAGES: CHAT | {"max_tokens": 1},
+    COUNT: CHAT,
+}
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "bad"}}}
+LONG = "word " * 9000
+CALLS = [{"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": "{}"} for i in range(129)]
+USES = [{"type": "tool_use", "id": f"t{i}", "name": "f", "input": {}} for i in range(129)]
+ANYWHERE: list[tuple[str, Any]] = [
+    ("temperature", -1), ("temperature", "hot"), ("temperature", True), ("top_p", 0), ("top_p", 2), ("top_k", -7),
+    ("stream", "yes"), ("model", 5),
+]  # fmt: skip
+LIMITS: list[Any] = [0, -1, "5", 1.5, True, 10**30]
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+
+
+def response_tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "name": "f"} | fields]}
+
+
+def message_tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"name": "f", "input_schema": {"type": "object"}} | fields]}
+
+
+# The route, what is wrong, and the path of the field that the error must name.
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    *((path, {name: value}, name) for path in (CHATS, COMPLETIONS, RESPONSES, MESSAGES) for name, value in ANYWHERE),
+    *((CHATS, {name: value}, name) for name in ("max_tokens", "max_completion_tokens") for value in LIMITS),
+    *((COMPLETIONS, {"max_tokens": value}, "max_tokens") for value in LIMITS),
+    *((RESPONSES, {"max_output_tokens": value}, "max_output_tokens") for value in LIMITS),
+    *((MESSAGES, {"max_tokens": value}, "max_tokens") for value in (*LIMITS, None)),
+    (CHATS, {"min_tokens": 9, "max_completion_tokens": 5}, "min_tokens"),
+    (CHATS, {"truncate_prompt_tokens": -1, "max_completion_tokens": 9000}, "max_completion_tokens"),
+    (CHATS, {"thinking_token_budget": 5}, "thinking_token_budget"),
+    (CHATS, {"max_reasoning_tokens": 5}, "max_reasoning_tokens"),
+    (CHATS, {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+    (CHATS, {"n": 0}, "n"),
+    (CHATS, {"stop": [""]}, "stop"),
+    (CHATS, {"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
+    (CHATS, {"tool_choice": "required"}, "tool_choice"),
+    (CHATS, function(parameters=5), "tools[0].function.parameters"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": [5, 10**8]}, "prompt"),
+    (COMPLETIONS, {"logprobs": 1000}, "logprobs"),
+    (RESPONSES, {"max_output_tokens": 9000, "truncation": "auto"}, "max_output_tokens"),
+    (RESPONSES, {"user": "a\nb"}, "user"),
+    (RESPONSES, {"cache_salt": "x" * 5000}, "cache_salt"),
+    (RESPONSES, {"input": [{"role": "user", "content": "Hi"}, *CALLS]}, "input[129].call_id"),
+    (RESPONSES, response_tool(parameters={"type": "array"}), "tools[0].parameters.type"),
+    (RESPONSES, response_tool(parameters={"type": "object", "properties": 5}), "tools[0].parameters.properties"),
+    (RESPONSES, response_tool(strict=1), "tools[0].strict"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences[0]"),
+    (MESSAGES, {"stop_sequences": "x"}, "stop_sequences"),
+    (MESSAGES, {"metadata": {"user_id": "a\nb"}}, "metadata.user_id"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice.type"),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.type"),
+    (MESSAGES, {"messages": [*USER, {"role": "assistant", "content": USES}]}, "messages[1].content[128].id"),
+    *(
+        (path, change, field)
+        for path in (MESSAGES, COUNT)
+        for change, field in (
+            (message_tool(input_schema={"type": "object", "properties": 5}), "tools[0].input_schema.properties"),
+            (message_tool(description=5), "tools[0].description"),
+            ({"tools": [*message_tool()["tools"], *message_tool()["tools"]]}, "tools[1].name"),
+            ({"messages": 5}, "messages"),
+        )
+    ),
+]
+
+
+def test_errors_name_the_field_that_was_sent(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, change, field in WRONG:
+            response = await client.post(path, json=BODIES[path] | change)
+            assert response.status_code == 400, (path, change, response.text)
+            body = response.json()
+            error = body["error"]
+            assert error["message"].startswith(field), (path, change, error)
+            assert error["type"] == "invalid_request_error"
+            if path in (MESSAGES, COUNT):  # docs.anthropic.com, "Errors"
+                assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error"
+                assert error.keys() == {"type", "message"}
+            else:  # platform.openai.com, "Error codes"
+                assert body.keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
+                assert error["param"] == (field.removesuffix("[0]") if field.startswith("stop") else field)
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+    assert not dense.submits
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        (CHATS, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (COMPLETIONS, {"prompt": LONG}, "prompt"),
+        (RESPONSES, {"input": LONG}, "input"),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_openais_code(
+    tmp_path: Path, path: str, change: dict[str, Any], field: str
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(path, json=BODIES[path] | change)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+        assert error["message"].startswith("This model's maximum context length is 2048 tokens")
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_routes_that_do_not_exist_are_named(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/moderations"):
+            response = await client.post(path, json={"model": MODEL, "input": "Hi"})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (404, "not_found", None)
+            assert error["type"] == "invalid_request_error"
+            assert error["message"] == f"this server has no POST {path}"
+        long = (await client.get("/v1/" + "x" * 5000)).json()["error"]["message"]
+        assert "GET /v1/xxx" in long and len(long) < 300
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
