@@ -23,8 +23,8 @@ from services.gateway.http.schemas.completions import CompletionRequest
 from services.gateway.http.to_message import completion_messages
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.running_gateway import RunningGateway, ServiceProcess, run, running_gateway
-from tests.support.scripted_gateway import ScriptedGateway, served
 from tests.support.workers.fake_dense import FakeDense
+from tests.support.workers.scripted_gateway import ScriptedGateway, served
 
 TABLE = """\
 ============ Serving Benchmark Result ============
