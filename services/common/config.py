@@ -7,7 +7,6 @@ documentation: docs/configuration.md is generated from these comments (`make doc
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import tomllib
@@ -18,63 +17,22 @@ from typing import Annotated, Literal
 import pydantic
 from pydantic import Field
 
+from services.common.checks.addresses import check_address, check_proxy, check_target, check_tcp_address
 from services.common.errors import ConfigError
 
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # read by the gateway
 API_KEY_VARIABLE = "TWOSTROKE_API_KEY"  # read by clients
-MAX_PORT = 65535
 MAX_MODEL_NAME_CHARACTERS = 256  # of a name that clients use for the model
 MAX_SECONDS = 1e9  # 31 years; gRPC treats a deadline that is too far away as expired
 MAX_MESSAGE_BYTES = 2**31 - 1  # the limit of gRPC
 MAX_PROMPTS = 1024  # the limit in the schema of HTTP requests
-BALANCED_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 EMBEDDED_MODEL = Path(__file__).parents[2] / "deploy" / "models" / "tiny-llama"
 
-
-def _is_host_and_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        host.encode("idna")  # as sockets do; refuses empty parts and parts of more than 63 bytes
-    except UnicodeError:
-        return False
-    return bool(host) and port.isdecimal() and int(port) <= MAX_PORT
-
-
-def _check_address(address: str) -> str:
-    is_valid = bool(address.removeprefix("unix:")) if address.startswith("unix:") else _is_host_and_port(address)
-    if not is_valid:
-        raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
-    return address
-
-
-def _check_tcp_address(address: str) -> str:
-    if address.startswith("unix:") or not _is_host_and_port(address):
-        raise ValueError(f"must be HOST:PORT, with a port from 0 to {MAX_PORT}")
-    return address
-
-
-def _check_target(address: str) -> str:
-    """An address, or a name that gRPC resolves to several: dns:///NAME:PORT, ipv4:HOST:PORT,HOST:PORT, ipv6:..."""
-    scheme = next((scheme for scheme in BALANCED_SCHEMES if address.startswith(scheme)), None)
-    if scheme is None:
-        return _check_address(address)
-    targets = address.removeprefix(scheme)
-    if not all(map(_is_host_and_port, [targets.rpartition("/")[2]] if scheme == "dns:" else targets.split(","))):
-        raise ValueError(f"must be dns:///NAME:PORT or {scheme}HOST:PORT,..., with ports from 0 to {MAX_PORT}")
-    return address
-
-
-def _check_proxy(proxy: str) -> str:
-    if proxy != "unix":
-        ipaddress.ip_network(proxy)  # its ValueError says what is wrong
-    return proxy
-
-
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
-Address = Annotated[str, pydantic.AfterValidator(_check_address)]
-Target = Annotated[str, pydantic.AfterValidator(_check_target)]
-Proxy = Annotated[str, pydantic.AfterValidator(_check_proxy)]
-TcpAddress = Annotated[str, pydantic.AfterValidator(_check_tcp_address)]  # scrapers do not support Unix sockets
+Address = Annotated[str, pydantic.AfterValidator(check_address)]
+Target = Annotated[str, pydantic.AfterValidator(check_target)]
+Proxy = Annotated[str, pydantic.AfterValidator(check_proxy)]
+TcpAddress = Annotated[str, pydantic.AfterValidator(check_tcp_address)]  # scrapers do not support Unix sockets
 # As browsers send it: lower case, without a path, without the default port. Files and sandboxes have origin "null".
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*)$")]
 HostName = Annotated[str, Field(pattern=r"^(\*|[^\s/:\[\]]+|\[[0-9a-fA-F:.]+\])$")]  # without a port
@@ -203,6 +161,12 @@ class SchedulerSection(Section):
     max_num_waiting: Count = 10_000  # maximum number of waiting sequences that never ran, of all gateways together
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
+    # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client
+    speculation: Literal["off", "ngram", "suffix"] = "off"
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most guessed tokens of a sequence in one step
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3  # ngram: fewest equal tokens before a guess
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 5  # ngram: equal tokens beyond which no longer match counts
+    suffix_cached_tokens: Annotated[int, Field(ge=16384)] = 2**20  # suffix: of earlier answers; 30 bytes for each
 
 
 class AttentionSection(Section):
@@ -301,6 +265,9 @@ class Config(Section):
                 f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than scheduler.max_num_batched_tokens "
                 f"{scheduler.max_num_batched_tokens}: a step could not give every sequence a token"
             )
+        shortest, longest = scheduler.prompt_lookup_min, scheduler.prompt_lookup_max
+        if shortest > longest:
+            raise ValueError(f"scheduler.prompt_lookup_min is {shortest}, more than prompt_lookup_max {longest}")
         if (self.gateway.tls_certificate is None) != (self.gateway.tls_key is None):
             raise ValueError("gateway.tls_certificate and gateway.tls_key belong together")
         if self.gateway.tls_client_ca is not None and self.gateway.tls_certificate is None:

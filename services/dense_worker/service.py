@@ -16,11 +16,11 @@ from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
-from services.dense_worker.engine.drafts import DraftSource
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.observer import EngineObserver
+from services.dense_worker.engine.observer import EngineObserver, ObservingDraftSource
+from services.dense_worker.engine.speculation.choose_source import make_draft_source
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -98,9 +98,9 @@ class DenseWorker:
         """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
 
-    def draft_source(self) -> DraftSource | None:
-        """The source of drafts. With None, each step is planned while the previous one runs."""
-        return None
+    def draft_source(self) -> ObservingDraftSource | None:
+        """The source of drafts that `scheduler.speculation` names, if any."""
+        return make_draft_source(self._config.scheduler)
 
     def _report_loading(self, line: str) -> None:
         """Called on the thread that loads."""
@@ -139,14 +139,15 @@ class DenseWorker:
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
 
+        drafts = self.draft_source()
         engine = self._engine = Engine(
             scheduler_limits(config, model.resolved),
             model.runner,
             self._client,
             deliver,
             result_timeout_s=config.channel.wait_timeout_s,
-            observers=observers,
-            drafts=self.draft_source(),
+            observers=observers if drafts is None else [*observers, drafts],
+            drafts=drafts,
             adapters=self._adapter_slots(),
         )
         self._metrics.watch(lambda: engine.counts)

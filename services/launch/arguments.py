@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from services.common.cli import add_config_arguments, dashed
 from services.common.config import Config, load_config, toml_value
 from services.common.errors import ConfigError
+from services.common.shorten import quote, show
+
+METHODS = ("ngram", "suffix")
+FLAG = "--speculative-config"
+# By method: vLLM's keys, which are also the names in the section `scheduler`.
+_KEYS = {
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": ("num_speculative_tokens",),
+}
+_NGRAM_MODEL = "[ngram]"  # how older versions of vLLM name the method
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
@@ -19,6 +30,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory (model.path)")
     parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy: random weights")
     parser.add_argument("--num-layers", type=int, metavar="N", help="run only the first N layers")
+    parser.add_argument("--speculative-config", metavar="JSON", help='{"method": "ngram"}, as for vLLM')
     parser.add_argument("--gateway-processes", type=int, metavar="N", help="gateways at the same ports (1)")
     parser.add_argument("--prompt", metavar="TEXT", help="stream the answer to TEXT, then stop")
     parser.add_argument("--sample-prompt", metavar="TEXT", help="stream the answer to TEXT, then keep serving")
@@ -30,8 +42,45 @@ def parse_args(argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
         "model.num_layers": arguments.num_layers,
         "launch.gateway_processes": arguments.gateway_processes,
     }
-    overrides = [f"{key}={toml_value(value)}" for key, value in flags.items() if value is not None]
     try:
+        if arguments.speculative_config is not None:
+            flags |= read_speculative_config(arguments.speculative_config)
+        overrides = [f"{key}={toml_value(value)}" for key, value in flags.items() if value is not None]
         return load_config(arguments.config, [*overrides, *arguments.set]), arguments
     except ConfigError as error:
         parser.exit(1, f"services.launch: {error}\n")
+
+
+def read_speculative_config(text: str) -> dict[str, object]:
+    """The keys of the config, with their values, that the JSON text stands for.
+
+    Raises `ConfigError` for text that is no JSON object, and for methods and keys that are not supported, by name.
+    """
+    try:
+        given = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{FLAG} {quote(text)} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{FLAG} {quote(text)} is not a JSON object")
+    method = given.pop("method", None)
+    if given.get("model") == _NGRAM_MODEL:
+        del given["model"]
+        method = method or "ngram"
+    if method is None:
+        raise ConfigError(f"{FLAG} names no method: {' or '.join(METHODS)} is required{_of_model(given)}")
+    if method not in METHODS:
+        raise ConfigError(f"{FLAG} has the method {show(method)}; only {' and '.join(METHODS)} are supported")
+    for key, value in given.items():
+        if key not in _KEYS[method]:
+            supported = ", ".join(_KEYS[method])
+            raise ConfigError(f"{FLAG} has the key {show(key)}; with the method {method!r} it may have {supported}")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{FLAG} has {key} {show(value)}, which is not an integer")
+    shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    if (shortest is None) != (longest is None):  # in vLLM, one of them stands for both
+        given["prompt_lookup_min"] = given["prompt_lookup_max"] = longest if shortest is None else shortest
+    return {"scheduler.speculation": method, **{f"scheduler.{key}": value for key, value in given.items()}}
+
+
+def _of_model(given: dict[str, object]) -> str:
+    return f"; a draft model ({show(given['model'])}) is not supported" if "model" in given else ""

@@ -1,13 +1,15 @@
 """Drafts: guesses of a sequence's next tokens, which a step verifies. Part of the scheduler.
 
 A draft is accepted if it equals the token that the sampler chooses at its position, so drafts change only the number
-of steps, never the text. The number of accepted drafts decides the next position. So with a source of drafts, the
-scheduler plans a step only after the previous step has ended (bench/results/steps.md).
+of steps, never the text. The number of accepted drafts decides the next position, and guessing needs all tokens. So a
+step with drafts is planned only after the previous step has ended, and so is the step after it
+(bench/results/steps.md). All other steps are planned while the previous one runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.dense_worker.engine.plan_builder import PlanBuilder
@@ -16,25 +18,66 @@ from services.dense_worker.engine.session import Session
 
 
 class DraftSource(Protocol):
-    """Guesses how texts continue."""
+    """Guesses how texts continue, and decides when a step waits for guesses."""
+
+    def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+        """Whether the next step is planned only when the one under way has ended. True if that one has drafts.
+
+        max_num_drafts: that the next step may have
+        """
+
+    def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
+        """A step is planned now, with a token for each of these sequences, and at most so many drafts."""
 
     def propose(self, sequence: Sequence, max_num_tokens: int) -> SequenceOf[int]:
         """At most `max_num_tokens` token ids that may follow. Called when all tokens of the sequence are known."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence has ended, for whatever reason."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Total counts of drafts that steps have verified."""
+
+    num_drafts: int = 0  # sequences with drafts in a step
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_at: list[int] = field(default_factory=lambda: [0])  # by place of the draft in its step
+
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Counts the drafts of a sequence in a step, if it had any."""
+        if not num_draft_tokens:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        self.num_accepted_at += [0] * (num_draft_tokens - len(self.num_accepted_at))
+        for place in range(num_accepted_tokens):
+            self.num_accepted_at[place] += 1
+
+
+def may_have_drafts(sequence: Sequence) -> bool:
+    """Whether the options of a sequence allow drafts.
+
+    Penalties, bad words, a form of output and a limit of reasoning depend on the previous tokens, which are uncertain
+    after a draft.
+    """
+    sampling = sequence.sampling
+    depends_on_past = sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None
+    return not depends_on_past and sequence.grammar is None
 
 
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """The number of drafts that a step may have after a sequence's remaining tokens.
 
-    Drafts never take budget or blocks from other sequences. Sequences with penalties, bad words, a form of output or
-    a limit of reasoning get no drafts: these options depend on the previous tokens, which are uncertain after a draft.
+    Drafts never take budget or blocks from other sequences.
     """
-    sampling = sequence.sampling
-    depends_on_past = sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None
-    if sequence.num_pending_tokens or depends_on_past or sequence.grammar is not None:
+    if sequence.num_pending_tokens or not may_have_drafts(sequence):
         return 0
     ledger, num_remaining = session.ledger, sequence.num_remaining_tokens
     num_blocks = sequence.num_blocks + sequence.num_reserved_blocks + ledger.num_available_blocks
-    num_others = len(session.running) - 1
+    num_others = len(session.running) - 1 - len(step.entries)  # that the step has no entry for yet
     return min(
         sequence.max_tokens - len(sequence.output_token_ids) - 1,
         step.num_tokens - num_remaining - num_others,

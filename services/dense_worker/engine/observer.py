@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.session import InFlight
@@ -25,6 +26,7 @@ class StepStats:
     num_blocks: int  # all blocks of the KV cache
     num_free_blocks: int  # as the scheduler counts them, reserved ones included
     num_reserved_blocks: int
+    gap_s: float  # from the end of the previous step to its launch; 0 if it was planned while that one ran
     launch_s: float  # host time to publish the plan and launch the step
     duration_s: float  # from the end of the previous step (or its launch, if later) until its tokens came
     wait_s: float | None  # part of it spent waiting for the attention worker; None on CUDA: the host cannot see it
@@ -40,6 +42,7 @@ class EngineCounts:
     num_steps: int
     num_preemptions: int
     is_attached: bool  # to an attention worker
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class EngineObserver(Protocol):
@@ -52,6 +55,10 @@ class EngineObserver(Protocol):
         """Called when the attention worker was lost; steps in flight are void."""
 
 
+class ObservingDraftSource(DraftSource, EngineObserver, Protocol):
+    """A source of drafts that learns from the figures of steps."""
+
+
 def read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
     """The present counts. May be called from any thread."""
     return EngineCounts(
@@ -61,6 +68,7 @@ def read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
         scheduler.num_steps,
         scheduler.num_preemptions,
         is_attached,
+        scheduler.draft_counts,
     )
 
 
@@ -78,6 +86,7 @@ def describe_step(step: InFlight, scheduler: Scheduler) -> StepStats:
         num_blocks=ledger.num_blocks,
         num_free_blocks=ledger.num_free_blocks,
         num_reserved_blocks=ledger.num_reserved_blocks,
+        gap_s=step.gap_s,
         launch_s=step.launch_s,
         duration_s=step.end_s - step.begin_s,
         wait_s=step.wait_s,

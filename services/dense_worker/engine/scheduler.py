@@ -13,7 +13,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
-from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
+from services.dense_worker.engine.drafts import DraftCounts, DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
@@ -47,6 +47,7 @@ class Scheduler:
         self.limits = limits
         self.session = Session(NO_ATTACHMENT)  # until the first attachment
         self.num_preemptions = 0
+        self.draft_counts = DraftCounts()
         self._drafts = drafts
         self._adapters = adapters or AdapterSlots()
         self._sequences: dict[int, Sequence] = {}
@@ -64,8 +65,9 @@ class Scheduler:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether a step can be planned while the previous one runs."""
-        return self._drafts is None
+        """Whether the next step is planned while the previous one runs."""
+        running = self.session.running
+        return self._drafts is None or not self._drafts.waits(running, self.limits.max_num_seqs - len(running))
 
     @property
     def num_steps(self) -> int:
@@ -231,6 +233,8 @@ class Scheduler:
             decodes = limit_decodes(decodes, prefills, step.num_tokens)
             if session.ledger.num_available_blocks < len(decodes):
                 decodes = put_largest_last(decodes)
+        if self._drafts is not None:  # steps that compute prompts have none
+            self._drafts.begin_step(decodes, 0 if prefills else self.limits.max_num_seqs - len(session.running))
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
         if is_shared and prefills:
@@ -286,12 +290,13 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_ids: SequenceOf[int], result: StepResult) -> SequenceOutput | None:
         sequence.num_pending_tokens -= 1
-        sequence.num_draft_tokens = 0
+        num_draft_tokens, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
         if sequence.status is SequenceStatus.FINISHED:
             return None  # ended by an earlier step, or cancelled: this step was wasted
         if error := result.ended.get(sequence.seq_id):
             self._finish(sequence)
             return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
+        self.draft_counts.add(num_draft_tokens, len(token_ids) - 1)
         first = len(sequence.output_token_ids)
         finish_reason = sequence.append(token_ids, is_complete=sequence.seq_id in result.ended)
         self._suspects.clear(sequence)
@@ -369,6 +374,8 @@ class Scheduler:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
+        if self._drafts is not None:
+            self._drafts.finish(sequence)
         if status is SequenceStatus.RUNNING:
             remove(self.session.running, sequence)
             self._close(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
@@ -12,6 +13,9 @@ from services.dense_worker.engine.fairness.flows import Flow
 from services.grammar.matcher import GrammarMatcher
 from services.lora.adapter import Adapter
 from services.step import NewSequence
+
+if TYPE_CHECKING:  # it needs numpy
+    from services.dense_worker.engine.speculation.predictor import Predictor
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
 
@@ -62,6 +66,7 @@ class Sequence:
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
     grammar: GrammarMatcher | None = None  # of `sampling.structured_output`; the runner moves it
+    predictor: Predictor | None = None  # of its next tokens; the source of drafts makes it when it needs it
 
     status: SequenceStatus = SequenceStatus.WAITING
     adapter_slot: int | None = None  # where its adapter is; None while it is not in the cache

@@ -57,6 +57,7 @@ class InFlight:
     launch_s: float = 0.0  # host time to publish and launch it
     running: RunningStep | None = None  # None while it is being launched
     begin_s: float = 0.0  # when the step before it ended, or its own launch if that was later
+    gap_s: float = 0.0  # from the end of the step before it to its launch; 0 if it was planned ahead
     end_s: float = 0.0  # when its tokens were here
     wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
 
@@ -116,6 +117,7 @@ class Session:
         """Notes that the oldest step in flight has ended."""
         assert self.in_flight[0] is step, "steps are completed in the order of their plans"
         step.begin_s, step.end_s = max(self.last_end_s, step.launch_start_s), now_s
+        step.gap_s = step.begin_s - self.last_end_s
         self.in_flight = self.in_flight[1:]
         self.num_completed += 1
         self.last_end_s = now_s

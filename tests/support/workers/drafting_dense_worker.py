@@ -12,14 +12,15 @@ from pathlib import Path
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
 from services.dense_worker.engine.sequence import Sequence
+from tests.support.dense.eager_drafts import EagerDrafts
 
 VARIABLE = "TWOSTROKE_TEST_DRAFTS"
 NUM_DRAFTS = 4
 ONE_WRONG_IN = 7
 
 
-class KnownAnswers:
-    """A `DraftSource`."""
+class KnownAnswers(EagerDrafts):
+    """Guesses what it was told."""
 
     def __init__(self, pairs: list[tuple[list[int], list[int]]]) -> None:
         self._answers = {tuple(prompt): answer for prompt, answer in pairs}

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.drafts import DraftCounts
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
@@ -55,6 +56,19 @@ def run_step(
     outputs = [SequenceOutput(sequence, (9,), finish_reason)]
     record_first_tokens(outputs, end_s)
     metrics.on_step(make_stats(num_sampled=1), started, outputs)
+
+
+def test_drafts_are_counted_as_in_vllm(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
+    drafts = DraftCounts()
+    for num_draft_tokens, num_accepted_tokens in ((4, 2), (3, 3), (5, 0)):
+        drafts.add(num_draft_tokens, num_accepted_tokens)
+    metrics.watch(lambda: EngineCounts(0, 0, 0, 0, 0, True, drafts))
+    assert value(registry, "spec_decode_num_drafts_total") == 3
+    assert value(registry, "spec_decode_num_draft_tokens_total") == 12
+    assert value(registry, "spec_decode_num_accepted_tokens_total") == 5
+    name = "twostroke_dense_spec_decode_num_accepted_tokens_per_pos_total"
+    at = [registry.get_sample_value(name, {"position": str(position)}) for position in range(6)]
+    assert at == [2, 2, 1, 0, 0, None]
 
 
 def test_sequence_time_is_queue_prefill_and_decode(registry: CollectorRegistry, metrics: DenseMetrics) -> None:

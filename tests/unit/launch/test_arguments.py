@@ -15,3 +15,52 @@ def test_a_model_directory_may_have_any_name(name: str, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     config, _ = parse_args(["--model", name, "--num-layers", "2"])
     assert (config.model.path, config.model.num_layers) == (Path(name), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}', ("ngram", 5, 4, 4)),
+        ('{"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}', ("ngram", 7, 2, 4)),
+        ('{"model": "[ngram]", "num_speculative_tokens": 3}', ("ngram", 3, 3, 5)),
+        ('{"method": "suffix", "num_speculative_tokens": 32}', ("suffix", 32, 3, 5)),
+    ],
+)
+def test_speculation_is_configured_as_for_vllm(text: str, expected: tuple[str, int, int, int]) -> None:
+    for flag in ("--speculative-config", "--speculative_config"):
+        section = parse_args([flag, text])[0].scheduler
+        assert expected == (
+            section.speculation,
+            section.num_speculative_tokens,
+            section.prompt_lookup_min,
+            section.prompt_lookup_max,
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"method": "eagle3", "model": "x", "num_speculative_tokens": 2}', "'eagle3'"),
+        ('{"method": "medusa"}', "'medusa'"),
+        ('{"model": "facebook/opt-125m", "num_speculative_tokens": 5}', "draft model ('facebook/opt-125m')"),
+        ("{}", "names no method"),
+        ('{"method": ["ngram"]}', "['ngram']"),
+        ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size'"),
+        ('{"method": "suffix", "prompt_lookup_max": 4}', "'prompt_lookup_max'"),
+        ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens '5'"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens True"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens = 0"),
+        ('{"method": "ngram", "num_speculative_tokens": 65}', "num_speculative_tokens = 65"),
+        ('{"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 3}', "prompt_lookup_min is 9"),
+        ('{"method": "ngram", "prompt_lookup_max": 17}', "prompt_lookup_max = 17"),
+        ("ngram", "not JSON"),
+        ('["ngram"]', "not a JSON object"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(text: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--speculative-config", text])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert named in error and error.startswith("services.launch: ") and len(error.splitlines()) == 1

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
+from tests.support.dense.eager_drafts import EagerDrafts
 from tests.unit.dense_worker.engine.test_scheduler import (
     Cluster,
     expected_output,
@@ -18,7 +19,7 @@ from tests.unit.dense_worker.engine.test_scheduler import (
 )
 
 
-class Guesses:
+class Guesses(EagerDrafts):
     """Proposes right drafts, except for every `one_wrong_in`-th position."""
 
     def __init__(self, num_tokens: int, one_wrong_in: int | None = None) -> None:

@@ -26,6 +26,7 @@ STATS = StepStats(
     num_blocks=100,
     num_free_blocks=90,
     num_reserved_blocks=5,
+    gap_s=0.0,
     launch_s=0.00012,
     duration_s=0.005,
     wait_s=0.002,

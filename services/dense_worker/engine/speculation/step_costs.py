@@ -1,0 +1,50 @@
+"""`StepCosts`: what decode steps of this server cost, as measured while it runs. Part of the decision about drafts.
+
+A step that was planned while the one before ran costs the time between their ends. One that was planned afterwards
+costs the host's time between them, too. The costs depend on the number of tokens; sizes are those of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from services.common.batch_buckets import bucket_for, token_buckets
+
+WINDOW = 9  # newest steps of a size and kind that count: the median
+MIN_STEPS = 3  # before that a cost is unknown
+VALID_STEPS = 256  # after so many further steps, of any kind, a cost is unknown again
+
+
+class StepCosts:
+    """Costs by number of tokens and by whether a step was planned ahead."""
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        self.sizes = token_buckets(max_num_seqs, max_num_tokens)
+        self._recent: dict[tuple[int, bool], deque[float]] = {}
+        self._costs: dict[tuple[int, bool], float | None] = {}
+        self._measured_at: dict[tuple[int, bool], int] = {}  # number of the step that was measured last
+        self._num_steps = 0
+
+    def size_of(self, num_tokens: int) -> int:
+        """Steps of so many tokens cost about as much as steps of this many."""
+        return bucket_for(self.sizes, num_tokens) if num_tokens <= self.sizes[-1] else num_tokens
+
+    def record(self, num_tokens: int, cost_s: float, *, is_ahead: bool) -> None:
+        """Notes what a decode step has cost."""
+        key = self.size_of(num_tokens), is_ahead
+        self._num_steps += 1
+        recent = self._recent.setdefault(key, deque(maxlen=WINDOW))
+        if not self._is_valid(key):
+            recent.clear()
+        self._measured_at[key] = self._num_steps
+        recent.append(cost_s)
+        self._costs[key] = statistics.median(recent) if len(recent) >= MIN_STEPS else None
+
+    def cost(self, num_tokens: int, *, is_ahead: bool) -> float | None:
+        """The cost in seconds; None if it is unknown."""
+        key = self.size_of(num_tokens), is_ahead
+        return self._costs.get(key) if self._is_valid(key) else None
+
+    def _is_valid(self, key: tuple[int, bool]) -> bool:
+        return self._num_steps - self._measured_at.get(key, 0) < VALID_STEPS

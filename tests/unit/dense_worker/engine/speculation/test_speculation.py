@@ -1,0 +1,201 @@
+"""Which steps get drafts: simulated servers with given costs of steps, and texts of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.dense_worker.engine.limits import Policy
+from services.dense_worker.engine.observer import StepStats
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.speculation.answer_history import AnswerHistory
+from services.dense_worker.engine.speculation.speculation import Speculation
+from services.dense_worker.engine.speculation.step_costs import StepCosts
+from services.step import StepPlan
+from tests.unit.dense_worker.engine import test_scheduler
+from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, requests
+
+LENGTHS = (2, 3)
+NUM_ANSWERS = 24
+Text = Callable[[int, int], int]  # the token of a sequence at a position
+
+
+def repeating(seq_id: int, position: int) -> int:
+    return position % 20
+
+
+def unpredictable(seq_id: int, position: int) -> int:
+    return ((seq_id * 7919 + position * 104729) * 2654435761 >> 13) % 1009
+
+
+def misleading(seq_id: int, position: int) -> int:
+    """The same n-grams come again and again, and what follows them is always something else."""
+    return (1, 2, 3)[position % 4] if position % 4 < 3 else 4 + unpredictable(seq_id, position)
+
+
+def changing(seq_id: int, position: int) -> int:
+    """Long copies between parts without any."""
+    return (repeating if position // 50 % 2 else unpredictable)(seq_id, position)
+
+
+class TimedCluster(Cluster):
+    """Knows the cost of each step, of which it tells the source of drafts."""
+
+    def __init__(self, speculation: Speculation | None, late_s: float, token_s: float) -> None:
+        """A step costs 1 s, `token_s` for each further token, and `late_s` if it is not planned ahead."""
+        super().__init__(num_blocks=320, max_num_seqs=32, max_num_batched_tokens=64, drafts=speculation)
+        self.time_s = 0.0
+        self._late_s, self._token_s = late_s, token_s
+        self._speculation = speculation
+        self._is_ahead = {1: False}  # by step_id
+
+    def check(self, plan: StepPlan) -> None:
+        super().check(plan)
+        self._is_ahead[plan.step_id] = self.in_flight is not None
+
+    def _complete(self, published: test_scheduler.PublishedPlan) -> None:
+        super()._complete(published)
+        plan = published.plan
+        if not plan.entries:
+            return
+        is_ahead = self._is_ahead[plan.step_id]
+        duration_s = 1.0 + self._token_s * (plan.num_tokens - 1)
+        self.time_s += duration_s + (0.0 if is_ahead else self._late_s)
+        if self._speculation is not None:
+            fields = dict.fromkeys(StepStats.__dataclass_fields__, 0)
+            num_sampled = sum(entry.num_logits for entry in plan.entries)
+            given = {
+                "num_seqs": len(plan.entries),
+                "num_tokens": plan.num_tokens,
+                "num_sampled": num_sampled,
+                "num_running": self.scheduler.num_running,
+                "gap_s": 0.0 if is_ahead else self._late_s,
+                "duration_s": duration_s,
+            }
+            self._speculation.on_step(StepStats(**(fields | given)), (), ())
+
+
+def make_speculation(max_num_seqs: int = 32, history: AnswerHistory | None = None) -> Speculation:
+    return Speculation(LENGTHS, 7, StepCosts(max_num_seqs, 64), history)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, text: Text, num_seqs: int, speculation: Speculation | None, *costs: float
+) -> TimedCluster:
+    """`NUM_ANSWERS` answers of 44 tokens each, `num_seqs` at a time."""
+    monkeypatch.setattr(test_scheduler, "next_token", text)
+    cluster = TimedCluster(speculation, *costs)
+    for seq_id in range(1, 1 + NUM_ANSWERS):
+        sequence = make_sequence(seq_id, 20, 44)
+        sequence.prompt_token_ids = [text(seq_id, position) for position in range(20)]
+        cluster.scheduler.add(sequence)
+        while cluster.scheduler.num_running + cluster.scheduler.num_waiting >= num_seqs:
+            cluster.step()
+    cluster.run_until_idle()
+    return cluster
+
+
+# As on the H200, where 4 rows cost hardly more than 1; as on a CPU, where tokens cost; and where drafts never pay.
+COSTS = {"gpu": (0.37, 0.005), "cpu": (0.1, 0.2), "dear": (0.5, 0.9)}
+TEXTS = {"repeating": repeating, "unpredictable": unpredictable, "misleading": misleading, "changing": changing}
+
+
+@pytest.mark.parametrize("num_seqs", [1, 12])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("costs", COSTS)
+def test_it_is_never_more_than_3_percent_slower(
+    monkeypatch: pytest.MonkeyPatch, costs: str, text: str, num_seqs: int
+) -> None:
+    speculation = make_speculation()
+    run(monkeypatch, TEXTS[text], num_seqs, speculation, *COSTS[costs])  # it learns the costs of steps once
+    off = run(monkeypatch, TEXTS[text], num_seqs, None, *COSTS[costs])
+    on = run(monkeypatch, TEXTS[text], num_seqs, speculation, *COSTS[costs])
+    assert on.time_s <= 1.03 * off.time_s
+    assert {output.sequence.seq_id for output in on.outputs} == set(range(1, 1 + NUM_ANSWERS))
+
+
+def test_copies_are_fast_where_tokens_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_seqs in (1, 4):
+        off = run(monkeypatch, repeating, num_seqs, None, *COSTS["gpu"])
+        on = run(monkeypatch, repeating, num_seqs, make_speculation(), *COSTS["gpu"])
+        assert off.time_s > 2.0 * on.time_s
+    assert on.scheduler.draft_counts.num_accepted_tokens > 0.8 * on.scheduler.draft_counts.num_draft_tokens
+
+
+def test_without_matches_every_step_is_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = run(monkeypatch, unpredictable, 1, None, *COSTS["gpu"])
+    on = run(monkeypatch, unpredictable, 1, make_speculation(), *COSTS["gpu"])
+    assert on.time_s == off.time_s and not any(plan.has_drafts for plan in on.plans)
+
+
+def test_earlier_answers_help_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers are the same, and no answer repeats itself."""
+    monkeypatch.setattr(test_scheduler, "next_token", lambda seq_id, position: unpredictable(1, position))
+    history = AnswerHistory(LENGTHS, 2**14)
+    cluster = TimedCluster(make_speculation(history=history), *COSTS["gpu"])
+    num_steps = []
+    for seq_id in range(1, 9):
+        sequence = make_sequence(seq_id, 20, 44)
+        sequence.prompt_token_ids = [unpredictable(1, position) for position in range(20)]
+        before = cluster.scheduler.num_steps
+        cluster.scheduler.add(sequence)
+        cluster.run_until_idle()
+        assert sequence.output_token_ids == expected_output(sequence)
+        num_steps.append(cluster.scheduler.num_steps - before)
+    assert num_steps[-1] < 0.4 * num_steps[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(16, 40),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.booleans(),
+    st.sets(st.integers(1, 40), max_size=3),
+)
+def test_every_sequence_gets_its_tokens(
+    arrivals: list[tuple[int, int, bool, int, int | None]],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    has_history: bool,
+    resets: set[int],
+) -> None:
+    """With early stops, preemptions, new attachments, and cancelled sequences; their texts repeat every 11 tokens."""
+    budget = max(budget, max_num_seqs)
+    history = AnswerHistory(LENGTHS, 2**14) if has_history else None
+    speculation = Speculation(LENGTHS, 4, FreeSteps(max_num_seqs, budget), history)
+    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, drafts=speculation)
+    sequences: list[Sequence] = []
+    num_steps = 0
+    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
+        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        cluster.scheduler.add(sequences[-1])
+        for number in range(gap):
+            num_steps += 1
+            if num_steps in resets:
+                cluster.attach_again()
+            if number == cancel_after:
+                cluster.scheduler.cancel(seq_id)
+            cluster.step()
+    cluster.run_until_idle()
+    for sequence in sequences:
+        expected = expected_output(sequence)
+        assert sequence.output_token_ids == expected[: len(sequence.output_token_ids)]
+    finished = {output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None}
+    for sequence in sequences:
+        if sequence.seq_id in finished:
+            assert sequence.output_token_ids == expected_output(sequence)
+
+
+class FreeSteps(StepCosts):
+    """Steps of every size cost the same, so that drafts always pay."""
+
+    def cost(self, num_tokens: int, *, is_ahead: bool) -> float:
+        return 1.0
