@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.deploy.compose_file import load_compose
-from tests.support.dashboard import DASHBOARD, PROMETHEUS, dashboard_queries, rules, unknown_names
+from tests.support.monitoring.dashboard import DASHBOARD, PROMETHEUS, dashboard_queries, rules, unknown_names
 
 TIMEOUT_S = 60.0
 PROVISIONING = DASHBOARD.parents[1] / "provisioning"

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tests.support.cluster import Cluster, free_port, running_cluster
-from tests.support.otlp_collector import Collector, running_collector
+from tests.support.monitoring.otlp_collector import Collector, running_collector
 from tests.support.scrape import Scrape
 
 SERVICES = ("gateway", "dense", "attention", "launch")

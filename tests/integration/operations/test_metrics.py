@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 from tests.support.cluster import Cluster, request
+from tests.support.monitoring.otlp_collector import ReceivedSpan
 from tests.support.observed import Observed, until
-from tests.support.otlp_collector import ReceivedSpan
 from tests.support.scrape import Scrape, read_table, read_units
 
 TIMEOUT_S = 30.0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.dashboard import PROMETHEUS, dashboard_queries, rules
+from tests.support.monitoring.dashboard import PROMETHEUS, dashboard_queries, rules
 from tests.support.observed import Observed, free_address, until
 
 TIMEOUT_S = 30.0

@@ -11,7 +11,7 @@ import pytest
 from services.common.config import TracingSection
 from services.rpc.tracing import tracing
 from tests.support.cluster import free_port
-from tests.support.otlp_collector import running_collector
+from tests.support.monitoring.otlp_collector import running_collector
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # the example of the W3C specification
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
