@@ -130,8 +130,7 @@ class DenseSection(Section):
     address: Target = "127.0.0.1:50052"  # in the gateway's config it may name several replicas
     backend: Literal["auto", "torch", "tensorrt"] = "auto"  # auto: TensorRT where it runs and is faster, else torch
     device: Device = "auto"  # auto: the first GPU if there is one; cuda:1 is the second
-    # fp8: an unquantized model's linear layers, without lm_head, become FP8 while they load, with a scale for each
-    # output channel and, in each step, for each token; checkpoint: weights as they are stored, quantized or not
+    # fp8: linear layers of an unquantized model become FP8 while they load; checkpoint: weights as they are stored
     quantization: Literal["checkpoint", "fp8"] = "checkpoint"
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     # auto: build missing TensorRT plans at start; never: refuse to start, or with the backend auto use torch

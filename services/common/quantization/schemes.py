@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 LM_HEAD = "lm_head"
+_WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.")  # of models with images
 
 
 class Element(enum.StrEnum):
@@ -94,7 +95,10 @@ class QuantizationConfig:
     ignored: tuple[str, ...]  # layers that are stored unquantized, as in `is_listed`
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """The scheme of a layer of the checkpoint, such as "model.layers.0.self_attn.q_proj"; None: unquantized."""
+        """The scheme of a layer of the checkpoint, such as "model.layers.0.self_attn.q_proj"; None: unquantized.
+
+        The head is called "lm_head" in every family.
+        """
         if is_listed(name, self.ignored):
             return None
         return next((each.scheme for each in self.groups if is_listed(name, each.targets)), None)
@@ -117,6 +121,7 @@ def is_listed(name: str, entries: tuple[str, ...]) -> bool:
 def _matches(name: str, entry: str) -> bool:
     if entry == "Linear":
         return True
+    entry = next((entry.removeprefix(each) for each in _WRAPPERS if entry.startswith(each)), entry)
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), name) is not None
     if any(character in entry for character in "*?["):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from services.common.errors import ModelError
 from services.common.families.shape import NormKind
-from services.common.quantization.schemes import QuantizationConfig, Scheme
+from services.common.quantization.schemes import LM_HEAD, QuantizationConfig, Scheme
 from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
 from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
@@ -61,19 +63,19 @@ class WeightAllocator:
         Raises ModelError if the checkpoint stores its projections in different ways, or in shapes that their format
         does not allow.
         """
-        scheme = self._scheme(merged_from)
+        scheme = self._scheme([LM_HEAD] if name == LM_HEAD else [each.name for each in merged_from], merged_from)
         if scheme is not None:
             return create_quantized(scheme, QuantizedLayer(name, in_features, merged_from, self.parameter, self.dtype))
         sources = checkpoint_sources(merged_from, "weight", in_features)
         return PlainWeight(self.parameter(name, sum_of_sizes(merged_from), in_features, sources=sources))
 
-    def _scheme(self, merged_from: tuple[Projection, ...]) -> Scheme | None:
+    def _scheme(self, names: Sequence[str], merged_from: tuple[Projection, ...]) -> Scheme | None:
         """How the projections are quantized, which must be the same for all; None: not at all."""
         if self._quantization is None:
             return None
-        schemes = [self._quantization.scheme_of(projection.name) for projection in merged_from]
+        schemes = [self._quantization.scheme_of(name) for name in names]
         if any(scheme != schemes[0] for scheme in schemes):
-            found = ", ".join(f"{each.name}: {scheme}" for each, scheme in zip(merged_from, schemes, strict=True))
+            found = ", ".join(f"{name}: {scheme}" for name, scheme in zip(names, schemes, strict=True))
             raise ModelError(
                 f"{self._quantization.method} quantizes projections in different ways that are computed as one: {found}"
             )

@@ -112,6 +112,7 @@ def test_two_processes_with_and_without_quantization_run_the_same_model(tmp_path
         ("re:layers", [], ["model.layers.1.mlp.up_proj"]),  # it matches from the start
         ("model.layers.0.*", [Q_PROJ], ["model.layers.1.mlp.up_proj"]),
         ("*.q_proj", [Q_PROJ], ["model.layers.0.self_attn.k_proj"]),
+        ("model.language_model.layers.0.self_attn", [Q_PROJ], ["model.layers.0.mlp.up_proj"]),
         ("Linear", [Q_PROJ, "lm_head"], []),
     ],
 )
