@@ -155,6 +155,7 @@ def _build_runner(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         captures_lazily=config.dense.captures_lazily or takes_over,
+        lora=lora,
     )
     if takes_over:
         cuda_runner.warm_up()
@@ -167,4 +168,10 @@ def make_lora(config: Config, model: ResolvedModel, weights: ModelWeights) -> Lo
     if not section.max_loras:
         return None
     linears = list(parts_of_type(Linear, weights.layers))
-    return TorchLora(linears, section.max_loras, model.dtype, model.device)
+    if model.device.type == "cpu":
+        return TorchLora(linears, section.max_loras, model.dtype, model.device)
+    from services.dense_worker.lora.cuda_lora import CudaLora  # needs triton
+
+    max_num_tokens = config.scheduler.max_num_batched_tokens
+    with naming_what_needs_memory("dense.max_loras adapters of dense.max_lora_rank"):
+        return CudaLora(linears, section.max_loras, section.max_lora_rank, max_num_tokens, model.dtype, model.device)

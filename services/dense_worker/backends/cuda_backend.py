@@ -13,6 +13,7 @@ import torch
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.backends.linear_choice import ROW_BUCKETS, LinearKernel
+from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
@@ -36,15 +37,20 @@ class CudaBackend:
 
     num_layers_to_warm_up = 1
 
-    def __init__(self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int) -> None:
+    def __init__(
+        self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int, lora: CudaLora | None = None
+    ) -> None:
         self._config, self._max_num_tokens = config, max_num_tokens
         self._dtype, self._device = weights.dtype, weights.device
-        self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device)
+        self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device, lora)
         self._segments = segments_of(weights)
         self._reads_positions = weights.reads_positions
         self._choose_kernels(list(parts_of_type(Linear, (weights.layers[0], weights.head))))
         for num_tokens in _step_sizes(max_num_tokens):  # so that no later step compiles a kernel or loads a library
             self._random_step(num_tokens)()
+            if lora is not None:
+                with lora.activated():
+                    self._random_step(num_tokens)()
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Copies the positions, if the embedding needs them.

@@ -13,6 +13,7 @@ import torch
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.streamed_plain import StreamedPlain
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.plain_weight import PlainWeight
@@ -39,9 +40,15 @@ class StreamingKernels(Protocol):
 class CudaLinear:
     """Multiplies linear layers on one stream, on which the kernels share their workspaces."""
 
-    def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
+    def __init__(self, launcher: KernelLauncher, device: torch.device, lora: CudaLora | None = None) -> None:
         self.choice = LinearChoice()
+        self._lora = lora  # None: no row has an adapter
         self._streaming: dict[type, StreamingKernels] = {PlainWeight: StreamedPlain(launcher, device)}
+
+    @property
+    def adds_deltas(self) -> bool:
+        """Whether rows of the step have adapters. Then no product may be fused with the norm before or a gate after."""
+        return self._lora is not None and self._lora.is_active
 
     def can_stream(self, linear: Linear) -> bool:
         """Whether there are streaming kernels for this layer; otherwise they must not be chosen."""
@@ -59,12 +66,18 @@ class CudaLinear:
         is_gated: bool = False,  # SiLU of the first half times the second; only streamed
         residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only streamed
     ) -> None:
-        """out = W x + b, with the fused operations. `kernel` is the choice for this layer and number of rows."""
+        """out = W x + b, with the fused operations. `kernel` is the choice for this layer and number of rows.
+
+        If rows have adapters, their deltas are added.
+        """
         if kernel is LinearKernel.STREAMED:
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
         else:
             assert norm is None and not is_gated and residual is None, "the reference fuses nothing"
             self._multiply_by_reference(linear, x, out)
+        if self._lora is not None and self._lora.is_active:
+            assert norm is None and not is_gated, "an adapter's delta is of the plain product"
+            self._lora.add(linear, x, out)
 
     def _multiply_by_reference(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
         if out.dtype == x.dtype:

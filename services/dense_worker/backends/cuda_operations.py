@@ -14,6 +14,7 @@ from services.dense_worker.backends.linear_choice import LinearKernel
 from services.dense_worker.backends.triton_activation import silu_mul
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
+from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.operations import Residual
@@ -28,7 +29,12 @@ class CudaOperations:
     """
 
     def __init__(
-        self, config: ModelConfig, max_num_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lora: CudaLora | None = None,
     ) -> None:
         def workspace(width: int) -> torch.Tensor:
             return torch.empty(max_num_tokens, width, dtype=dtype, device=device)
@@ -37,10 +43,13 @@ class CudaOperations:
         self._gate_up = workspace(2 * config.intermediate_size)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self.launcher = KernelLauncher(device)
-        self.linear = CudaLinear(self.launcher, device)
+        self._lora = lora  # None: no row has an adapter
+        self.linear = CudaLinear(self.launcher, device, lora)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
-        """Copies a row of the table for each token into a new tensor."""
+        """Copies a row of the table for each token into a new tensor. The first operation of a step."""
+        if self._lora is not None and self._lora.is_active:
+            self._lora.start(len(token_ids))
         return Residual(torch.index_select(table.data, 0, token_ids))
 
     def set_positions(self, positions: torch.Tensor) -> None:
@@ -67,7 +76,7 @@ class CudaOperations:
         both = self._gate_up[:num_rows]
         activation = both[:, : gate_up.out_features // 2]
         kernel = self.linear.choice.kernel(gate_up, num_rows)
-        if kernel is LinearKernel.STREAMED:
+        if kernel is LinearKernel.STREAMED and not self.linear.adds_deltas:
             return self._norm_multiply(kernel, residual, norm, gate_up, activation, is_gated=True), activation
         residual = self._norm_multiply(kernel, residual, norm, gate_up, both, is_gated=False)
         silu_mul(self.launcher, both, activation)
@@ -116,6 +125,8 @@ class CudaOperations:
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:
         """Copies the rows of both into new tensors."""
+        if self._lora is not None and self._lora.is_active:
+            self._lora.select(rows)
         selected = Residual(residual.index_select(0, rows))
         return attn_out.index_select(0, rows), selected
 
@@ -142,7 +153,7 @@ class CudaOperations:
         """Norm and product, in one kernel where it can be. Nothing is left to be added to the residual."""
         hidden, delta = residual
         is_one_row = kernel is LinearKernel.STREAMED and len(hidden) == 1 and delta is None
-        if is_one_row and type(norm) is RmsNorm:
+        if is_one_row and type(norm) is RmsNorm and not self.linear.adds_deltas:
             self.linear.multiply(kernel, linear, hidden, out, norm=norm, is_gated=is_gated)
             return residual
         if norm is None:

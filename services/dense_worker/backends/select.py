@@ -144,7 +144,7 @@ def torch_backend(
         return TorchBackend(weights, lora)
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
 
-    return CudaBackend(weights, config, max_num_tokens)
+    return CudaBackend(weights, config, max_num_tokens, lora)
 
 
 def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:

@@ -8,6 +8,8 @@ next step; the host reads it from pinned memory after an event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,8 +23,19 @@ from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from services.dense_worker.lora.cuda_lora import CudaLora  # needs triton
+
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
 FEW_SAMPLED = 16  # rows
+
+
+class _Size(NamedTuple):
+    """What the graph of a step depends on."""
+
+    num_rows: int
+    num_sampled: int
+    has_adapters: bool
 
 
 class CudaModelRunner(ModelRunner):
@@ -38,13 +51,15 @@ class CudaModelRunner(ModelRunner):
         max_num_tokens: int,
         *,
         captures_lazily: bool,
+        lora: CudaLora | None = None,
     ) -> None:
-        super().__init__(backend, sampler, config.num_layers, max_num_seqs)
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora)
+        self._cuda_lora = lora
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
         self._captures_lazily = captures_lazily
-        self._graphs: dict[Channel, StepGraphs[tuple[int, int]]] = {}  # by numbers of tokens and sampled rows
+        self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
         self._stages = [
@@ -67,8 +82,9 @@ class CudaModelRunner(ModelRunner):
                 qkv, attn_out = (
                     torch.zeros(num_rows, size, dtype=self._dtype, device="cuda") for size in self._seam_sizes
                 )
-                for num_sampled in self._sampled_sizes(num_rows):
-                    self._run_segments(qkv, attn_out, attn_out, num_sampled)
+                for _, num_sampled, has_adapters in self._sizes([num_rows]):
+                    with self._adapters(has_adapters):
+                        self._run_segments(qkv, attn_out, attn_out, num_sampled)
             self._stream.synchronize()
 
     def attach(self, channels: Iterable[Channel]) -> None:
@@ -80,15 +96,33 @@ class CudaModelRunner(ModelRunner):
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
 
-    def _make_graphs(self, channel: Channel) -> StepGraphs[tuple[int, int]]:
-        def run(size: tuple[int, int]) -> None:
-            self._logits[: size[1]] = self._run_rows(channel, *size)[0]
+    def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
+        def run(size: _Size) -> None:
+            with self._adapters(size.has_adapters):
+                self._logits[: size.num_sampled] = self._run_rows(channel, size.num_rows, size.num_sampled)[0]
 
-        graphs = StepGraphs(self._stream, lambda size: self._warm_up(channel, *size), run)
+        def warm_up(size: _Size) -> None:
+            with self._adapters(size.has_adapters):
+                self._warm_up(channel, size.num_rows, size.num_sampled)
+
+        graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
-            sizes = [(rows, sampled) for rows in reversed(self._buckets) for sampled in self._sampled_sizes(rows)]
-            graphs.capture_all(sizes)
+            graphs.capture_all(self._sizes(reversed(self._buckets)))
         return graphs
+
+    def _sizes(self, buckets: Iterable[int]) -> list[_Size]:
+        """The graphs of these numbers of rows: steps without adapters pay nothing for those with adapters."""
+        kinds = (False,) if self._cuda_lora is None else (False, True)
+        return [
+            _Size(rows, sampled, has_adapters)
+            for rows in buckets
+            for sampled in self._sampled_sizes(rows)
+            for has_adapters in kinds
+        ]
+
+    def _adapters(self, has_adapters: bool) -> AbstractContextManager[None]:
+        """A context in which steps add the deltas of adapters, or do not."""
+        return nullcontext() if self._cuda_lora is None else self._cuda_lora.activated(has_adapters)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
@@ -125,7 +159,8 @@ class CudaModelRunner(ModelRunner):
         # Logits of further rows need another call of `last`, but a graph's residual is in memory that graphs share.
         is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
-        graph = self._find_graph(channel, num_rows, num_sampled) if is_captured else None
+        has_adapters = any(each.adapter_slot is not None for each in step.bound.sequences)
+        graph = self._find_graph(channel, num_rows, num_sampled, has_adapters) if is_captured else None
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any valid token and row
@@ -135,7 +170,7 @@ class CudaModelRunner(ModelRunner):
         sampled_rows[num_sampled:] = 0
         # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
         self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
-        self._backend.begin_step(step.bound.plan, num_rows)
+        self._begin_step(step.bound, num_rows)
         if graph is not None:
             graph.replay()
             logits, residual = self._logits, None
@@ -144,8 +179,11 @@ class CudaModelRunner(ModelRunner):
         outputs = self._outputs[stage][:num_sampled]
         return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs)
 
-    def _find_graph(self, channel: Channel, num_rows: int, num_sampled: int) -> torch.cuda.CUDAGraph:
-        return self._graphs[channel].find((num_rows, bucket_for(self._sampled_sizes(num_rows), num_sampled)))
+    def _find_graph(
+        self, channel: Channel, num_rows: int, num_sampled: int, has_adapters: bool
+    ) -> torch.cuda.CUDAGraph:
+        bucket = bucket_for(self._sampled_sizes(num_rows), num_sampled)
+        return self._graphs[channel].find(_Size(num_rows, bucket, has_adapters))
 
     def _run_rows(
         self, channel: Channel, num_rows: int, num_sampled: int

@@ -1,0 +1,155 @@
+"""`CudaLora`: adapters in slots of fixed memory on a GPU, and the slot of each row, for captured steps.
+
+Every slot has room for the largest rank in all linear layers, so loading an adapter allocates nothing on the GPU and
+changes no address.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.lora.tensors import to_tensor
+from services.dense_worker.lora.triton_lora import (
+    FEW_ROWS,
+    FEW_ROWS_SPLITS,
+    RANK_STEP,
+    Blocks,
+    expand,
+    num_splits_for,
+    plan_blocks,
+    shrink,
+)
+from services.dense_worker.model.linear import Linear
+from services.lora.checkpoint import LoraTensors
+
+_NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The memory of all slots for one linear layer."""
+
+    linear: Linear
+    a: torch.Tensor  # [num_slots, num_projections, max_rank, in_features]
+    b: torch.Tensor  # [num_slots, out_features, max_rank]
+    ranks: torch.Tensor  # int32 [num_slots, num_projections], multiples of RANK_STEP; 0: no delta
+    column_starts: torch.Tensor  # int32 [num_projections + 1]
+    widest: int  # most columns of a projection
+
+
+class CudaLora:
+    """A LoraStore. All but `store` is called on the engine thread, with the steps' stream as the current one."""
+
+    def __init__(
+        self,
+        linears: Iterable[Linear],
+        num_slots: int,
+        max_rank: int,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.is_active = False  # whether a row of the step has an adapter; set before a capture, too
+        self._dtype, self._device, self._num_slots = dtype, device, num_slots
+        self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
+        self._layers = {linear.merged_from[0].name: self._allocate(linear) for linear in linears}
+        self._launcher = KernelLauncher(device)
+        is_cuda = device.type == "cuda"  # the interpreter runs the same on a CPU
+        self._copies = torch.cuda.Stream(device) if is_cuda else None
+        self._row_slots = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=device)
+        self._stages = [torch.empty(max_num_tokens, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGES)]
+        self._num_steps = 0
+        num_projections = max(layer.a.shape[1] for layer in self._layers.values())
+        num_partial_rows = max(FEW_ROWS_SPLITS * min(FEW_ROWS, max_num_tokens), max_num_tokens)
+        self._hidden = torch.empty(
+            num_partial_rows * num_projections * self._max_rank, dtype=torch.float32, device=device
+        )
+        self._blocks: Blocks | None = None
+
+    def store(self, slot: int, tensors: Mapping[str, LoraTensors]) -> None:
+        """Fills a slot that no step uses; waits for the copies. Raises `InvalidRequest` for an overflow."""
+        with torch.cuda.stream(self._copies):
+            for layer in self._layers.values():
+                a, b, ranks = self._fill(layer, tensors)
+                layer.a[slot].copy_(a)
+                layer.b[slot].copy_(b)
+                layer.ranks[slot].copy_(ranks)
+        if self._copies is not None:
+            self._copies.synchronize()
+
+    def begin_step(self, row_slots: np.ndarray | None) -> None:
+        """Copies the slot of each row to where captured steps read it."""
+        self.is_active = row_slots is not None
+        if row_slots is not None:
+            stage = self._stages[self._num_steps % _NUM_STAGES][: len(row_slots)]
+            self._num_steps += 1
+            stage.copy_(torch.from_numpy(row_slots))
+            self._row_slots[: len(row_slots)].copy_(stage, non_blocking=True)
+
+    @contextmanager
+    def activated(self, is_active: bool = True) -> Iterator[None]:
+        """A context for warming up and capturing: steps in which rows have adapters, or steps in which none has one."""
+        was_active, self.is_active = self.is_active, is_active
+        try:
+            yield
+        finally:
+            self.is_active = was_active
+
+    def start(self, num_rows: int) -> None:
+        """Later products are of all rows of the step, padding included."""
+        self._blocks = plan_blocks(self._row_slots[:num_rows], self._num_slots)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Later products of the step are of these rows."""
+        self._blocks = plan_blocks(self._row_slots.index_select(0, rows), self._num_slots)
+
+    def add(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Enqueues both products; a linear layer that adapters do not change is left alone."""
+        layer = self._layers.get(linear.merged_from[0].name)
+        if layer is None:
+            return
+        assert self._blocks is not None and len(self._blocks.order) == len(x), "`start` or `select` comes first"
+        num_projections = layer.a.shape[1]
+        shape = (num_splits_for(len(x)), len(x), num_projections, self._max_rank)
+        hidden = self._hidden[: int(np.prod(shape))].view(shape)
+        shrink(self._launcher, x, layer.a, layer.ranks, self._blocks, hidden)
+        expand(self._launcher, hidden, layer.b, layer.ranks, layer.column_starts, layer.widest, self._blocks, out)
+
+    def _allocate(self, linear: Linear) -> _Layer:
+        sizes = [projection.out_features for projection in linear.merged_from]
+        starts = [0, *itertools.accumulate(sizes)]
+        kind = {"dtype": self._dtype, "device": self._device}
+        return _Layer(
+            linear,
+            torch.zeros(self._num_slots, len(sizes), self._max_rank, linear.in_features, **kind),
+            torch.zeros(self._num_slots, linear.out_features, self._max_rank, **kind),
+            torch.zeros(self._num_slots, len(sizes), dtype=torch.int32, device=self._device),
+            torch.tensor(starts, dtype=torch.int32, device=self._device),
+            max(sizes),
+        )
+
+    def _fill(
+        self, layer: _Layer, tensors: Mapping[str, LoraTensors]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """An adapter's tensors as a slot holds them, on the host."""
+        a, b = (torch.zeros(each.shape[1:], dtype=self._dtype) for each in (layer.a, layer.b))
+        ranks = torch.zeros(layer.ranks.shape[1], dtype=torch.int32)
+        column = 0
+        for index, projection in enumerate(layer.linear.merged_from):
+            found = tensors.get(projection.name)
+            if found is not None:
+                rank = len(found.a)
+                a[index, :rank] = to_tensor(found.a, 1.0, self._dtype, a.device)
+                b[column : column + projection.out_features, :rank] = to_tensor(
+                    found.b, found.scale, self._dtype, b.device
+                )
+                ranks[index] = -(-rank // RANK_STEP) * RANK_STEP
+            column += projection.out_features
+        return a, b, ranks

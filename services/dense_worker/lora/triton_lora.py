@@ -1,0 +1,242 @@
+"""The adapters' deltas on CUDA: two products for rows grouped by adapter, with any ranks in one launch.
+
+`shrink` computes x A^T for each projection that a layer was merged from, `expand` adds its product with B. Reference:
+`torch_lora.TorchLora`. A program works on rows of one adapter, which `plan_blocks` finds on the device, so that a
+captured step serves any batch. Nothing is specialised on the number of rows or on ranks. Sums are in float32 and in a
+fixed order: a row's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.dense_worker.backends.triton_launch import KernelLauncher
+
+RANK_STEP = 16  # ranks are padded to a multiple of it with zeros
+FEW_ROWS = 256  # up to so many rows the sums of `shrink` are divided, to occupy the GPU
+FEW_ROWS_SPLITS = 8
+_BLOCK_IN = 128
+_BLOCK_COLUMNS = 128
+
+
+class Blocks(NamedTuple):
+    """The rows of a step by adapter, in blocks that each belong to one."""
+
+    order: torch.Tensor  # int32 [n]: rows in the order of their slots
+    table: torch.Tensor  # int32 [3, num_blocks]: slot or -1, first index in `order`, index after the slot's last
+    block_rows: int  # most rows of a block
+
+
+def block_rows_for(num_rows: int) -> int:
+    """Rows of a block: the narrowest tile of a tensor core for decoding, a wide one for prompts."""
+    return 16 if num_rows <= FEW_ROWS else 64
+
+
+def num_splits_for(num_rows: int) -> int:
+    """The parts of in_features whose sums are computed apart."""
+    return FEW_ROWS_SPLITS if num_rows <= FEW_ROWS else 1
+
+
+def plan_blocks(row_slots: torch.Tensor, num_slots: int) -> Blocks:
+    """Groups rows by slot: int32 [n], -1 for rows without an adapter. The shapes of the result depend only on n.
+
+    Never waits for the device, and can be captured.
+    """
+    device, block_rows = row_slots.device, block_rows_for(len(row_slots))
+    num_blocks = len(row_slots) // block_rows + num_slots  # each slot has at most one block that is not full
+    keys = torch.where(row_slots < 0, num_slots, row_slots)
+    order = torch.argsort(keys, stable=True)
+    slots = torch.arange(num_slots, device=device)
+    counts = (keys[:, None] == slots).sum(0)
+    blocks_of_slot = (counts + block_rows - 1) // block_rows
+    block_ends, row_ends = blocks_of_slot.cumsum(0), counts.cumsum(0)
+    blocks = torch.arange(num_blocks, device=device)
+    slot = (blocks[:, None] >= block_ends).sum(1)
+    known = slot.clamp(max=num_slots - 1)
+    starts = (row_ends - counts)[known] + (blocks - (block_ends - blocks_of_slot)[known]) * block_rows
+    table = torch.stack([torch.where(slot < num_slots, slot, -1), starts, row_ends[known]])
+    return Blocks(order.int(), table.int(), block_rows)
+
+
+def shrink(
+    launcher: KernelLauncher,
+    x: torch.Tensor,  # [n, in_features], rows contiguous
+    a: torch.Tensor,  # [num_slots, num_projections, max_rank, in_features]
+    ranks: torch.Tensor,  # int32 [num_slots, num_projections], multiples of RANK_STEP
+    blocks: Blocks,
+    hidden: torch.Tensor,  # float32 [num_splits, n, num_projections, max_rank]: partial sums; read up to the rank only
+) -> None:
+    """Computes x A^T of each row's adapter; rows without an adapter are left out."""
+    num_splits, num_rows, num_projections, max_rank = hidden.shape
+    num_blocks = blocks.table.shape[1]
+    launcher(
+        _shrink_kernel,
+        (num_blocks, num_projections, num_splits),
+        hidden,
+        x,
+        a,
+        ranks,
+        blocks.order,
+        blocks.table,
+        num_blocks,
+        num_rows,
+        x.stride(0),
+        x.shape[1],
+        NUM_PROJECTIONS=num_projections,
+        MAX_RANK=max_rank,
+        BLOCK_ROWS=blocks.block_rows,
+        BLOCK_RANK=RANK_STEP,
+        BLOCK_IN=_BLOCK_IN,
+        NUM_SPLITS=num_splits,
+        num_warps=4,
+    )
+
+
+def expand(
+    launcher: KernelLauncher,
+    hidden: torch.Tensor,  # float32 [num_splits, n, num_projections, max_rank], of `shrink`
+    b: torch.Tensor,  # [num_slots, out_features, max_rank], scaled
+    ranks: torch.Tensor,  # int32 [num_slots, num_projections]
+    column_starts: torch.Tensor,  # int32 [num_projections + 1]: the columns of each projection
+    widest: int,  # most columns of a projection
+    blocks: Blocks,
+    out: torch.Tensor,  # [n, out_features], rows contiguous
+) -> None:
+    """Adds the product with B of each row's adapter to `out`."""
+    num_splits, num_rows, num_projections, max_rank = hidden.shape
+    num_blocks = blocks.table.shape[1]
+    launcher(
+        _expand_kernel,
+        (num_blocks, num_projections, triton.cdiv(widest, _BLOCK_COLUMNS)),
+        out,
+        hidden,
+        b,
+        ranks,
+        column_starts,
+        blocks.order,
+        blocks.table,
+        num_blocks,
+        num_rows,
+        out.stride(0),
+        b.shape[1],
+        NUM_PROJECTIONS=num_projections,
+        MAX_RANK=max_rank,
+        BLOCK_ROWS=blocks.block_rows,
+        BLOCK_RANK=RANK_STEP,
+        BLOCK_COLUMNS=_BLOCK_COLUMNS,
+        NUM_SPLITS=num_splits,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+def _shrink_kernel(
+    hidden,
+    x,
+    a,
+    ranks,
+    order,
+    table,
+    num_blocks,
+    num_rows,
+    x_stride,
+    in_features,
+    NUM_PROJECTIONS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program computes a block of rows, one projection, and one of NUM_SPLITS parts of in_features."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block, projection, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(table + block)
+    if slot >= 0:
+        rank = tl.load(ranks + slot * NUM_PROJECTIONS + projection)
+        at = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_ROWS)
+        is_row = at < tl.load(table + 2 * num_blocks + block)
+        rows = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
+        x_rows = x + rows[:, None] * x_stride
+        a_start = a + (slot * NUM_PROJECTIONS + projection).to(tl.int64) * MAX_RANK * in_features
+        target = hidden + (split.to(tl.int64) * num_rows + rows[:, None]) * (NUM_PROJECTIONS * MAX_RANK)
+        target += projection * MAX_RANK
+        part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
+        start = split * part_size
+        end = tl.minimum(start + part_size, in_features)
+        for first_rank in tl.range(0, rank, BLOCK_RANK):
+            each_rank = first_rank + tl.arange(0, BLOCK_RANK)
+            a_rows = a_start + each_rank.to(tl.int64)[:, None] * in_features
+            sums = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
+            for first_column in tl.range(start, end, BLOCK_IN):
+                columns = first_column + tl.arange(0, BLOCK_IN)
+                is_column = columns < end
+                mask = is_row[:, None] & is_column[None, :]
+                x_tile = tl.load(x_rows + columns[None, :], mask=mask, other=0.0)
+                a_tile = tl.load(a_rows + columns[None, :], mask=is_column[None, :], other=0.0)
+                sums = tl.dot(x_tile, tl.trans(a_tile), sums, input_precision="ieee")
+            tl.store(target + each_rank[None, :], sums, mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+def _expand_kernel(
+    out,
+    hidden,
+    b,
+    ranks,
+    column_starts,
+    order,
+    table,
+    num_blocks,
+    num_rows,
+    out_stride,
+    out_features,
+    NUM_PROJECTIONS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program adds BLOCK_COLUMNS columns of one projection to a block of rows."""
+    dtype: tl.constexpr = b.dtype.element_ty
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block, projection, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(table + block)
+    if slot >= 0:
+        rank = tl.load(ranks + slot * NUM_PROJECTIONS + projection)
+        first_column = tl.load(column_starts + projection) + tile * BLOCK_COLUMNS
+        end_column = tl.load(column_starts + projection + 1)
+        if (rank > 0) & (first_column < end_column):
+            at = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_ROWS)
+            is_row = at < tl.load(table + 2 * num_blocks + block)
+            rows = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
+            columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+            is_column = columns < end_column
+            b_rows = b + (slot.to(tl.int64) * out_features + columns)[:, None] * MAX_RANK
+            h_rows = hidden + rows[:, None] * (NUM_PROJECTIONS * MAX_RANK) + projection * MAX_RANK
+            split_stride = num_rows.to(tl.int64) * (NUM_PROJECTIONS * MAX_RANK)
+            sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+            for first_rank in tl.range(0, rank, BLOCK_RANK):
+                each_rank = first_rank + tl.arange(0, BLOCK_RANK)
+                h = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
+                for split in tl.static_range(NUM_SPLITS):
+                    part = h_rows + split * split_stride + each_rank[None, :]
+                    h += tl.load(part, mask=is_row[:, None], other=0.0)
+                b_tile = tl.load(b_rows + each_rank[None, :], mask=is_column[:, None], other=0.0)
+                sums = tl.dot(h.to(dtype), tl.trans(b_tile), sums, input_precision="ieee")
+            target = out + rows[:, None] * out_stride + columns[None, :]
+            mask = is_row[:, None] & is_column[None, :]
+            y = tl.load(target, mask=mask, other=0.0).to(tl.float32) + sums
+            tl.store(target, y.to(out.dtype.element_ty), mask=mask)
