@@ -16,12 +16,10 @@ import structlog
 
 from services.common.config import MAX_MODEL_NAME_CHARACTERS
 from services.common.errors import CapacityError, ConfigError, InvalidRequest, NotFound, PermissionDenied
-from services.common.model_config import ModelConfig
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
 from services.lora.adapter import Adapter
-from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, check_adapter
-from services.lora.shapes import adapted_shapes
+from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter
 
 log = structlog.get_logger()
 
@@ -33,10 +31,10 @@ MAX_WAITING = 8  # loads at the same time; one of them runs
 class Adapters:
     """Adds to and removes from `names.adapters`. Runs in the event loop; files are read in a thread."""
 
-    def __init__(self, names: ModelNames, model: ModelConfig, max_rank: int, directory: Path | None) -> None:
-        """directory: below which clients may load adapters; None: they may not"""
+    def __init__(self, names: ModelNames, shapes: Shapes, max_rank: int, directory: Path | None) -> None:
+        """shapes: of the served model's layers; directory: below which clients may load adapters; None: they may not"""
         self._names = names
-        self._shapes = adapted_shapes(model)
+        self._shapes = shapes
         self._max_rank = max_rank
         self._directory = directory
         self._loading = asyncio.Lock()

@@ -34,6 +34,7 @@ from services.gateway.text.form_trials import FormTrials
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.triton.inference import Triton
 from services.gateway.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
+from services.lora.shapes import adapted_shapes
 from services.pb import gateway_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import GrpcServer, run_until
@@ -141,6 +142,7 @@ class Gateway:
             section.accept_any_model_name,
             str(model.path),
         )
+        shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
         return Frontend(
             names,
             model_config.eos_token_ids,
@@ -159,7 +161,7 @@ class Gateway:
             section.max_request_logprobs,
             self._form_trials,
             LogitsBudget(section.max_logits_bytes),
-            Adapters(names, model_config, self._config.dense.max_lora_rank, section.lora_directory),
+            Adapters(names, shapes, self._config.dense.max_lora_rank, section.lora_directory),
         )
 
     def _make_server(

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.lora.torch_lora import TorchLora, group_rows
@@ -18,16 +19,18 @@ from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.lora.checkpoint import read_adapter
-from services.lora.shapes import adapted_shapes
+from services.lora.shapes import ADAPTED_FAMILIES, adapted_shapes
 from services.step import StepPlan
 from tests.support.adapters import ALL_MODULES, make_adapter, merge_adapter
 from tests.support.dense.steps import Step, relative_error, run_step
+from tests.support.model_configs import small_config
 from tests.support.models import FAMILIES, make_model_dir
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 TOKEN_IDS = list(range(9))
 SLOTS = np.array([0, 1, -1, 2, 1, 0, 0, -1, 2])
+TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ADAPTERS: list[dict[str, Any]] = [
     {"rank": 4, "alpha": 8, "dtype": torch.bfloat16},
     {"rank": 16, "alpha": 4, "modules": ("q_proj", "v_proj", "down_proj"), "use_rslora": True},
@@ -52,7 +55,12 @@ class Models:
             self.merged[slot] = TorchBackend(load_weights(merged, self.config, torch.float32, CPU))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="phi3 has no adapters here, supported: llama"):
+        adapted_shapes(small_config("phi3", **TOKENS))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma", "cohere", "granite"])
 def test_logits_are_those_of_merged_weights(tmp_path: Path, family: str) -> None:
     models = Models(tmp_path, family, ADAPTERS)
     rows = list(range(len(TOKEN_IDS)))
@@ -104,9 +112,9 @@ def test_every_row_with_an_adapter_is_in_the_group_of_its_slot(slots: list[int])
     assert sum(len(rows) for _, rows in groups) == len(found), "no row is in two groups"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_shapes_are_those_of_the_models_linear_layers(tmp_path: Path, family: str) -> None:
-    config = load_model_config(make_model_dir(tmp_path, family))
+@pytest.mark.parametrize("family", ADAPTED_FAMILIES)
+def test_the_shapes_are_those_of_the_models_linear_layers(family: str) -> None:
+    config = small_config(family, **TOKENS)
     layers = empty_weights(config, torch.float32, torch.device("meta")).layers
     found = {
         projection.name: (projection.out_features, linear.in_features)
