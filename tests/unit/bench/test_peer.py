@@ -133,7 +133,7 @@ def test_the_end_of_the_parent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     parent = ParentProcess()
     assert parent.failure() is None
     pid = os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "getppid", lambda: pid + 1)  # this process may be a child of process 1
     assert parent.failure() == f"process {pid}, which started this one, is gone"
 
 
