@@ -63,7 +63,7 @@ class Arena:
 
 
 @contextlib.contextmanager
-def arena(directory: Path, policy: str, size: Size) -> Iterator[Arena]:
+def arena(directory: Path, policy: str, size: Size, is_warm: bool = False) -> Iterator[Arena]:
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message."""
     settings = [
         f"scheduler.policy={policy}",
@@ -80,7 +80,7 @@ def arena(directory: Path, policy: str, size: Size) -> Iterator[Arena]:
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
     if size.wait_timeout_s is not None:
         settings.append(f"channel.wait_timeout_s={size.wait_timeout_s}")
-    with running_cluster(directory, *settings) as cluster:
+    with running_cluster(directory, *settings, is_warm=is_warm) as cluster:
         messages = draw_messages(Random(POOL_SEED), size.num_messages, size.max_tokens)
         with ThreadPoolExecutor(len(messages)) as threads:
             expected = list(threads.map(lambda message: send(cluster, message, "grpc_stream"), messages))

@@ -13,7 +13,7 @@ SEED = 1
 
 @pytest.mark.timeout(400)  # it takes about 20 s on a quiet machine
 def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(tmp_path: Path) -> None:
-    with arena(tmp_path, POLICIES[1], SHORT) as where:
+    with arena(tmp_path, POLICIES[1], SHORT, is_warm=True) as where:
         try:
             actions = run(where, SEED)
         except AssertionError as error:

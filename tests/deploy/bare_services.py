@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster import REPOSITORY
+from tests.support.warm_process import WarmProcess, warm_server
 
 START_TIMEOUT_S = 90.0
 HEALTH_TIMEOUT_S = 30.0
@@ -31,7 +33,7 @@ class BareServices:
         self._directory = directory
         self._paths = dict(paths)
         self._ports: dict[str, str] = {}
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = {}
 
     def local(self, text: str) -> str:
         """`text` with the container's paths and listening addresses replaced by this host's."""
@@ -46,12 +48,14 @@ class BareServices:
         self._paths[path] = copy
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        log = self.log_file(name).open("wb")
-        own = {key: self.local(value) for key, value in environment.items()}
-        self.processes[name] = subprocess.Popen(
-            self._argv(command), cwd=REPOSITORY, env=os.environ | own, stderr=log, start_new_session=True
-        )
-        log.close()
+        """Starts a process. Those of Python are forked from `tests.support.warm_server`."""
+        argv, own = self._argv(command), {key: self.local(value) for key, value in environment.items()}
+        options: dict[str, Any] = {"env": os.environ | own, "start_new_session": True}
+        with self.log_file(name).open("wb") as log:
+            if argv[:2] == [sys.executable, "-m"]:
+                self.processes[name] = WarmProcess(warm_server(), argv, stderr=log.fileno(), **options)
+            else:
+                self.processes[name] = subprocess.Popen(argv, cwd=REPOSITORY, stderr=log, **options)
 
     def log_file(self, name: str) -> Path:
         return self._directory / f"{name}.log"

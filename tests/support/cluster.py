@@ -28,7 +28,7 @@ from services.pb import (
     gateway_pb2_grpc,
     sampling_pb2,
 )
-from tests.support.warm_process import WARM_SERVER, WarmProcess, warm_server
+from tests.support.warm_process import WARM_SERVER, WarmProcess, run_warm, warm_server
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
@@ -152,11 +152,11 @@ def running_cluster(
 ) -> Iterator[Cluster]:
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
-    `wrapper` is a command that executes the next one in its own process, such as `env`. With `is_warm` the processes
-    are forked from `tests.support.warm_server`, for tests that measure neither start time nor memory.
+    `wrapper` is a command that executes the next one in its own process, such as `unshare`. With `is_warm` the
+    processes are forked from `tests.support.warm_server`, for tests that measure neither start time nor memory.
     """
     regions_before = stale_regions()
-    command = [*wrapper, sys.executable, "-m", "services.launch"]
+    command = [sys.executable, "-m", "services.launch"]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     sockets.append(f"gateway.http_address=unix:{directory}/http.sock")
     settings = dict(override.split("=", 1) for override in (*sockets, *overrides))
@@ -165,10 +165,9 @@ def running_cluster(
     log_file = directory / "log"
     with log_file.open("w") as log:
         if is_warm:
-            assert not wrapper
-            process = WarmProcess(warm_server(), command, stderr=log.fileno())
+            process = WarmProcess(warm_server(*wrapper), command, stderr=log.fileno())
         else:
-            process = subprocess.Popen(command, cwd=REPOSITORY, stderr=log, text=True)
+            process = subprocess.Popen([*wrapper, *command], cwd=REPOSITORY, stderr=log, text=True)
     cluster = Cluster(process, directory, log_file, settings)
     try:
         wait_for_log(process, log_file, "Serving ")
@@ -191,8 +190,7 @@ def ctl(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `python -m services.launch ctl` for the launcher of that cluster."""
     found = re.search(r"event=control address=(\S+)", cluster.log_file.read_text())
     assert found is not None
-    command = [sys.executable, "-m", "services.launch", "ctl", "--launcher", found[1], *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=CTL_TIMEOUT_S)
+    return run_warm("services.launch", "ctl", "--launcher", found[1], *arguments, timeout_s=CTL_TIMEOUT_S)
 
 
 def wait_for_log(process: subprocess.Popen[str] | WarmProcess, log_file: Path, text: str) -> None:

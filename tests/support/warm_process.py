@@ -143,12 +143,16 @@ def run_warm(*arguments: str, timeout_s: float = RUN_TIMEOUT_S) -> subprocess.Co
 
 
 @functools.cache
-def warm_server() -> WarmServer:
-    """The server of this test process. It starts at first use and ends with the test process."""
+def warm_server(*wrapper: str) -> WarmServer:
+    """The server of this test process. It starts at first use and ends with the test process.
+
+    `wrapper` is a command that executes the server in its own process, such as `unshare`; its processes inherit what
+    that has changed. There is one server for each.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         padding = " " * MAX_COMMAND_BYTES  # its children write their command lines over this one
-        command = [sys.executable, "-m", WARM_SERVER, str(theirs.fileno()), padding]
+        command = [*wrapper, sys.executable, "-m", WARM_SERVER, str(theirs.fileno()), padding]
         process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
 
     def stop() -> None:

@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "scheduler.max_num_seqs=8",
         f"gateway.max_logits_bytes={MAX_BYTES}",
     )
-    with running_cluster(tmp_path_factory.mktemp("logits"), *settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("logits"), *settings, is_warm=True) as cluster:
         yield cluster
 
 

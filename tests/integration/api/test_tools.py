@@ -35,7 +35,8 @@ GIVEN: Any = {
 
 @pytest.fixture(scope="module", params=["hermes", "mistral", "pythonic", "llama3_json"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("tools"), f"gateway.tool_parser={request.param}") as cluster:
+    directory = tmp_path_factory.mktemp("tools")
+    with running_cluster(directory, f"gateway.tool_parser={request.param}", is_warm=True) as cluster:
         yield cluster
 
 

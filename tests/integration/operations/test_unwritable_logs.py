@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.clients.http_clients import client
-from tests.support.cluster import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
+from tests.support.cluster import START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
+from tests.support.warm_process import WarmProcess, warm_server
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
@@ -40,12 +40,12 @@ def closed_pipe() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def launcher(directory: Path, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
+def launcher(directory: Path, stderr: int) -> Iterator[WarmProcess]:
     """A launcher that serves at sockets in `directory`. At the end it must stop without an error."""
     command = [sys.executable, "-m", "services.launch"]
     for key, name in (("gateway.address", "gateway"), ("gateway.http_address", "http")):
         command += ["--set", f"{key}=unix:{directory}/{name}.sock"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr)
+    process = WarmProcess(warm_server(), command, stderr=stderr)
     try:
         wait_until(lambda: is_serving(directory, process))
         yield process
@@ -57,7 +57,7 @@ def launcher(directory: Path, stderr: int) -> Iterator[subprocess.Popen[bytes]]:
             process.wait(STOP_TIMEOUT_S)
 
 
-def is_serving(directory: Path, process: subprocess.Popen[bytes]) -> bool:
+def is_serving(directory: Path, process: WarmProcess) -> bool:
     assert process.poll() is None, f"the launcher ended with {process.returncode}"
     with grpc.insecure_channel(f"unix:{directory}/gateway.sock") as channel, contextlib.suppress(grpc.RpcError):
         reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
@@ -72,7 +72,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def pids_of(process: subprocess.Popen[bytes], role: str) -> list[int]:
+def pids_of(process: WarmProcess, role: str) -> list[int]:
     pids = []
     for pid in children_of(process.pid):
         with contextlib.suppress(OSError):  # it has ended

@@ -29,7 +29,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     mount = ["sh", "-c", f'mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && exec "$@"', "sh"]
     for namespace in NAMESPACES:
         if subprocess.run([*namespace, *mount, "true"], capture_output=True).returncode == 0:
-            with running_cluster(tmp_path_factory.mktemp("cluster"), wrapper=[*namespace, *mount]) as cluster:
+            directory = tmp_path_factory.mktemp("cluster")
+            with running_cluster(directory, wrapper=[*namespace, *mount], is_warm=True) as cluster:
                 yield cluster
             return
     pytest.skip("nobody may mount a small /dev/shm here")

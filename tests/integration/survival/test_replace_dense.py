@@ -49,7 +49,7 @@ def cluster(
     directory = tmp_path_factory.mktemp("replace")
     overrides = ("attention.enable_prefix_cache=false", f"gateway.metrics_address={metrics_address}")
     dense_metrics = f"dense.metrics_address={dense_metrics_address}"
-    with running_cluster(directory, *overrides, dense_metrics) as cluster:
+    with running_cluster(directory, *overrides, dense_metrics, is_warm=True) as cluster:
         yield cluster
 
 
@@ -160,7 +160,7 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
 ) -> None:
     pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
     with Load(cluster, messages) as load:
-        impatient = ctl(cluster, "replace-dense", "--timeout", "0.5")
+        impatient = ctl(cluster, "replace-dense", "--timeout", "0.1")
         until(lambda: not has_second_worker(cluster), "the new worker stops when nobody wants it any more")
         not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
         while "under way" in not_a_key.stderr:  # the worker is gone, but the launcher has not noticed yet
