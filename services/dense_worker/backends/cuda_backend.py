@@ -7,19 +7,22 @@ that a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.backends.linear_choice import ROW_BUCKETS, LinearKernel
-from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
+
+if TYPE_CHECKING:
+    from services.dense_worker.lora.cuda_lora import CudaLora
 
 _MEASURED_LAYERS = 8  # layers of a step that is timed
 

@@ -6,17 +6,19 @@ kernels in a file such as `streamed_plain.py` and an entry in the table here. An
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.streamed_plain import StreamedPlain
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.plain_weight import PlainWeight
+
+if TYPE_CHECKING:
+    from services.dense_worker.lora.cuda_lora import CudaLora
 
 
 class StreamingKernels(Protocol):

@@ -6,6 +6,8 @@ graph. A product that its kernel cannot add to the residual is left in `Residual
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from services.common.model_config import ModelConfig
@@ -14,11 +16,13 @@ from services.dense_worker.backends.linear_choice import LinearKernel
 from services.dense_worker.backends.triton_activation import silu_mul
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
-from services.dense_worker.lora.cuda_lora import CudaLora
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.parameters import Parameter
+
+if TYPE_CHECKING:
+    from services.dense_worker.lora.cuda_lora import CudaLora
 
 
 class CudaOperations:
