@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar import endless_grammar
 from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.quote import DEFAULTS, STRICT, quote
@@ -75,6 +76,8 @@ def _lower_grammar(text: str) -> str:
     if "::=" in text:
         text = _NUL.sub(r"\1\\x00", text)
     try:
-        return any_to_lark(text)
+        grammar = any_to_lark(text)
     except Exception as error:  # the converter raises plain ones
         raise FormError(str(error)) from error
+    endless_grammar.check_ends(grammar)
+    return grammar
