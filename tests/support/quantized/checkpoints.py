@@ -219,7 +219,9 @@ def quantize_model_dir(path: Path, used: Format, ignored: tuple[str, ...] = ("lm
         stored |= {f"{projection}.{rest}": value for rest, value in quantized.tensors.items()}
         plain[name] = torch.from_numpy(quantized.matrix).float()
         if used.static is not None:
-            stored[f"{projection}.{used.static_name}"] = torch.tensor(static_scale(projection, used.static))
+            has_list = used.config["quant_method"] == "compressed-tensors"  # of one number
+            scale = torch.tensor(static_scale(projection, used.static))
+            stored[f"{projection}.{used.static_name}"] = scale[None] if has_list else scale
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, file)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": used.config}))

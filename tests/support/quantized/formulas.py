@@ -32,7 +32,7 @@ def e4m3(values: np.ndarray) -> np.ndarray:
 
 def int8(values: np.ndarray) -> np.ndarray:
     """Rounded to the nearest integer, half to even."""
-    return np.clip(np.rint(values), -INT8_MAX, INT8_MAX)
+    return np.clip(np.rint(values), -128, INT8_MAX)
 
 
 def as_e4m3(values: np.ndarray) -> torch.Tensor:
@@ -160,10 +160,14 @@ def mxfp4(w: np.ndarray, is_compressed_tensors: bool = False) -> Quantized:
 
 
 def input_by_token(x: np.ndarray, element: str, max_activation: float = np.inf) -> np.ndarray:
-    """The input with a scale for each token, dequantized again."""
-    greatest, to_codes = (E4M3_MAX, e4m3) if element == "fp8" else (INT8_MAX, int8)
-    scale = np.clip(np.abs(x).max(axis=-1, keepdims=True), 1e-12, max_activation) / greatest
-    return to_codes(x / scale) * scale
+    """The input with a scale for each token, dequantized again. The greatest value becomes half of the range.
+
+    In INT8 that is 127.5, which lies between two codes. So this divides in float32, as the formats say.
+    """
+    greatest, to_codes = (E4M3_MAX, e4m3) if element == "fp8" else (127.5, int8)
+    x = x.astype(np.float32)
+    scale = np.clip(np.abs(x).max(axis=-1, keepdims=True), 1e-12, max_activation) / np.float32(greatest)
+    return to_codes(x / scale).astype(np.float64) * scale
 
 
 def input_by_constant(x: np.ndarray, element: str, scale: float) -> np.ndarray:

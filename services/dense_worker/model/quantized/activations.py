@@ -7,23 +7,24 @@ from torch.nn import functional as F
 
 from services.common.quantization.schemes import Element
 
-GREATEST = {Element.FP8: 448.0, Element.INT8: 127.0}  # of the elements; symmetric, so -128 is not used
+RANGES = {Element.FP8: (-448.0, 448.0), Element.INT8: (-128.0, 127.0)}  # the least and the greatest code
+GREATEST = {Element.FP8: 448.0, Element.INT8: 127.5}  # the code of a token's greatest value: half of the range
 SMALLEST_GREATEST = 1e-12  # a row of zeros gets the scale of this greatest value
 
 
 def token_scale(x: torch.Tensor, element: Element, max_activation: float | None = None) -> torch.Tensor:
-    """x [..., size] -> float32 [..., 1]: the scale by which the greatest value of each row becomes the greatest code.
+    """x [..., size] -> float32 [..., 1]: the scale by which the greatest value of each row becomes `GREATEST`.
 
-    With `max_activation` greater values do not count, and are cut off.
+    For INT8 that is 127.5, as in compressed-tensors, which rounds to -128 or is cut off at 127. With `max_activation`
+    greater values do not count, and are cut off.
     """
     greatest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_GREATEST, max=max_activation)
     return greatest / GREATEST[element]
 
 
 def to_codes(x: torch.Tensor, scale: torch.Tensor, element: Element) -> torch.Tensor:
-    """x / scale, rounded to the nearest code (ties to even) and cut off at the greatest: in the element's type."""
-    greatest = GREATEST[element]
-    scaled = (x.float() / scale).clamp(-greatest, greatest)
+    """x / scale, rounded to the nearest code (ties to even) and cut off at the ends: in the element's type."""
+    scaled = (x.float() / scale).clamp(*RANGES[element])
     return scaled.to(torch.float8_e4m3fn) if element is Element.FP8 else scaled.round().to(torch.int8)
 
 
