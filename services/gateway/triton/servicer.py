@@ -25,7 +25,6 @@ from services.pb import triton_pb2, triton_pb2_grpc
 log = structlog.get_logger()
 
 TRITON_SERVICE_NAME = triton_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-STOP_DELAY_S = 0.02  # from the answer to a stop until the stop, so that the client receives them in this order
 MAX_STREAM_REQUESTS = 1024  # of one stream at the same time; further ones are not read before one has ended
 
 
@@ -95,10 +94,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         if request.is_stop:
             await self._triton.stop_at_siblings(request.id, context.invocation_metadata() or ())
             # TensorRT-LLM's client expects this answer before that of the stopped request.
-            loop = asyncio.get_running_loop()
-            context.add_done_callback(
-                lambda _: loop.call_later(STOP_DELAY_S, self._triton.stop, request.id, caller)
-            )
+            context.add_done_callback(lambda _: self._triton.stop(request.id, caller))
             return encode_response(request.model.name, request.id, ())
         outputs = await self._triton.infer(request, caller)
         return await _encode(request, outputs)

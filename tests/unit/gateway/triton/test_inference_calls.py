@@ -169,8 +169,14 @@ def test_stop_ends_a_request_that_answers_with_what_it_has(tmp_path: Path, is_st
             inputs = {**ENDLESS, "streaming": np.array([[False]])}
             running = stub.ModelInfer(message("tensorrt_llm", inputs, id="one"))
             await until(lambda: bool(dense.submits))
-            assert not (await stub.ModelInfer(stop)).outputs
+            ended: list[str] = []
+            stopping = stub.ModelInfer(stop)
+            running.add_done_callback(lambda _: ended.append("request"))
+            stopping.add_done_callback(lambda _: ended.append("stop"))
+            assert not (await stopping).outputs
             assert output(await running, "sequence_length")[0, 0] < len(PROMPT_IDS) + 1900
+            await until(lambda: len(ended) == 2)
+            assert ended == ["stop", "request"], "TensorRT-LLM's client expects this order"
         assert len(dense.cancelled_seq_ids) == 1
 
     with_stub(tmp_path, test, dense)
