@@ -82,7 +82,7 @@ class Bench:
         cache_shape = (tables.size + 1, shape.num_kv_heads, 2, block_size, shape.head_dim)
         caches = [torch.empty(cache_shape, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
         append = time_graph(
-            lambda layer: append_prefill(qkv, caches[layer], angles, angle_rows, slots), num_layers
+            lambda layer: append_prefill(qkv, caches[layer], None, angles, angle_rows, slots), num_layers
         )
         flop = 4 * batch * (length * (length + 1) / 2) * shape.num_heads * shape.head_dim
         flop_rate = flop / (both - append) / 1e6

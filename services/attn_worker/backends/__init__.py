@@ -43,13 +43,15 @@ class CapturableAttention(AttentionBackend, Protocol):
     """An AttentionBackend on CUDA whose decode-only steps can be captured, one graph per `padded_num_seqs`.
 
     In such a step the grids and addresses of `forward` depend only on `padded_num_seqs`. To capture, call `begin_step`
-    with any decode-only step (also one without sequences) and `padded_num_seqs`, run `forward` once uncaptured, so that
-    kernels are compiled, and capture `forward` of all layers on `qkv` and `out` at their final addresses. To replay,
-    call `begin_step` with the same `padded_num_seqs` on the stream of the replay, outside the graph. Steps with prompts
-    cannot be captured: their grids depend on the batch.
+    with any decode-only step (also one without sequences) and `padded_num_seqs`, run `forward` of `layers_to_compile`
+    uncaptured, so that kernels are compiled, and capture `forward` of all layers on `qkv` and `out` at their final
+    addresses. To replay, call `begin_step` with the same `padded_num_seqs` on the stream of the replay, outside the
+    graph. Steps with prompts cannot be captured: their grids depend on the batch.
 
     No method waits for the device, except `begin_step` when it is three steps ahead of the device.
     """
+
+    layers_to_compile: Sequence[int]  # one for each kernel: layers whose caches have the same dtype share it
 
     def is_decode_only(self, step: StepMetadata) -> bool:
         """Whether every sequence has one token in the step, so that a captured graph can run it."""

@@ -84,6 +84,7 @@ class FlashInferAttention:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._storage = BlockStorage(spec, spec.head_major_block, device)
         self._caches = self._storage.layers
+        self.layers_to_compile = [0]
         self._keys_values = [(cache[:, :, 0], cache[:, :, 1]) for cache in self._caches]
         try:
             query_shape = (max(max_num_tokens, max_num_seqs), config.num_heads, config.head_dim)
@@ -159,7 +160,7 @@ class FlashInferAttention:
         assert out.stride(0) == self._config.attn_size, "FlashInfer writes rows without gaps"
         num_rows, angles = len(self._slots), self._angles.table
         query = self._query[:num_rows]
-        append_prefill(qkv, self._caches[layer], angles, self._angle_rows, self._slots)
+        append_prefill(qkv, self._caches[layer], None, angles, self._angle_rows, self._slots)
         rotate_queries(qkv, query, angles, self._angle_rows)
         wrapper = self._wrappers[self._spec.windows[layer]]
         wrapper.run(query, self._keys_values[layer], out=out[:num_rows].view(query.shape))

@@ -19,7 +19,7 @@ BackendName = Literal["torch", "triton", "flashinfer"]
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)  # its prefill kernels use 16-bit tensor cores
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
-FP8_CAPABILITY = (8, 9)  # of GPUs for which Triton converts e4m3
+FP8_CAPABILITY = (9, 0)  # of GPUs for which Triton converts e4m3 to bfloat16
 
 _FLASHINFER = "flashinfer-python"
 _FLASHINFER_VERSION = "0.5.3"  # `flashinfer_attention.py` depends on its workspace sizes
@@ -55,7 +55,7 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         if capability < FP8_CAPABILITY:
             name = torch.cuda.get_device_name(model.device)
             raise ConfigError(
-                f"its kernels convert FP8 from compute capability 8.9 on, {name} has {capability[0]}.{capability[1]}:"
+                f"its kernels convert FP8 from compute capability 9.0 on, {name} has {capability[0]}.{capability[1]}:"
                 " attention.kv_cache_dtype can be int8 or model there"
             )
 

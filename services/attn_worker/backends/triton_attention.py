@@ -65,10 +65,13 @@ class TritonAttention:
         max_num_tokens: int = 8192,
     ) -> None:
         """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small, ConfigError
-        if the cache has another dtype than `dtype`.
+        if the cache has neither `dtype` nor 8 bits.
         """
-        if set(spec.dtypes) != {dtype}:
-            raise ConfigError(f"the Triton kernels need a KV cache of the model's {dtype}, this one is {spec.dtype}")
+        if not set(spec.dtypes) <= {dtype, torch.float8_e4m3fn, torch.int8}:
+            raise ConfigError(
+                "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
+                f" {dtype}, this one is {spec.dtype}"
+            )
         assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
         self._config = config
@@ -89,6 +92,7 @@ class TritonAttention:
         )
         self._storage = BlockStorage(spec, spec.head_major_block, device)
         self._caches = self._storage.layers
+        self.layers_to_compile = list({dtype: layer for layer, dtype in enumerate(spec.dtypes)}.values())
         try:
             self._workspace = DecodeWorkspace(
                 torch.empty(max_num_items, config.num_heads, config.head_dim, device=device),
@@ -148,17 +152,18 @@ class TritonAttention:
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
-        cache, window, angles = self._caches[layer], self._spec.windows[layer], self._angles.table
+        cache, scales = self._caches[layer], self._storage.scales[layer]
+        window, angles = self._spec.windows[layer], self._angles.table
         if self._decode_items is not None:
             items = self._decode_items[window]
             decode_attention(
-                qkv, out, cache, angles, items, self._block_tables, self._workspace, self._decode_tiles
+                qkv, out, cache, scales, angles, items, self._block_tables, self._workspace, self._decode_tiles
             )
         if (prefill := self._prefill) is not None:
             rows = prefill.angle_rows
-            append_prefill(qkv, cache, angles, rows, prefill.slots)
+            append_prefill(qkv, cache, scales, angles, rows, prefill.slots)
             prefill_attention(
-                qkv, out, cache, angles, rows, prefill.items, self._block_tables, window, prefill.tiles
+                qkv, out, cache, scales, angles, rows, prefill.items, self._block_tables, window, prefill.tiles
             )
 
     @torch.inference_mode()
@@ -167,7 +172,8 @@ class TritonAttention:
         config, caches = self._config, self._caches
         qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=caches[0].device)
         out = torch.empty(2, config.attn_size, dtype=self._dtype, device=caches[0].device)
-        layers = {window: layer for layer, window in enumerate(self._spec.windows)}.values()
+        kinds = zip(self._spec.windows, self._spec.dtypes, strict=True)
+        layers = {kind: layer for layer, kind in enumerate(kinds)}.values()
         for context_len in {min(length, max_model_len) for length in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}:
             num_tokens, length = np.full(1, 2), np.full(1, context_len)
             table = np.full((1, -(-context_len // self._block_size)), self._spec.num_blocks, np.int32)

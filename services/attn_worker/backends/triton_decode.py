@@ -22,6 +22,7 @@ from services.attn_worker.backends.triton_cache_layout import (
     padded_dims,
     tile_offsets,
 )
+from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
 from services.attn_worker.backends.triton_rope_append import rotate
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
@@ -56,6 +57,7 @@ def decode_attention(
     qkv: torch.Tensor,  # [num_tokens, qkv_size]
     out: torch.Tensor,  # [num_tokens, attn_size]
     cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
+    scales: torch.Tensor | None,  # of the layer, see `BlockStorage`
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     items: torch.Tensor,  # int32 [num_items, NUM_FIELDS], see work_items.fill_decode_items
     block_tables: torch.Tensor,  # int32, flat
@@ -72,6 +74,7 @@ def decode_attention(
         qkv,
         out,
         cache,
+        scales,
         angles,
         items,
         block_tables,
@@ -80,6 +83,7 @@ def decode_attention(
         workspace.counters,
         qkv.stride(0),
         out.stride(0),
+        FORMAT=kv_format(cache),
         SCALE=math.log2(math.e) / math.sqrt(head_dim),
         NUM_FIELDS=NUM_FIELDS,
         NUM_KV_HEADS=num_kv_heads,
@@ -102,6 +106,7 @@ def _decode_kernel(
     qkv,
     out,
     cache,
+    scales,
     angles,
     items,
     block_tables,
@@ -110,6 +115,7 @@ def _decode_kernel(
     counters,
     qkv_stride,
     out_stride,
+    FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -140,7 +146,7 @@ def _decode_kernel(
         return
 
     half: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = cache.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     offs_g = tl.arange(0, NUM_QUERIES)
     offs_h = tl.arange(0, HALF)
     offs_n = tl.arange(0, BLOCK_N)
@@ -173,6 +179,8 @@ def _decode_kernel(
     query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
     query = join_halves(query_1, query_2)
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
+    if FORMAT == "fp8":
+        key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
 
     log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
     exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
@@ -180,6 +188,8 @@ def _decode_kernel(
     for start in tl.range(first_tile, end_key, BLOCK_N, num_stages=NUM_STAGES):
         offsets = tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         cached = cache + offsets[:, None]
+        if FORMAT == "int8":
+            places = scales + tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, 1)
         # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
         blocks = load_tile_blocks(table, start + BLOCK_N, BLOCK_N, BLOCK_SIZE)
         keys = start + offs_n
@@ -187,7 +197,16 @@ def _decode_kernel(
         key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
         mask_v = mask_n[:, None] & mask_d[None, :]
         value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
+        if FORMAT == "int8":
+            value_scales = tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0)
+            key, value = key.to(dtype), (value.to(tl.float32) * value_scales[:, None]).to(dtype)
+        elif FORMAT == "fp8":
+            key, value = key.to(dtype), value.to(dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if FORMAT == "int8":
+            scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
+        elif FORMAT == "fp8":
+            scores = scores * key_scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
         weights = tl.exp2(scores * SCALE - new_max[:, None])
@@ -198,23 +217,46 @@ def _decode_kernel(
 
     if slot >= 0:
         new_key_1, new_key_2 = rotate(new_key_1, new_key_2, cos, sin)
-        key_1, key_2 = new_key_1.to(dtype), new_key_2.to(dtype)
+        # Attended as it is stored, so that text that is computed again as a prompt gives the same.
+        if FORMAT == "fp8":
+            key_1, key_2 = to_fp8(new_key_1, key_scale), to_fp8(new_key_2, key_scale)
+            stored_value = to_fp8(new_value.to(tl.float32), value_scale)
+        elif FORMAT == "int8":
+            exact_value = new_value.to(tl.float32)
+            new_key_scale = int8_scale(new_key_1, new_key_2, 0)
+            new_value_scale = int8_scale(exact_value, exact_value, 0)
+            place = scales + cache_offset(slot // BLOCK_SIZE, kv_head, slot % BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, 1)
+            tl.store(place, new_key_scale)
+            tl.store(place + BLOCK_SIZE, new_value_scale)
+            key_1, key_2 = to_int8(new_key_1, new_key_scale), to_int8(new_key_2, new_key_scale)
+            stored_value = to_int8(exact_value, new_value_scale)
+        else:
+            key_1, key_2, stored_value = new_key_1.to(dtype), new_key_2.to(dtype), new_value
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         target = cache_offset(block, kv_head, offset, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         tl.store(cache + target + offs_h, key_1, mask=mask_h)
         tl.store(cache + target + half + offs_h, key_2, mask=mask_h)
-        tl.store(cache + target + BLOCK_SIZE * HEAD_DIM + offs_d, new_value, mask=mask_d)
+        tl.store(cache + target + BLOCK_SIZE * HEAD_DIM + offs_d, stored_value, mask=mask_d)
         products = query_1.to(tl.float32) * key_1.to(tl.float32)[None, :]
         products += query_2.to(tl.float32) * key_2.to(tl.float32)[None, :]
         score = tl.sum(products, axis=1) * SCALE
+        if FORMAT == "fp8":
+            score = score * key_scale
+        elif FORMAT == "int8":
+            score = score * new_key_scale
         new_max = tl.maximum(log_max, score)
         weight = tl.exp2(score - new_max)
         decay = tl.exp2(log_max - new_max)
         exp_sum = exp_sum * decay + weight
-        acc = acc * decay[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+        attended_value = stored_value.to(tl.float32)
+        if FORMAT == "int8":
+            attended_value = attended_value * new_value_scale
+        acc = acc * decay[:, None] + weight[:, None] * attended_value[None, :]
         log_max = new_max
 
     acc = acc / exp_sum[:, None]
+    if FORMAT == "fp8":
+        acc = acc * value_scale
     if num_items == 1:
         tl.store(out_rows, acc.to(dtype), mask=mask_out)
         return

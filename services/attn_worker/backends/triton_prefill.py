@@ -20,6 +20,7 @@ from services.attn_worker.backends.triton_cache_layout import (
     padded_dims,
     tile_offsets,
 )
+from services.attn_worker.backends.triton_quantized import kv_format
 from services.attn_worker.backends.triton_rope_append import rotate
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
@@ -48,6 +49,7 @@ def prefill_attention(
     qkv: torch.Tensor,  # [num_tokens, qkv_size]
     out: torch.Tensor,  # [num_tokens, attn_size]
     cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
+    scales: torch.Tensor | None,  # of the layer, see `BlockStorage`
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     angle_rows: torch.Tensor,  # int32 [num_tokens]
     items: torch.Tensor,  # int32 [num_items, NUM_FIELDS], see work_items.prefill_items
@@ -62,12 +64,14 @@ def prefill_attention(
         qkv,
         out,
         cache,
+        scales,
         angles,
         angle_rows,
         items,
         block_tables,
         qkv.stride(0),
         out.stride(0),
+        FORMAT=kv_format(cache),
         SCALE=math.log2(math.e) / math.sqrt(head_dim),
         NUM_FIELDS=NUM_FIELDS,
         NUM_KV_HEADS=num_kv_heads,
@@ -89,12 +93,14 @@ def _prefill_kernel(
     qkv,
     out,
     cache,
+    scales,
     angles,
     angle_rows,
     items,
     block_tables,
     qkv_stride,
     out_stride,
+    FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -131,7 +137,7 @@ def _prefill_kernel(
     query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
     query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
     query_1, query_2 = rotate(query_1, query_2, cos, sin)
-    dtype: tl.constexpr = cache.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
     query = join_halves(query_1.to(dtype), query_2.to(dtype))
 
     log_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -146,23 +152,26 @@ def _prefill_kernel(
         seen_by_first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full_start = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
         acc, exp_sum, log_max = _attend(
-            acc, exp_sum, log_max, query, cache, table, kv_head, positions, seen_by_first,
-            tl.minimum(full_start, full_end), end, True, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+            acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, seen_by_first,
+            tl.minimum(full_start, full_end), end, True, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
             HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
         )  # fmt: skip
     acc, exp_sum, log_max = _attend(
-        acc, exp_sum, log_max, query, cache, table, kv_head, positions, full_start,
-        full_end, end, False, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_start,
+        full_end, end, False, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
     )  # fmt: skip
     acc, exp_sum, log_max = _attend(
-        acc, exp_sum, log_max, query, cache, table, kv_head, positions, full_end,
-        end, end, True, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_end,
+        end, end, True, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
     )  # fmt: skip
 
     target = out + rows.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + offs_d[None, :]
-    result = (acc / exp_sum[:, None]).to(dtype)
+    acc = acc / exp_sum[:, None]
+    if FORMAT == "fp8":
+        acc = acc * tl.load(scales + 1)
+    result = acc.to(dtype)
     tl.store(target, result, mask=mask_m[:, None] & mask_d[None, :])
 
 
@@ -173,6 +182,7 @@ def _attend(
     log_max,
     query,
     cache,
+    scales,
     table,
     kv_head,
     positions,
@@ -180,6 +190,7 @@ def _attend(
     stop,  # the tiles cover keys [start, stop); keys from `end` on are masked
     end,
     IS_MASKED: tl.constexpr,
+    FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -195,8 +206,12 @@ def _attend(
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
     offs_n = tl.arange(0, BLOCK_N)
     blocks = load_tile_blocks(table, start, BLOCK_N, BLOCK_SIZE)
+    if FORMAT == "fp8":
+        key_scale = tl.load(scales)
     for first_key in tl.range(start, stop, BLOCK_N, num_stages=NUM_STAGES):
         offsets = tile_offsets(blocks, first_key, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        if FORMAT == "int8":
+            places = scales + tile_offsets(blocks, first_key, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, 1)
         # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
         blocks = load_tile_blocks(table, first_key + BLOCK_N, BLOCK_N, BLOCK_SIZE)
         keys = first_key + offs_n
@@ -205,7 +220,16 @@ def _attend(
         key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
         mask_v = mask_n[:, None] & mask_d[None, :]
         value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
+        if FORMAT == "int8":
+            value_scales = tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0)
+            key, value = key.to(query.dtype), (value.to(tl.float32) * value_scales[:, None]).to(query.dtype)
+        elif FORMAT == "fp8":
+            key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if FORMAT == "int8":
+            scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
+        elif FORMAT == "fp8":
+            scores = scores * key_scale
         if IS_MASKED:
             distance = positions[:, None] - keys[None, :]
             is_seen = distance >= 0

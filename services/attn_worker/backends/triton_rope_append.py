@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from services.attn_worker.backends.triton_cache_layout import cache_offset
+from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
 
 _TOKENS_PER_PROGRAM = 16
 
@@ -24,6 +25,7 @@ def rotate(first_half, second_half, cos, sin):
 def append_prefill(
     qkv: torch.Tensor,  # [num_tokens, qkv_size]
     cache: torch.Tensor,  # [num_blocks + 1, num_kv_heads, 2, block_size, head_dim]
+    scales: torch.Tensor | None,  # of the layer, see `BlockStorage`
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     angle_rows: torch.Tensor,  # int32 [num_tokens]
     slots: torch.Tensor,  # int32 [num_tokens], -1: skip the row
@@ -34,11 +36,13 @@ def append_prefill(
     _append_kernel[(triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM), num_kv_heads)](
         qkv,
         cache,
+        scales,
         angles,
         angle_rows,
         slots,
         num_tokens,
         qkv.stride(0),
+        FORMAT=kv_format(cache),
         KEY_START=qkv.shape[1] - 2 * num_kv_heads * head_dim,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -53,11 +57,13 @@ def append_prefill(
 def _append_kernel(
     qkv,
     cache,
+    scales,
     angles,
     angle_rows,
     slots,
     num_tokens,
     qkv_stride,
+    FORMAT: tl.constexpr,
     KEY_START: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -84,6 +90,18 @@ def _append_kernel(
     cos = tl.load(angle, mask=mask, other=0.0)
     sin = tl.load(angle + half, mask=mask, other=0.0)
     key_1, key_2 = rotate(key_1.to(tl.float32), key_2.to(tl.float32), cos, sin)
+    if FORMAT == "fp8":
+        key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
+        key_1, key_2 = to_fp8(key_1, key_scale), to_fp8(key_2, key_scale)
+        value_1, value_2 = to_fp8(value_1.to(tl.float32), value_scale), to_fp8(value_2.to(tl.float32), value_scale)
+    elif FORMAT == "int8":
+        value_1, value_2 = value_1.to(tl.float32), value_2.to(tl.float32)
+        key_scale, value_scale = int8_scale(key_1, key_2, 1), int8_scale(value_1, value_2, 1)
+        place = scales + cache_offset(slot // BLOCK_SIZE, kv_head, slot % BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, 1)
+        tl.store(place, key_scale, mask=slot >= 0)
+        tl.store(place + BLOCK_SIZE, value_scale, mask=slot >= 0)
+        key_1, key_2 = to_int8(key_1, key_scale[:, None]), to_int8(key_2, key_scale[:, None])
+        value_1, value_2 = to_int8(value_1, value_scale[:, None]), to_int8(value_2, value_scale[:, None])
 
     target = cache_offset(slot // BLOCK_SIZE, kv_head, slot % BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     target = cache + target[:, None] + offs[None, :]

@@ -29,15 +29,16 @@ class BlockStorage:
         self._tensors: list[torch.Tensor] = []  # [layers of one dtype, num_blocks + 1, ...]
         by_layer: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         try:
-            # float32 [num_layers, 2]: the scale of keys and of values, of FP8 layers
-            self._layer_scales = torch.ones(spec.num_layers, 2, dtype=SCALE_DTYPE, device=device)
+            # float32 [num_layers, 4]: the scales of keys and of values of FP8 layers. The rest makes every address a
+            # multiple of 16 bytes, so that kernels are not compiled twice.
+            self._layer_scales = torch.ones(spec.num_layers, 4, dtype=SCALE_DTYPE, device=device)
             for dtype, layers in layers_of.items():
                 blocks = self._allocate((len(layers), num_blocks, *block_shape), dtype, device)
                 scales: Sequence[torch.Tensor | None] = [None] * len(layers)
                 if dtype == torch.int8:
                     scales = list(self._allocate((len(layers), num_blocks, *block_shape[:-1]), SCALE_DTYPE, device))
                 elif dtype == torch.float8_e4m3fn:
-                    scales = [self._layer_scales[layer] for layer in layers]
+                    scales = [self._layer_scales[layer, :2] for layer in layers]
                 by_layer |= zip(layers, zip(blocks, scales, strict=True), strict=True)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
             num_bytes = spec.num_bytes + spec.block_bytes
@@ -48,7 +49,7 @@ class BlockStorage:
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers, in place. What was stored with others means something else from now on."""
-        self._layer_scales.copy_(torch.tensor([scales.keys, scales.values]).T)
+        self._layer_scales[:, :2].copy_(torch.tensor([scales.keys, scales.values]).T)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, given as (from, to), in every layer, in order."""

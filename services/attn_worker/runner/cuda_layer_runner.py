@@ -52,7 +52,8 @@ class CudaLayerRunner:
         def warm_up(bucket: int) -> None:
             backend.begin_step(_empty_step(), bucket)
             # Does not write to the channel: the dense worker may still be reading the previous step.
-            backend.forward(0, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
+            for layer in backend.layers_to_compile:
+                backend.forward(layer, channel.qkv[:bucket], torch.empty_like(channel.attn_out[:bucket]))
 
         graphs = StepGraphs(self._stream, warm_up, lambda bucket: run_layers(backend, channel, layers, bucket))
         if not self._captures_lazily:
