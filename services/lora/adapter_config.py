@@ -17,7 +17,7 @@ from services.common.shorten import show
 
 MAX_RANK = 256
 MAX_PATTERNS = 1024  # in rank_pattern and in alpha_pattern
-MAX_MATCHING_S = 2.0  # for all patterns of an adapter together: a pattern may take exponential time
+MAX_MATCHING_S = 1.0  # for all patterns of an adapter together: a pattern may take exponential time
 # Settings with which an adapter is more than A and B of linear layers, or belongs to another base model.
 REFUSED = (
     "alora_invocation_tokens",

@@ -1,0 +1,82 @@
+"""`CudaBackend` with adapters, its kernels computed by torch: no product is fused past a delta, and none without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.model_config import load_model_config
+from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.parameters import parts_of_type
+from services.dense_worker.model.weights import load_weights
+from services.lora.checkpoint import read_adapter
+from services.lora.shapes import adapted_shapes
+from tests.support.adapters import make_adapter, merge_adapter
+from tests.support.dense.fake_triton_kernels import fake_triton_kernels
+from tests.support.dense.steps import relative_error, run_step
+from tests.support.models import make_model_dir
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+class RowsInTorch(TorchLora):
+    """The adapters in torch, with the two methods that only captured steps need."""
+
+    def start(self, num_rows: int) -> None:
+        assert num_rows == len(self._row_slots) or not self.is_active
+
+    @contextmanager
+    def activated(self, is_active: bool = True) -> Iterator[None]:
+        yield
+
+
+@pytest.mark.parametrize("kernel", LinearKernel)
+@pytest.mark.parametrize("num_tokens", [1, 6, 70])
+def test_logits_are_those_of_merged_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: LinearKernel, num_tokens: int
+) -> None:
+    monkeypatch.setattr(LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, kernel))
+    model = make_model_dir(tmp_path / "model", "llama")
+    adapter = make_adapter(tmp_path / "adapter", model, std=0.1)
+    config, merged = load_model_config(model), merge_adapter(tmp_path / "merged", model, adapter)
+    # StreamedPlain multiplies only 16 bits.
+    dtype = torch.float32 if kernel is LinearKernel.CUBLAS else torch.float16
+    weights = load_weights(model, config, dtype, CPU)
+    lora: Any = RowsInTorch(parts_of_type(Linear, weights.layers), 2, dtype, CPU)
+    lora.store(1, read_adapter(adapter, adapted_shapes(config), 64))
+    reference = {-1: TorchBackend(weights), 1: TorchBackend(load_weights(merged, config, dtype, CPU))}
+    slots, token_ids = np.array([1, -1] * num_tokens)[:num_tokens], list(range(num_tokens))
+    rows = list(range(num_tokens))
+    with fake_triton_kernels() as recorder:
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, 100, lora)
+        lora.begin_step(slots)
+        found = run_step(backend, config, dtype, token_ids, rows)
+        lora.begin_step(None)
+        recorder.launches.clear()
+        with recorder:
+            alone = run_step(backend, config, dtype, token_ids, rows)
+        with_lora = list(recorder.launches)
+        backend = CudaBackend(weights, config, 100)
+        recorder.launches.clear()
+        with recorder:
+            run_step(backend, config, dtype, token_ids, rows)
+        assert with_lora == recorder.launches, "a step without adapters launches what it launches without slots"
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for slot, backend_of_slot in reference.items():
+        expected = run_step(backend_of_slot, config, dtype, token_ids, rows)
+        own = slots == slot
+        assert relative_error(found[own], expected[own]) < tolerance if own.any() else True
+        if slot == -1:
+            assert relative_error(alone, expected) < tolerance
