@@ -26,6 +26,7 @@ from tests.support.cluster import Cluster, children_of, free_port, request, runn
 
 POOL_SEED = 0  # for the messages from which all runs choose
 POLICIES = ("guaranteed_no_evict", "max_utilization")
+SPECULATION = {"guaranteed_no_evict": "off", "max_utilization": "suffix"}  # by policy
 BLOCK_SIZE, NUM_BLOCKS = 16, 320  # too few for all sequences that may run at once
 MAX_NUM_SEQS = 12
 ROLES = ("attn_worker", "dense_worker", "gateway")
@@ -67,6 +68,7 @@ def arena(directory: Path, policy: str, size: Size, is_warm: bool = False) -> It
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message."""
     settings = [
         f"scheduler.policy={policy}",
+        f"scheduler.speculation={SPECULATION[policy]}",
         f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
         f"attention.num_blocks={NUM_BLOCKS}",
         f"attention.block_size={BLOCK_SIZE}",

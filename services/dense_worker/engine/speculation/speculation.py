@@ -18,6 +18,7 @@ from services.dense_worker.engine.speculation.answer_history import AnswerHistor
 from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 
+SEQS_PER_LOOK = 32  # of so many more sequences, texts are looked at one step less often
 MIN_GAIN = 1.05  # drafts must promise so many times the tokens per second: estimates have errors
 
 
@@ -35,6 +36,7 @@ class Speculation:
         self._acceptance = Acceptance()
         self._allotted: dict[int, int] = {}  # number of drafts in the step being planned, by seq_id
         self._has_drafts = False  # whether the newest plan has drafts
+        self._num_unwatched = 0  # steps since texts were last looked at for guesses, if nothing came of it
         self._was_busy = False  # whether sequences were running when the last step ended
 
     def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
@@ -51,8 +53,10 @@ class Speculation:
             if num_remaining == 1:
                 decodes.append(sequence)
         ahead_s = self._costs.cost(len(decodes), is_ahead=True) if decodes else None
-        if ahead_s is None:
+        self._num_unwatched += 1
+        if ahead_s is None or self._num_unwatched <= len(decodes) // SEQS_PER_LOOK:
             return False
+        self._num_unwatched = 0
         chances = []
         for sequence in decodes:
             if (predictor := self._follow(sequence)) is not None:
