@@ -172,7 +172,8 @@ def _check_block_counts(arena: Arena) -> None:
     """Checks the scheduler's counts of blocks, which the step log of a single request shows."""
     log = arena.directory / STEP_LOG
     size_before = log.stat().st_size
-    collect(arena.cluster.gateway, request([5] * BLOCK_SIZE, 3, ignore_eos=True, cache_salt=str(time.monotonic_ns())))
+    prompt = list(range(5, 5 + BLOCK_SIZE))  # without repetition, so that the second step is planned ahead
+    collect(arena.cluster.gateway, request(prompt, 3, ignore_eos=True, cache_salt=str(time.monotonic_ns())))
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         with log.open() as file:
