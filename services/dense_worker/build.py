@@ -121,6 +121,14 @@ def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:
     return scales
 
 
+def with_stated_hash(model: LoadedModel, stated: str | None) -> LoadedModel:
+    """The model under another weights' hash, if one is stated: keys and values of those weights are kept."""
+    if stated is None or stated == model.weights_hash:
+        return model
+    log.warning("the KV cache of other weights is kept", own_hash=model.weights_hash, stated_hash=stated)
+    return replace(model, weights_hash=stated)
+
+
 def log_formats(method: str, weights: ModelWeights) -> None:
     """Logs the formats of all linear layers, and that the reference multiplies the quantized ones."""
     formats = Counter(type(linear.weight).__name__ for linear in parts_of_type(Linear, weights))

@@ -14,7 +14,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel, use_device
-from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model
+from services.dense_worker.build import LoadedModel, load_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.grammars import Grammars
@@ -53,6 +53,7 @@ class DenseWorker:
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
         self._is_standby = options.is_standby
+        self._stated_weights_hash = options.stated_weights_hash
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
         self._metrics = DenseMetrics(self._registry)
@@ -74,6 +75,7 @@ class DenseWorker:
         self._model = await asyncio.to_thread(
             load_model, config, resolved, self._report_loading, takes_over=self._is_standby
         )
+        self._model = with_stated_hash(self._model, self._stated_weights_hash)
         self._start_engine([self._metrics, *step_logs])
         self._announce(bound_address)
 

@@ -34,9 +34,14 @@ def main(argv: Sequence[str]) -> int:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="changed config, in the sections dense and model",
     )
-    replace.add_argument(
+    caches = replace.add_mutually_exclusive_group()
+    caches.add_argument(
         "--drop-caches", action="store_true",
         help="accept other weights: the KV cache is emptied and running requests fail",
+    )
+    caches.add_argument(
+        "--keep-caches", action="store_true",
+        help="accept another precision of the same model: running requests go on with the present KV cache",
     )
     replace.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then it is undone (3600)")
     commands.add_parser("status", help="list the running services")
@@ -72,10 +77,14 @@ def find_launcher() -> str:
 def replace_dense(stub: launch_pb2_grpc.LauncherStub, arguments: argparse.Namespace) -> int:
     """Replaces the dense worker and prints the new one."""
     request = launch_pb2.ReplaceDenseRequest(
-        overrides=[_absolute(override) for override in arguments.set], drop_caches=arguments.drop_caches
+        overrides=[_absolute(override) for override in arguments.set],
+        drop_caches=arguments.drop_caches,
+        keep_caches=arguments.keep_caches,
     )
     reply = stub.ReplaceDense(request, timeout=arguments.timeout)
     weights = "other weights, the KV cache was dropped" if reply.has_other_weights else "the same weights and KV cache"
+    if arguments.keep_caches:
+        weights = "the same KV cache, whatever the weights"
     print(
         f"replaced the dense worker: process {reply.pid} serves now, backend {reply.backend}, {weights}; "
         f"no step for {reply.pause_ms:.0f} ms"

@@ -66,8 +66,16 @@ class DenseReplacer:
         self._task: asyncio.Task[Any] | None = None  # the running replacement
         self._num_started = 0
 
-    async def replace(self, overrides: Sequence[str], *, drops_caches: bool) -> Replacement:
-        """Replaces the worker. Raises `RolledBack`; before any attempt `InvalidRequest` or `ConfigError`."""
+    async def replace(
+        self, overrides: Sequence[str], *, drops_caches: bool, keeps_caches: bool = False
+    ) -> Replacement:
+        """Replaces the worker. Raises `RolledBack`; before any attempt `InvalidRequest` or `ConfigError`.
+
+        With `keeps_caches` the new worker states the present weights' hash instead of its own, so the attention worker
+        and gateways see no change. The attention worker still refuses a model of another shape.
+        """
+        if drops_caches and keeps_caches:
+            raise InvalidRequest("drop_caches and keep_caches exclude each other")
         if self._task is not None:
             raise RolledBack("another replacement is under way")
         [old] = self._children.of_role(ROLE)
@@ -75,10 +83,20 @@ class DenseReplacer:
         self._task = asyncio.current_task()
         try:
             self._num_started += 1
-            new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config, ChildOptions(is_standby=True))
+            options = ChildOptions(is_standby=True)
+            if keeps_caches:
+                options = options.model_copy(update={"stated_weights_hash": await self._present_hash(old)})
+            new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config, options)
             return await self._replace(old, new, drops_caches=drops_caches)
         finally:
             self._task = None
+
+    async def _present_hash(self, old: Child) -> str:
+        try:
+            async with _dense_stub(old) as stub:
+                return (await _present_status(old, stub)).weights_hash
+        except (TwostrokeError, grpc.aio.AioRpcError) as error:
+            raise RolledBack(f"{_describe(error)}; nothing was changed") from error
 
     async def close(self) -> None:
         """Undoes a running replacement."""
@@ -206,7 +224,8 @@ def _check_weights(present: str, loaded: str, *, drops_caches: bool) -> None:
     if present != loaded and not drops_caches:
         raise RolledBack(
             f"the new dense worker has other weights, {loaded[:16]} and not {present[:16]}: keys and values of the "
-            "present ones are of no use to it. --drop-caches replaces them all the same; requests under way then fail"
+            "present ones are of no use to it. --drop-caches replaces them all the same; requests under way then fail. "
+            "--keep-caches goes on with them, for another precision of the same model"
         )
 
 

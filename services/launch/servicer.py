@@ -34,7 +34,9 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
         self, request: launch_pb2.ReplaceDenseRequest, context: grpc.aio.ServicerContext
     ) -> launch_pb2.ReplaceDenseReply:
         """Replaces the dense worker. Cancelling the call undoes the replacement."""
-        replaced = await self._replacer.replace(list(request.overrides), drops_caches=request.drop_caches)
+        replaced = await self._replacer.replace(
+            list(request.overrides), drops_caches=request.drop_caches, keeps_caches=request.keep_caches
+        )
         return launch_pb2.ReplaceDenseReply(
             pid=replaced.pid,
             pause_ms=replaced.pause_ms,

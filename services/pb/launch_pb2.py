@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0claunch.proto\x12\x13twostroke.launch.v1\"=\n\x13ReplaceDenseRequest\x12\x11\n\toverrides\x18\x01 \x03(\t\x12\x13\n\x0b\x64rop_caches\x18\x02 \x01(\x08\"^\n\x11ReplaceDenseReply\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x10\n\x08pause_ms\x18\x02 \x01(\x01\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11has_other_weights\x18\x04 \x01(\x08\"\x12\n\x10GetStatusRequest\"R\n\rServiceStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x03 \x01(\r\x12\x10\n\x08last_end\x18\x04 \x01(\t\"F\n\x0eLauncherStatus\x12\x34\n\x08services\x18\x01 \x03(\x0b\x32\".twostroke.launch.v1.ServiceStatus2\xc5\x01\n\x08Launcher\x12`\n\x0cReplaceDense\x12(.twostroke.launch.v1.ReplaceDenseRequest\x1a&.twostroke.launch.v1.ReplaceDenseReply\x12W\n\tGetStatus\x12%.twostroke.launch.v1.GetStatusRequest\x1a#.twostroke.launch.v1.LauncherStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0claunch.proto\x12\x13twostroke.launch.v1\"R\n\x13ReplaceDenseRequest\x12\x11\n\toverrides\x18\x01 \x03(\t\x12\x13\n\x0b\x64rop_caches\x18\x02 \x01(\x08\x12\x13\n\x0bkeep_caches\x18\x03 \x01(\x08\"^\n\x11ReplaceDenseReply\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x10\n\x08pause_ms\x18\x02 \x01(\x01\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x19\n\x11has_other_weights\x18\x04 \x01(\x08\"\x12\n\x10GetStatusRequest\"R\n\rServiceStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x03 \x01(\r\x12\x10\n\x08last_end\x18\x04 \x01(\t\"F\n\x0eLauncherStatus\x12\x34\n\x08services\x18\x01 \x03(\x0b\x32\".twostroke.launch.v1.ServiceStatus2\xc5\x01\n\x08Launcher\x12`\n\x0cReplaceDense\x12(.twostroke.launch.v1.ReplaceDenseRequest\x1a&.twostroke.launch.v1.ReplaceDenseReply\x12W\n\tGetStatus\x12%.twostroke.launch.v1.GetStatusRequest\x1a#.twostroke.launch.v1.LauncherStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'launch_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPLACEDENSEREQUEST']._serialized_start=37
-  _globals['_REPLACEDENSEREQUEST']._serialized_end=98
-  _globals['_REPLACEDENSEREPLY']._serialized_start=100
-  _globals['_REPLACEDENSEREPLY']._serialized_end=194
-  _globals['_GETSTATUSREQUEST']._serialized_start=196
-  _globals['_GETSTATUSREQUEST']._serialized_end=214
-  _globals['_SERVICESTATUS']._serialized_start=216
-  _globals['_SERVICESTATUS']._serialized_end=298
-  _globals['_LAUNCHERSTATUS']._serialized_start=300
-  _globals['_LAUNCHERSTATUS']._serialized_end=370
-  _globals['_LAUNCHER']._serialized_start=373
-  _globals['_LAUNCHER']._serialized_end=570
+  _globals['_REPLACEDENSEREQUEST']._serialized_end=119
+  _globals['_REPLACEDENSEREPLY']._serialized_start=121
+  _globals['_REPLACEDENSEREPLY']._serialized_end=215
+  _globals['_GETSTATUSREQUEST']._serialized_start=217
+  _globals['_GETSTATUSREQUEST']._serialized_end=235
+  _globals['_SERVICESTATUS']._serialized_start=237
+  _globals['_SERVICESTATUS']._serialized_end=319
+  _globals['_LAUNCHERSTATUS']._serialized_start=321
+  _globals['_LAUNCHERSTATUS']._serialized_end=391
+  _globals['_LAUNCHER']._serialized_start=394
+  _globals['_LAUNCHER']._serialized_end=591
 # @@protoc_insertion_point(module_scope)

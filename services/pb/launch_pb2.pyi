@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReplaceDenseRequest(_message.Message):
-    __slots__ = ("overrides", "drop_caches")
+    __slots__ = ("overrides", "drop_caches", "keep_caches")
     OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     DROP_CACHES_FIELD_NUMBER: _ClassVar[int]
+    KEEP_CACHES_FIELD_NUMBER: _ClassVar[int]
     overrides: _containers.RepeatedScalarFieldContainer[str]
     drop_caches: bool
-    def __init__(self, overrides: _Optional[_Iterable[str]] = ..., drop_caches: _Optional[bool] = ...) -> None: ...
+    keep_caches: bool
+    def __init__(self, overrides: _Optional[_Iterable[str]] = ..., drop_caches: _Optional[bool] = ..., keep_caches: _Optional[bool] = ...) -> None: ...
 
 class ReplaceDenseReply(_message.Message):
     __slots__ = ("pid", "pause_ms", "backend", "has_other_weights")

@@ -180,6 +180,32 @@ def test_a_worker_that_cannot_serve_is_rolled_back(
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
 
 
+def test_the_precision_changes_under_running_streams_that_keep_their_cache(
+    cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], metrics_address: str
+) -> None:
+    """The tokens may change with the precision; no stream ends early, and none is computed again."""
+    greedy = [messages[0]] * 3
+    refused = ctl(cluster, "replace-dense", "--set", "dense.quantization=fp8")
+    assert refused.returncode == 1 and "--keep-caches" in refused.stderr
+    cluster.wait_idle(WAIT_S)
+    recovered = num_recovered(metrics_address)
+    computed = cluster.attention_status().num_computed_tokens
+    with Load(cluster, greedy) as load:
+        changed = ctl(cluster, "replace-dense", "--set", "dense.quantization=fp8", "--keep-caches")
+    assert changed.returncode == 0, changed.stderr
+    assert "the same KV cache, whatever the weights" in changed.stdout
+    assert num_recovered(metrics_address) > recovered, "no stream was open when the precision changed"
+    answers = [answer for stream in load.collected for answer in stream]
+    assert {len(answer.token_ids[0]) for answer in answers} == {MAX_TOKENS}
+    num_prompt_tokens = len(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
+    needed = len(answers) * (num_prompt_tokens + MAX_TOKENS + MAX_WASTED_TOKENS_OF_A_SEQUENCE)
+    assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
+    log = cluster.log_file.read_text()
+    assert "the KV cache of other weights is kept" in log and "weights are quantized" in log
+    back = ctl(cluster, "replace-dense", "--set", "dense.quantization=checkpoint")  # its own hash is the stated one
+    assert back.returncode == 0 and "the same weights" in back.stdout, back.stderr
+
+
 def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> None:
     model_dir = tmp_path / "other-weights"
     shutil.copytree(EMBEDDED_MODEL, model_dir)

@@ -45,7 +45,7 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
         self._is_over = asyncio.Event()
 
     def leave_standby(self) -> None:
-        self.options = ChildOptions()
+        self.options = self.options.model_copy(update={"is_standby": False})
 
     async def watch(self) -> None:
         server = grpc.aio.server()
@@ -168,14 +168,14 @@ class World:
         [present] = [child for child in (self.old, self.new) if child and self.link.readlink() == path_of(child)]
         return present.name
 
-    async def replace(self, *overrides: str, drops_caches: bool = False) -> str:
+    async def replace(self, *overrides: str, **caches: bool) -> str:
         """Replaces the worker; returns the new backend. Stops everything at the end."""
         await self._server.start()
         self.children.start(self.old)
         while not self.old.num_starts:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         try:
-            replacement = await self.replacer.replace(overrides, drops_caches=drops_caches)
+            replacement = await self.replacer.replace(overrides, **({"drops_caches": False} | caches))
             return replacement.backend
         finally:
             self.members = [child.name for child in self.children]
@@ -192,12 +192,12 @@ def nothing(world: World) -> None:
 
 
 def run(
-    directory: Path, prepare: Callable[[World], None], *overrides: str, drops_caches: bool = False
+    directory: Path, prepare: Callable[[World], None], *overrides: str, **caches: bool
 ) -> tuple[World, str | TwostrokeError]:
     async def main() -> tuple[World, str | TwostrokeError]:
         world = World(directory, prepare)
         try:
-            return world, await world.replace(*overrides, drops_caches=drops_caches)
+            return world, await world.replace(*overrides, **caches)
         except TwostrokeError as error:
             return world, error
 
@@ -227,6 +227,24 @@ def test_other_weights_are_refused_before_the_old_worker_leaves(tmp_path: Path, 
         assert isinstance(result, RolledBack) and "0ther" in str(result) and "c0ffee" in str(result)
         assert world.calls[0] == "new stop" and "old leave" not in world.calls
         assert world.serves == "old" and world.members == ["old"]
+
+
+def test_a_worker_that_keeps_caches_states_the_present_hash_also_after_a_restart(tmp_path: Path) -> None:
+    world, result = run(tmp_path, nothing, "dense.quantization=fp8", keeps_caches=True)
+    assert result == "backend of new" and world.new is not None
+    assert world.new.options.stated_weights_hash == "c0ffee" and not world.new.options.is_standby
+
+
+def test_caches_are_not_both_dropped_and_kept(tmp_path: Path) -> None:
+    world, result = run(tmp_path, nothing, drops_caches=True, keeps_caches=True)
+    assert isinstance(result, InvalidRequest) and "exclude each other" in str(result)
+    assert world.new is None and world.serves == "old"
+
+
+def test_caches_of_a_worker_that_does_not_serve_cannot_be_kept(tmp_path: Path) -> None:
+    world, result = run(tmp_path, lambda world: setattr(world.old, "state", State.LOADING), keeps_caches=True)
+    assert isinstance(result, RolledBack) and "does not serve now" in str(result)
+    assert world.new is None and world.serves == "old"
 
 
 @pytest.mark.parametrize("makes_progress", [True, False])

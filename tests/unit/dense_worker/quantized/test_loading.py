@@ -19,7 +19,7 @@ from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.backends.linear_choice import LinearChoice
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.build import load_model, resolve_dense_model
+from services.dense_worker.build import load_model, resolve_dense_model, with_stated_hash
 from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.parameters import parts_of_type
@@ -96,6 +96,16 @@ def test_the_formats_are_logged_at_start(plain_dir: Path) -> None:
     [entry] = [entry for entry in logs if entry["event"] == "weights are quantized"]
     assert (entry["method"], entry["ScaledWeight"], entry["PlainWeight"]) == ("fp8 on the fly", 8, 1)
     assert entry["multiplied_by"] == "reference in torch"
+
+
+def test_a_stated_hash_takes_the_place_of_the_own_one_and_is_logged(plain_dir: Path) -> None:
+    config = dense_config(plain_dir, quantization="fp8", backend="torch")
+    model = load_model(config, resolve_dense_model(config), print)
+    assert with_stated_hash(model, None) is model and with_stated_hash(model, model.weights_hash) is model
+    with structlog.testing.capture_logs() as logs:
+        assert with_stated_hash(model, "c0ffee").weights_hash == "c0ffee"
+    [entry] = logs
+    assert entry["event"] == "the KV cache of other weights is kept" and entry["own_hash"] == model.weights_hash
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(plain_dir: Path, tmp_path: Path) -> None:
