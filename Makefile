@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test test-one-half test-other-half test-alone clients chaos bench protos docs clean
+.PHONY: setup run test test-api test-services test-gateway test-units test-alone clients chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -19,7 +19,7 @@ run: setup
 
 test: setup
 	$(RUN) -m ruff check .
-	$(MAKE) --jobs=2 --output-sync=target test-one-half test-other-half
+	$(MAKE) --jobs=2 --output-sync=target --keep-going test-api test-services test-gateway test-units
 	$(MAKE) test-alone
 
 # The same examples in every run; without the option, new ones.
@@ -28,14 +28,18 @@ PYTEST := $(RUN) -m pytest --hypothesis-profile=ci
 # These measure delays and memory under attack, or look into the shared memory of the whole machine.
 ALONE := tests/integration/hostile tests/unit/channel
 
-# Side by side, on two cores: each half takes about as long as the other.
-HALF := tests/unit
+# Four parts, of which two run at a time: the next one begins when one has ended. The first two often wait.
+test-api:
+	$(PYTEST) tests/integration/api
 
-test-one-half:
-	$(PYTEST) $(HALF) $(ALONE:%=--ignore=%)
+test-services:
+	$(PYTEST) tests --ignore=tests/unit --ignore=tests/integration/api $(ALONE:%=--ignore=%)
 
-test-other-half:
-	$(PYTEST) tests $(HALF:%=--ignore=%) $(ALONE:%=--ignore=%)
+test-gateway:
+	$(PYTEST) tests/unit/gateway
+
+test-units:
+	$(PYTEST) tests/unit --ignore=tests/unit/gateway $(ALONE:%=--ignore=%)
 
 test-alone:
 	$(PYTEST) $(ALONE)
