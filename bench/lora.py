@@ -3,8 +3,8 @@
     python bench/lora.py --streams 8 --adapters 2 --rounds 2 --max-tokens 32       # on this CPU, the embedded model
     python bench/lora.py --streams 64 --adapters 8 --rank 16 --set model.path=DIR  # on a GPU
 
-Rounds alternate between requests without adapters to a server without slots, requests without adapters to a server with
-slots, and requests of which each names one of several random adapters in turn. A ratio is the median over rounds.
+First a server without slots runs the batch; then one with slots, where rounds without adapters alternate with rounds in
+which each request names one of several random adapters in turn. All figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -80,18 +80,16 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, list[float]]
     none = [""] * args.streams
     adapted = [names[i % len(names)] for i in range(args.streams)]
     times: dict[str, list[float]] = {OFF: [], IDLE: [], ADAPTED: []}
-    for name in ("off", "on"):
-        (directory / name).mkdir()
-    with (
-        running_cluster(directory / "off", *common) as off,
-        running_cluster(directory / "on", *common, *slots) as on,
-    ):
-        kinds = ((OFF, off.address, none), (IDLE, on.address, none), (ADAPTED, on.address, adapted))
-        for index in range(args.rounds + 1):
-            for kind, address, models in kinds:
-                tpot = asyncio.run(time_round(address, models, args.max_tokens))
-                if index:  # the first round warms up
-                    times[kind].append(tpot)
+    # One server after the other: two would share the GPU's memory.
+    for settings, batches in ((common, {OFF: none}), ((*common, *slots), {IDLE: none, ADAPTED: adapted})):
+        folder = directory / next(iter(batches)).replace(" ", "-")
+        folder.mkdir()
+        with running_cluster(folder, *settings) as cluster:
+            for index in range(args.rounds + 1):
+                for kind, models in batches.items():
+                    tpot = asyncio.run(time_round(cluster.address, models, args.max_tokens))
+                    if index:  # the first round warms up
+                        times[kind].append(tpot)
     return times
 
 
@@ -110,8 +108,8 @@ def main() -> None:
     print(f"{args.streams} streams, {args.adapters} adapters of rank {args.rank}, {args.rounds} rounds")
     print("| batch | TPOT, ms | to no slots |\n|---|---|---|")
     for kind, each in times.items():
-        ratios = [value / off for value, off in zip(each, times[OFF], strict=True)]
-        print(f"| {kind} | {statistics.median(each):.3f} | {statistics.median(ratios):.3f} |")
+        median = statistics.median(each)
+        print(f"| {kind} | {median:.3f} | {median / statistics.median(times[OFF]):.3f} |")
 
 
 if __name__ == "__main__":

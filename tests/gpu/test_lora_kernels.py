@@ -1,0 +1,133 @@
+"""The kernels of adapters against plain torch, with ranks that differ, rows in any order, and rows without adapters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.model.linear import Cut, Linear, Projection
+from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.model.plain_weight import PlainWeight
+from services.lora.checkpoint import LoraTensors
+
+pytest.importorskip("triton", reason="needs triton")
+
+from services.dense_worker.lora.cuda_lora import CudaLora
+
+# The greatest difference to the greatest value: the sums, h = x A^T and the result are each rounded once.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+MAX_RANK, MAX_NUM_TOKENS, NUM_SLOTS = 40, 300, 3
+# Ranks of each projection, by slot: several in one layer, no multiples of 16, and layers without a delta.
+RANKS = ({"qkv0": 4, "qkv1": 16, "qkv2": 17, "down0": 40}, {"qkv1": 8}, {"down0": 33, "qkv2": 1})
+
+
+def make_linear(name: str, in_features: int, sizes: tuple[int, ...]) -> Linear:
+    merged = tuple(Projection(f"{name}{index}", size) for index, size in enumerate(sizes))
+    weight = PlainWeight(Parameter("unused", torch.empty(0)))
+    return Linear(name, in_features, sum(sizes), merged, Cut.OUT, weight, None)
+
+
+LINEARS = (make_linear("qkv", 200, (96, 32, 32)), make_linear("down", 136, (150,)))
+
+
+def make_adapter(ranks: dict[str, int], rng: np.random.Generator) -> dict[str, LoraTensors]:
+    return {
+        projection.name: LoraTensors(
+            rng.standard_normal((ranks[projection.name], linear.in_features), dtype=np.float32),
+            rng.standard_normal((projection.out_features, ranks[projection.name]), dtype=np.float32),
+            0.5,
+        )
+        for linear in LINEARS
+        for projection in linear.merged_from
+        if projection.name in ranks
+    }
+
+
+def make_stores(dtype: torch.dtype, device: torch.device) -> tuple[CudaLora, TorchLora]:
+    found = CudaLora(LINEARS, NUM_SLOTS, MAX_RANK, MAX_NUM_TOKENS, dtype, device)
+    reference = TorchLora(LINEARS, NUM_SLOTS, dtype, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    for slot, ranks in enumerate(RANKS):
+        adapter = make_adapter(ranks, rng)
+        found.store(slot, adapter)
+        reference.store(slot, adapter)
+    return found, reference
+
+
+def check_rows(found: CudaLora, reference: TorchLora, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    for linear in LINEARS:
+        x = torch.randn(num_rows, linear.in_features).to(dtype)
+        before = torch.randn(num_rows, linear.out_features).to(dtype)
+        out, expected = before.to(device, copy=True), before.clone()
+        found.add(linear, x.to(device), out)
+        reference.add(linear, x, expected)
+        error = (out.cpu().float() - expected.float()).abs().max() / expected.float().abs().max()
+        assert error < TOLERANCES[dtype]
+        is_changed = (expected != before).any(1)
+        assert torch.equal(out.cpu()[~is_changed], before[~is_changed]), "rows without a delta keep every bit"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 64, MAX_NUM_TOKENS])
+def test_deltas_are_those_of_torch(kernel_device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    torch.manual_seed(num_rows)
+    rng = np.random.default_rng(num_rows)
+    found, reference = make_stores(dtype, kernel_device)
+    mixed = rng.integers(-1, NUM_SLOTS, num_rows)
+    single = np.full(num_rows, -1)
+    single[num_rows // 2] = 2
+    for slots in (mixed, single, np.zeros(num_rows, np.int64)):
+        for store in (found, reference):
+            store.begin_step(slots.astype(np.int64))
+        found.start(num_rows)
+        check_rows(found, reference, num_rows, dtype, kernel_device)
+        rows = torch.from_numpy(rng.integers(0, num_rows, 7))
+        found.select(rows.to(kernel_device))
+        reference.select(rows)
+        check_rows(found, reference, 7, dtype, kernel_device)
+
+
+def test_an_adapter_that_replaces_another_leaves_nothing_of_it(kernel_device: torch.device) -> None:
+    found, reference = make_stores(torch.float32, kernel_device)
+    adapter = make_adapter({"qkv0": 3}, np.random.default_rng(5))
+    for store in (found, reference):
+        store.store(0, adapter)
+        store.begin_step(np.zeros(4, np.int64))
+    found.start(4)
+    check_rows(found, reference, 4, torch.float32, kernel_device)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_any_slots() -> None:
+    """A captured step reads the slots of each replay."""
+    device = torch.device("cuda")
+    found, reference = make_stores(torch.float32, device)
+    num_rows, linear = 33, LINEARS[0]
+    x = torch.randn(num_rows, linear.in_features)
+    x_on_device, out = x.to(device), torch.zeros(num_rows, linear.out_features, device=device)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def run() -> None:
+        found.start(num_rows)
+        out.zero_()
+        found.add(linear, x_on_device, out)
+
+    with torch.cuda.stream(stream):
+        with found.activated():
+            run()
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+        for seed in range(4):
+            slots = np.random.default_rng(seed).integers(-1, NUM_SLOTS, num_rows).astype(np.int64)
+            found.begin_step(slots)
+            reference.begin_step(slots)
+            graph.replay()
+            stream.synchronize()
+            expected = torch.zeros(num_rows, linear.out_features)
+            reference.add(linear, x, expected)
+            assert torch.allclose(out.cpu(), expected, rtol=1e-4, atol=1e-4)

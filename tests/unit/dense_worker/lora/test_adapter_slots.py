@@ -1,0 +1,201 @@
+"""Sequences with adapters in the real scheduler and KV cache: slots, turns, errors; nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequest, RequestAborted
+from services.dense_worker.engine.limits import Policy
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
+from services.dense_worker.engine.session import InFlight
+from services.dense_worker.lora.adapter_slots import AdapterSlots
+from services.lora.adapter import Adapter
+from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
+
+ADAPTERS = [Adapter(name, name * 64, f"/{name}") for name in "abcde"]
+
+
+class AdapterCluster(Cluster):
+    """A cluster whose loads end some steps after they began. It checks each plan and each load."""
+
+    def __init__(self, num_slots: int, load_steps: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.slots: list[Adapter | None] = [None] * num_slots  # what has been loaded
+        self.loads: list[str] = []  # names, in order
+        self.failing: set[str] = set()  # names of adapters that cannot be loaded
+        self._load_steps = load_steps
+        self._loading: list[list[Any]] = []  # steps left, slot, adapter
+        self.scheduler = Scheduler(self.limits, adapters=AdapterSlots(num_slots, self._load))
+        self.scheduler.begin(new_session(self.cache))
+        self.sequences: dict[int, Sequence] = {}
+
+    def add(self, seq_id: int, adapter: Adapter | None, prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
+        sequence = self.sequences[seq_id] = make_sequence(seq_id, prompt_len, max_tokens)
+        sequence.adapter = adapter
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, *, answer_opens: bool = True) -> None:
+        flying = () if self.in_flight is None else (InFlight(self.in_flight, None, 0.0),)  # type: ignore[arg-type]
+        self.scheduler.session.in_flight = flying
+        super().step(answer_opens=answer_opens)
+        for each in list(self._loading):
+            each[0] -= 1
+            if each[0] <= 0:
+                self._loading.remove(each)
+                self._end_load(*each[1:])
+
+    def check(self, plan: Any) -> None:
+        super().check(plan)
+        for entry in plan.entries:
+            sequence = self.sequences[entry.seq_id]
+            if sequence.adapter is not None:
+                assert sequence.adapter_slot is not None and self.slots[sequence.adapter_slot] == sequence.adapter
+
+    def _load(self, slot: int, adapter: Adapter) -> None:
+        session = self.scheduler.session
+        in_use = [*session.running, *(opening.sequence for opening in session.openings.values())]
+        assert slot not in [each.adapter_slot for each in in_use], "a sequence in the cache uses the slot"
+        for published in [] if self.in_flight is None else [self.in_flight]:
+            running = [entry.sequence.adapter for entry in published.entries]
+            assert self.slots[slot] is None or self.slots[slot] not in running, "a step under way reads the slot"
+        assert adapter not in self.slots, "it has a slot"
+        self.slots[slot] = None
+        self.loads.append(adapter.name)
+        self._loading.append([self._load_steps, slot, adapter])
+
+    def _end_load(self, slot: int, adapter: Adapter) -> None:
+        error = RequestAborted("damaged") if adapter.name in self.failing else None
+        self.slots[slot] = None if error else adapter
+        self.outputs += self.scheduler.adapter_loaded(slot, error)
+
+    def order_of_ends(self) -> list[int]:
+        return [output.sequence.seq_id for output in self.outputs if output.finish_reason is not None]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([None, *ADAPTERS]),
+            st.integers(1, 20),  # prompt
+            st.integers(1, 12),  # max_tokens
+            st.integers(0, 3),  # steps before the next request
+            st.none() | st.integers(1, 10),  # steps after which it is cancelled
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_every_sequence_gets_its_tokens_with_its_adapter(
+    arrivals: list[tuple[Adapter | None, int, int, int, int | None]],
+    policy: Policy,
+    num_slots: int,
+    load_steps: int,
+    max_num_seqs: int,
+    attaches_again: bool,
+) -> None:
+    cluster = AdapterCluster(num_slots, load_steps, policy=policy, num_blocks=16, max_num_seqs=max_num_seqs)
+    cancels: list[list[int]] = []
+    for seq_id, (adapter, prompt_len, max_tokens, gap, cancel_after) in enumerate(arrivals, start=1):
+        cluster.add(seq_id, adapter, prompt_len, max_tokens)
+        if cancel_after is not None:
+            cancels.append([cancel_after, seq_id])
+        for _ in range(gap):
+            for cancel in cancels:
+                cancel[0] -= 1
+                if cancel[0] == 0:
+                    cluster.scheduler.cancel(cancel[1])
+            cluster.step()
+    if attaches_again:
+        cluster.attach_again()
+    cluster.run_until_idle()
+    cancelled = {seq_id for left, seq_id in cancels if left <= 0}
+    for sequence in cluster.sequences.values():
+        if sequence.seq_id not in cancelled:
+            assert sequence.output_token_ids == expected_output(sequence)
+        assert sequence.status is SequenceStatus.FINISHED and sequence.adapter_slot is None
+
+
+def test_a_sequence_waits_for_its_adapter_while_others_go_on() -> None:
+    cluster = AdapterCluster(2, load_steps=30)
+    cluster.add(1, ADAPTERS[0])
+    cluster.add(2, None)
+    cluster.add(3, None, max_tokens=8)
+    cluster.run_until_idle()
+    assert cluster.order_of_ends() == [2, 3, 1]
+
+
+def test_the_least_recently_used_adapter_gives_up_its_slot() -> None:
+    cluster = AdapterCluster(2)
+    for seq_id, index in enumerate((0, 1, 0, 2, 0, 1), start=1):
+        cluster.add(seq_id, ADAPTERS[index])
+        cluster.run_until_idle()
+    assert cluster.loads == ["a", "b", "c", "b"]
+
+
+def test_equal_hashes_share_a_slot() -> None:
+    cluster = AdapterCluster(1)
+    cluster.add(1, ADAPTERS[0])
+    cluster.add(2, Adapter("other name", ADAPTERS[0].hash, "/elsewhere"))
+    cluster.check = lambda plan: None  # type: ignore[method-assign]  # it compares names
+    cluster.run_until_idle()
+    assert cluster.loads == ["a"]
+
+
+def test_an_adapter_in_constant_use_does_not_starve_another() -> None:
+    """Sequences of `a` keep coming, so that its slot would never be free if nobody stopped them."""
+    cluster = AdapterCluster(1)
+    cluster.add(1, ADAPTERS[0], max_tokens=10)
+    for _ in range(3):
+        cluster.step()
+    cluster.add(2, ADAPTERS[1])
+    for seq_id in range(3, 30):
+        cluster.add(seq_id, ADAPTERS[0], max_tokens=10)
+        for _ in range(3):
+            cluster.step()
+    ends = cluster.order_of_ends()
+    assert ends[:2] == [1, 2]
+    cluster.run_until_idle()
+    assert cluster.loads == ["a", "b", "a"]
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_only_its_sequences() -> None:
+    cluster = AdapterCluster(1, load_steps=2)
+    cluster.failing = {"a"}
+    for seq_id, adapter in enumerate((ADAPTERS[0], None, ADAPTERS[1], ADAPTERS[0]), start=1):
+        cluster.add(seq_id, adapter)
+    for _ in range(10):
+        cluster.step()
+    failed = [each for each in cluster.outputs if each.finish_reason is FinishReason.ERROR]
+    assert [(each.sequence.seq_id, str(each.error)) for each in failed] == [(1, "damaged"), (4, "damaged")]
+    cluster.outputs = [each for each in cluster.outputs if each.finish_reason is not FinishReason.ERROR]
+    cluster.run_until_idle()
+    assert sorted(cluster.order_of_ends()) == [2, 3]
+
+
+def test_without_slots_a_sequence_with_an_adapter_is_refused() -> None:
+    cluster = AdapterCluster(0)
+    with pytest.raises(InvalidRequest, match=r"'a' cannot be used: dense\.max_loras is 0"):
+        cluster.add(1, ADAPTERS[0])
+    assert cluster.scheduler.num_waiting == 0
+
+
+def test_parked_sequences_count_as_waiting_and_can_expire() -> None:
+    cluster = AdapterCluster(1, load_steps=1000)
+    sequence = cluster.add(1, ADAPTERS[0])
+    sequence.queue_timeout_s = 1.0
+    cluster.step()
+    assert cluster.scheduler.num_waiting == 1
+    [expired] = cluster.scheduler.expire(sequence.arrival_s + 10**9)
+    assert expired.sequence is sequence and cluster.scheduler.num_waiting == 0
