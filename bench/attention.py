@@ -26,6 +26,7 @@ from bench.gpu.device_rates import describe_environment, measure_copy_rate, meas
 if TYPE_CHECKING:
     from bench.gpu.attention_kernels import Row
 
+CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 HEADER = (
     f"{'kind':8}{'heads':>11}{'block':>6} {'step':<18}{'µs':>9}{'rate':>8}{'share':>7}{'FlashInfer µs':>15}"
 )
@@ -41,7 +42,8 @@ def main() -> None:
     print(f"copy {copy_rate:.2f} TB/s (read + written), matrix product {matrix_rate:.0f} TFLOP/s")
     flashinfer = None if arguments.no_flashinfer else import_flashinfer()
     rows: list[Row] = []
-    bench = Bench(device, dtype, copy_rate, matrix_rate, flashinfer, arguments.flashinfer_prefill)
+    cache_dtype = CACHE_DTYPES.get(arguments.kv_cache_dtype, dtype)
+    bench = Bench(device, dtype, cache_dtype, copy_rate, matrix_rate, flashinfer, arguments.flashinfer_prefill)
     print(HEADER)
     for shape in arguments.shapes:
         for block_size in arguments.block_sizes:
@@ -57,6 +59,7 @@ def main() -> None:
             "copy_tb_per_s": copy_rate,
             "matrix_tflop_per_s": matrix_rate,
             "dtype": arguments.dtype,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
             "flashinfer": getattr(flashinfer, "__version__", None),
             "rows": [asdict(row) for row in rows],
         }
@@ -133,6 +136,12 @@ def parse_arguments() -> argparse.Namespace:
         help="batch x prompt length, as 4x2048",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("model", *CACHE_DTYPES),
+        default="model",
+        help="how keys and values are stored; rates count these bytes (default: model, as --dtype)",
+    )
     parser.add_argument(
         "--no-flashinfer", action="store_true", help="do not time FlashInfer, even if it is installed"
     )

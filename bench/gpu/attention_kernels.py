@@ -41,12 +41,13 @@ class Bench:
         self,
         device: torch.device,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         copy_rate: float,
         matrix_rate: float,
         flashinfer: ModuleType | None,
         flashinfer_prefill: str,
     ) -> None:
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._cache_dtype = device, dtype, cache_dtype
         self._prefill_kernels = flashinfer_prefill
         self._copy_rate, self._matrix_rate = copy_rate, matrix_rate
         self._flashinfer = flashinfer
@@ -80,13 +81,16 @@ class Bench:
         angle_rows = torch.from_numpy(step.positions).to(self._device)
         angles = torch.randn(MAX_MODEL_LEN, shape.head_dim, device=self._device)
         cache_shape = (tables.size + 1, shape.num_kv_heads, 2, block_size, shape.head_dim)
-        caches = [torch.empty(cache_shape, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+        caches = [torch.empty(cache_shape, dtype=self._cache_dtype, device=self._device) for _ in range(num_layers)]
+        scales_shape = {torch.int8: cache_shape[:-1], torch.float8_e4m3fn: (2,)}.get(self._cache_dtype)
+        scales = None if scales_shape is None else torch.ones(scales_shape, device=self._device)
         append = time_graph(
-            lambda layer: append_prefill(qkv, caches[layer], None, angles, angle_rows, slots), num_layers
+            lambda layer: append_prefill(qkv, caches[layer], scales, angles, angle_rows, slots), num_layers
         )
         flop = 4 * batch * (length * (length + 1) / 2) * shape.num_heads * shape.head_dim
         flop_rate = flop / (both - append) / 1e6
-        append_rate = 2 * self._kv_bytes(shape, num_tokens) / append / 1e6
+        num_bytes = self._kv_bytes(shape, num_tokens, self._dtype) + self._kv_bytes(shape, num_tokens)
+        append_rate = num_bytes / append / 1e6
         theirs = None
         if self._flashinfer is not None:
             theirs = self._flashinfer_prefill(shape, block_size, batch, length)
@@ -142,14 +146,16 @@ class Bench:
         config = make_config(shape, num_layers)
         backend = TritonAttention(
             config,
-            KVCacheSpec.of_model(config, self._dtype, batch * blocks_per_seq, block_size),
+            KVCacheSpec.of_model(config, self._cache_dtype, batch * blocks_per_seq, block_size),
             self._dtype,
             self._device,
             MAX_MODEL_LEN,
             max_num_tokens=max(8192, batch * context),
         )
-        for cache in backend._caches:
-            cache.normal_()  # zeros are faster than data
+        for cache, scales in zip(backend._caches, backend._storage.scales, strict=True):
+            _fill_random(cache)  # zeros are faster than data
+            if scales is not None:
+                scales.fill_(1 / 64)
         order = np.random.default_rng(0).permutation(batch * blocks_per_seq)
         return backend, order.reshape(batch, blocks_per_seq).astype(np.int32)
 
@@ -158,8 +164,9 @@ class Bench:
         qkv = torch.randn(num_tokens, qkv_size, dtype=self._dtype, device=self._device)
         return qkv, torch.empty_like(qkv[:, : shape.num_heads * shape.head_dim]).contiguous()
 
-    def _kv_bytes(self, shape: Shape, num_tokens: int) -> int:
-        return 2 * num_tokens * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize
+    def _kv_bytes(self, shape: Shape, num_tokens: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes of keys and values without scales, as they are stored, or in another dtype."""
+        return 2 * num_tokens * shape.num_kv_heads * shape.head_dim * (dtype or self._cache_dtype).itemsize
 
     def _flashinfer_decode(
         self, shape: Shape, block_size: int, batch: int, context: int, num_layers: int
@@ -214,6 +221,15 @@ class Bench:
         cache_shape = (batch * blocks_per_seq, 2, shape.num_kv_heads, block_size, shape.head_dim)
         caches = [torch.randn(cache_shape, device=self._device, dtype=self._dtype) for _ in range(num_layers)]
         return indptr, indices, last_lens, caches
+
+
+def _fill_random(cache: torch.Tensor) -> None:
+    if cache.dtype == torch.int8:
+        cache.random_(-127, 128)
+    elif cache.dtype == torch.float8_e4m3fn:
+        cache.view(torch.uint8).random_(0, 127)  # the codes of all numbers from 0 to 448
+    else:
+        cache.normal_()
 
 
 def import_flashinfer() -> ModuleType | None:

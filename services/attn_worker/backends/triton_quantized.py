@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+_FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+
 
 def kv_format(cache: torch.Tensor) -> str:
     """FORMAT of a layer's cache."""
-    return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(cache.dtype, "plain")
+    return _FORMATS.get(cache.dtype, "plain")
 
 
 @triton.jit
