@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 from services.common.errors import TwostrokeError
 
+_PATH = re.compile(r"(?<![\w'.])[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
+_STEP = re.compile(r"[.\[]")
+
 
 @contextmanager
 def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
@@ -20,13 +23,16 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except TwostrokeError as error:
         if error.param is not None and names:
-            words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-            field = re.compile(rf"(?<![\w'.])(?:{words})(?![\w'])")
-
-            def rename(match: re.Match[str]) -> str:
-                is_word = match[0].isalpha() and match.start() > 0
-                return match[0] if is_word else names[match[0]]
-
-            error.param = field.sub(rename, error.param, count=1)
-            error.args = (field.sub(rename, str(error)), *error.args[1:])
+            error.param = _PATH.sub(lambda match: _rename(match, names), error.param)
+            error.args = (_PATH.sub(lambda match: _rename(match, names), str(error)), *error.args[1:])
         raise
+
+
+def _rename(match: re.Match[str], names: Mapping[str, str]) -> str:
+    """The client's name for a path, of which the longest beginning counts that has one."""
+    path = match[0]
+    ends = [len(path), *(step.start() for step in reversed(list(_STEP.finditer(path))))]
+    for end in ends:
+        if path[:end] in names and not (path.isalpha() and match.start() > 0):
+            return names[path[:end]] + path[end:]
+    return path

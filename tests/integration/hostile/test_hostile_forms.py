@@ -40,6 +40,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             assert http.post(PATH, json=BODY | {"guided_choice": ["a"]}).status_code == 200
         yield cluster
         cluster.wait_idle()
+        # Processes that try forms have begun and ended meanwhile: gRPC must not have warned of a fork, for instance.
+        lines = cluster.log_file.read_text().splitlines()
+        raw = [line for line in lines if line and not line.startswith(("timestamp=", "Serving ", "  "))]
+        assert not raw, "only the services write to the log"
 
 
 @pytest.mark.parametrize("name", BAD_FORMS)
