@@ -11,10 +11,11 @@ import pytest
 from google.protobuf.message import Message
 
 from services.common.config import GatewaySection
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, triton_pb2
 from tests.support.clients.http_clients import client
 from tests.support.clients.wire_format import field, repeated
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
+from tests.support.expensive_bodies import COUNT, EXPENSIVE, GENERATE, INFER, MESSAGES, RESPONSES, encoded
 from tests.support.undisturbed import assert_undisturbed
 
 PATH = "/v1/completions"
@@ -82,6 +83,53 @@ def test_a_million_empty_elements(cluster: Cluster, message: bytes) -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     assert_undisturbed(cluster, attack)
+
+
+INFERENCE: type[Message] = triton_pb2.ModelInferRequest
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        repeated(INFERENCE, "inputs", b"", MESSAGE_BYTES),
+        repeated(INFERENCE, "raw_input_contents", b"", MESSAGE_BYTES),
+        field(INFERENCE, "inputs", field(INFERENCE.InferInputTensor, "shape", b"\x01" * (MESSAGE_BYTES - 64))),
+    ],
+    ids=["tensors", "contents", "dimensions"],
+)
+def test_inference_of_a_million_empty_elements(cluster: Cluster, message: bytes) -> None:
+    message = field(INFERENCE, "model_name", b"ensemble") + message
+
+    def attack() -> None:
+        with grpc.insecure_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(message, timeout=REQUEST_TIMEOUT_S)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    assert_undisturbed(cluster, attack)
+
+
+GROUPS = {
+    "tools": [name for name in EXPENSIVE if "tools" in name],
+    "conversations": [
+        name for name in EXPENSIVE if EXPENSIVE[name][0] in (MESSAGES, RESPONSES) and "tools" not in name
+    ],
+    "counts": [name for name in EXPENSIVE if EXPENSIVE[name][0] == COUNT],
+    "inference": [name for name in EXPENSIVE if EXPENSIVE[name][0] in (GENERATE, INFER)],
+}
+
+
+@pytest.mark.parametrize("names", GROUPS.values(), ids=GROUPS)
+def test_bodies_of_the_newer_protocols(cluster: Cluster, names: list[str]) -> None:
+    assert names and sum(map(len, GROUPS.values())) == len(EXPENSIVE)
+    bodies = [(name, EXPENSIVE[name][0], encoded(EXPENSIVE[name][1]), EXPENSIVE[name][2]) for name in names]
+
+    def attack() -> None:
+        with client(cluster.http_address) as http:
+            for name, path, body, status in bodies:
+                response = http.post(path, content=body, headers={"content-type": "application/json"})
+                assert response.status_code == status, (name, response.text[:500])
+
+    assert_undisturbed(cluster, attack, max_growth_bytes=MAX_GROWTH_BYTES)
 
 
 BODY_BYTES = GatewaySection().max_body_bytes - 64
