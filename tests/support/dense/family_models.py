@@ -21,6 +21,7 @@ _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 # The model_type and the fields of config.json, by name of the variant.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"head_dim": 8}),
     "granite": (
         "granite",
         {

@@ -1,0 +1,50 @@
+"""Families with parts of their own in both workers: killed workers lose neither soft caps nor learned positions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from tests.support.clients.streams import collect_all
+from tests.support.cluster import request
+from tests.support.dense.family_models import make_family_model
+from tests.support.plain_services import PlainServices, plain_services
+from tests.support.reference import TOKENIZER_FILES, VOCAB_SIZE, random_prompts, reference_tokens
+
+pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
+MAX_TOKENS = 180
+
+
+@pytest.fixture(scope="module", params=["gemma2", "gpt2"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, PlainServices]]:
+    path = tmp_path_factory.mktemp(request.param)
+    limit = "n_positions" if request.param == "gpt2" else "max_position_embeddings"
+    make_family_model(path, request.param, vocab_size=VOCAB_SIZE, **{limit: 256})
+    for name in TOKENIZER_FILES:
+        shutil.copy(EMBEDDED_MODEL / name, path)
+    settings = (f"model.path={path}", "scheduler.max_num_batched_tokens=24", "attention.block_size=8")
+    with plain_services(tmp_path_factory.mktemp("services"), *settings) as services:
+        yield path, services
+
+
+def test_streams_of_each_family_equal_hugging_face_over_the_death_of_each_worker(
+    served: tuple[Path, PlainServices],
+) -> None:
+    path, services = served
+    prompts = random_prompts(3, longest=60, seed=2)
+    messages = [request(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
+    expected = [reference_tokens(path, prompt, MAX_TOKENS) for prompt in prompts]
+    for role in ("dense_worker", "attn_worker"):
+        starts = dict(services.num_starts)
+        found = collect_all(services.gateway, messages, lambda role=role: os.kill(services.pid_of(role), signal.SIGKILL))
+        assert [each.token_ids[0] for each in found] == expected
+        assert {name for name in starts if services.num_starts[name] > starts[name]} == {role}
+    services.wait_idle()

@@ -1,0 +1,140 @@
+"""What families read from a config.json besides sizes, and what they refuse. The truth is transformers' models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from services.common.errors import ModelError
+from services.common.families.alibi import alibi_slopes, bfloat16, mpt_alibi_slopes
+from services.common.families.registry import FAMILIES, TEXT_PARTS
+from services.common.model_config import load_model_config
+from services.dense_worker.model.names import NAMES
+from services.dense_worker.model.weights import load_weights
+from tests.support.dense.family_models import VARIANTS, make_family_model
+
+CPU = torch.device("cpu")
+
+
+def rewrite(path: Path, **fields: Any) -> Path:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return path
+
+
+def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
+    older = {"llama", "mistral", "qwen2", "qwen3"}  # compared with transformers elsewhere
+    assert set(NAMES) == set(FAMILIES) == {family for family, _ in VARIANTS.values()} | older
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "message"),
+    [
+        ("granite", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0, which changes the computation"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv 8.0, which changes the computation.*'olmo2'"),
+        ("olmo2", {"num_experts": 64}, "num_experts 64, which changes the computation"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True, supported: False"),
+        ("gemma2", {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm True, supported: False"),
+        ("phi", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4}}, "0.4"),
+        ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.7}}, "0.7"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm True, supported: False"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi False, supported: True"),
+        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv 6.0, supported: None"),
+        ("mpt", {"logit_scale": 0.5}, "logit_scale 0.5, supported: none"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, supported: False"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function 'mish', supported: silu"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False, supported: True"),
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim 16, supported: 32"),
+        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2, supported: 1"),
+        ("falcon-new", {"parallel_attn": False}, "parallel_attn False, supported: True"),
+        ("gpt_neox", {"hidden_size": 30}, "hidden size is not divisible"),
+    ],
+)
+def test_a_field_that_changes_the_computation_is_refused(
+    variant: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = rewrite(make_family_model(tmp_path, variant), **fields)
+    with pytest.raises(ModelError, match=message):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_dropout": 0.5, "initializer_range": 3.0, "use_cache": False},
+        {"attn_logit_softcapping": None, "residual_multiplier": 1.0, "num_experts": 0, "clip_qkv": None},
+        {"unsloth_version": "2026.1", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}, "_name_or_path": "a/b"},
+    ],
+)
+def test_fields_without_effect_are_accepted(fields: dict[str, Any], tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, "olmo2")
+    expected = load_model_config(path)
+    assert load_model_config(rewrite(path, **fields)) == expected
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 6, 8, 12, 71])
+def test_alibi_slopes_are_those_of_transformers(num_heads: int) -> None:
+    ones = torch.ones(1, 2)
+    by_falcon = falcon_alibi(ones, num_heads, torch.float32)[:, 0, 1].tolist()  # the biases of position 1
+    assert [bfloat16(slope) for slope in alibi_slopes(num_heads)] == by_falcon
+    by_mpt = -build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0]
+    torch.testing.assert_close(torch.tensor(mpt_alibi_slopes(num_heads, 8)), by_mpt, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("model_type", "variant"), [("mistral3", None), ("gemma3", "gemma3")])
+@pytest.mark.parametrize("prefixes", [("model.language_model.", ""), ("language_model.model.", "language_model.")])
+def test_the_text_part_of_a_model_of_text_and_images(
+    model_type: str, variant: str | None, prefixes: tuple[str, str], tmp_path: Path
+) -> None:
+    """The text part alone and within its model, in both spellings of the names, give the same config and weights."""
+    alone, whole = tmp_path / "alone", tmp_path / "whole"
+    if variant is None:
+        make_family_model(alone, "mistral")
+    else:
+        make_family_model(alone, variant, tie_word_embeddings=False)
+    text = json.loads((alone / "config.json").read_text())
+    whole.mkdir()
+    around = {"model_type": model_type, "architectures": [TEXT_PARTS[model_type]], "vision_config": {"hidden_size": 8}}
+    (whole / "config.json").write_text(json.dumps(around | {"text_config": text}))
+    tensors = load_file(alone / "model.safetensors")
+    renamed = {
+        (prefixes[0] + name.removeprefix("model.") if name.startswith("model.") else prefixes[1] + name): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed | {"vision_tower.layers.0.weight": torch.ones(2)}, whole / "model.safetensors")
+    config = load_model_config(whole)
+    assert config == load_model_config(alone)
+    expected = dict(load_weights(alone, config, torch.float32, CPU).named_tensors())
+    for name, tensor in load_weights(whole, config, torch.float32, CPU).named_tensors():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_text_part_of_an_unknown_type_is_refused(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3n_text"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    with pytest.raises(ModelError, match="model_type 'gemma3n_text', supported: llama, mistral"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "bloom", "opt"])
+def test_names_without_their_first_part_are_found(variant: str, tmp_path: Path) -> None:
+    """The files of GPT-2, BLOOM and OPT on the hub leave out "transformer." or "model."."""
+    path = make_family_model(tmp_path, variant)
+    config = load_model_config(path)
+    expected = dict(load_weights(path, config, torch.float32, CPU).named_tensors())
+    file = path / "model.safetensors"
+    base = "model." if variant == "opt" else "transformer."
+    tensors = {name.removeprefix(base): tensor for name, tensor in load_file(file).items()}
+    if variant == "gpt2":
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # a constant of old files
+    save_file(tensors, file)
+    for name, tensor in load_weights(path, config, torch.float32, CPU).named_tensors():
+        assert torch.equal(tensor, expected[name]), name
