@@ -1,4 +1,4 @@
-"""Cosines and sines for the Triton kernels that rotate: a table on the device, and the row of each token."""
+"""Cosines and sines for the Triton kernels that rotate: tables on the device, and the row of each token."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ import torch
 from services.attn_worker.backends.rope import RotaryEmbedding, length_dependent_beyond
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.model_config import ModelConfig
+from services.common.model_config import ModelConfig, RopeConfig
 
 
 class RopeAngles:
-    """The table of cosines and sines that the kernels read, and the row of each token.
+    """The tables of cosines and sines that the kernels read, and the row of each token.
 
-    `table` is float32 [num_rows, head_dim], cosines first. It has one row per position; for longrope two blocks of such
-    rows, one per kind of rotation; for dynamic scaling one row per token, computed in each step.
+    A table is float32 [num_rows, head_dim], cosines first. It has one row per position; for longrope two blocks of such
+    rows, one per kind of rotation; for dynamic scaling one row per token, computed in each step. All tables have the
+    same rows: at most one rotary embedding of a model depends on the length, and then layers without rotation are the
+    only others. A part of the head that is not rotated has a cosine of 1.
     """
 
     def __init__(
         self, config: ModelConfig, max_model_len: int, max_num_tokens: int, device: torch.device
     ) -> None:
+        self._head_dim = config.head_dim
         self._rope = RotaryEmbedding(config.rope, max_model_len, device)
         self._beyond = length_dependent_beyond(config.rope)
         self._max_model_len = max_model_len
         self._is_dynamic = config.rope.rope_type == "dynamic"
         self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
-        if self._is_dynamic:
-            self.table = torch.zeros(max_num_tokens, config.head_dim, device=device)
-            return
-        positions = torch.arange(max_model_len, device=device)
-        lengths = [0] if self._beyond is None else [0, self._beyond + 1]
-        angles = [
-            torch.cat(self._rope(positions, torch.full_like(positions, length)), dim=1) for length in lengths
-        ]
-        self.table = torch.cat(angles)
+        num_blocks = 1 if self._beyond is None else 2
+        num_rows = max_num_tokens if self._is_dynamic else num_blocks * max_model_len
+        tables = {
+            rope: self._make_table(rope, num_rows, device) for rope in {config.rope, *config.layer_ropes}
+        }
+        self.table = tables[config.rope]
+        self.tables = [tables[rope] for rope in config.layer_ropes]  # by layer
 
     def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
         """The tokens' rows in the table, int32 [num_tokens]. Puts the inputs of `compute` into `upload`."""
@@ -51,4 +52,21 @@ class RopeAngles:
         """Fills the table if it has one row per token of the step (dynamic scaling)."""
         if self._inputs is not None:
             positions, rope_lens = self._inputs.long()
-            torch.cat(self._rope(positions, rope_lens), dim=1, out=self.table[: len(positions)])
+            self._fill(self.table[: len(positions)], *self._rope(positions, rope_lens))
+
+    def _make_table(self, rope: RopeConfig | None, num_rows: int, device: torch.device) -> torch.Tensor:
+        table = torch.zeros(num_rows, self._head_dim, device=device)
+        table[:, : self._head_dim // 2] = 1.0  # no rotation
+        if rope is None or self._is_dynamic:
+            return table
+        positions = torch.arange(self._max_model_len, device=device)
+        embedding = RotaryEmbedding(rope, self._max_model_len, device)
+        beyond = length_dependent_beyond(rope) or 0
+        for block, length in zip(table.split(self._max_model_len), (0, beyond + 1), strict=False):
+            self._fill(block, *embedding(positions, torch.full_like(positions, length)))
+        return table
+
+    def _fill(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        half, num_pairs = self._head_dim // 2, cos.shape[1]
+        rows[:, :num_pairs] = cos
+        rows[:, half : half + num_pairs] = sin

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from services.attn_worker.backends.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import ConfigError
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
@@ -47,8 +48,9 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         needed = "a CUDA device" if is_on_cpu else "the CPU alone"
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
     if name != "torch":
-        _check_options(name, model.config)
+        _check_ropes(model.config)
     if name == "flashinfer":
+        _check_options(model.config)
         _check_flashinfer(model, kv_cache)
     if name == "triton" and kv_cache == "fp8":
         capability = torch.cuda.get_device_capability(model.device)
@@ -60,20 +62,33 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
             )
 
 
-def _check_options(name: BackendName, config: ModelConfig) -> None:
-    """Refuses by name what the model's attention needs and the kernels cannot do."""
+def _check_ropes(config: ModelConfig) -> None:
+    """Refuses rotary embeddings that no table of angles can hold together."""
+    ropes = {rope for rope in config.layer_ropes if rope is not None}
+    if len({rope.rotary_dim for rope in ropes}) > 1:
+        raise ConfigError(f"its kernels rotate equal parts of all heads, and layers of {config.family!r} differ")
+    lengths = sorted(rope.rope_type for rope in ropes if length_dependent_beyond(rope) is not None)
+    if lengths and len(ropes) > 1:
+        raise ConfigError(
+            f"its kernels do not rotate by rope_type {lengths[0]!r} in some layers and otherwise in others"
+        )
+
+
+def _check_options(config: ModelConfig) -> None:
+    """Refuses by name what the model's attention needs and FlashInfer's kernels, as we call them, do not do."""
     options, ropes = config.attention, set(config.layer_ropes)
     needed = {
         "a soft cap of scores": options.softcap is not None,
         "ALiBi": bool(options.alibi_slopes),
         "a scale of scores of its own": options.scale is not None,
         "rotation of neighbouring pairs": options.rotates_pairs,
-        "another rotary embedding in some layers": len(ropes) > 1 or None in ropes,
+        "different rotary embeddings in its layers": len(ropes) > 1,
+        "layers without rotation": None in ropes,
         "rotation of a part of each head": any(rope and rope.rotary_dim != config.head_dim for rope in ropes),
     }
     missing = [what for what, is_needed in needed.items() if is_needed]
     if missing:
-        raise ConfigError(f"the kernels of {name!r} lack what {config.family!r} needs: {', '.join(missing)}")
+        raise ConfigError(f"its kernels lack what {config.family!r} needs: {', '.join(missing)}")
 
 
 def _check_flashinfer(model: ResolvedModel, kv_cache: KVCacheFormat) -> None:

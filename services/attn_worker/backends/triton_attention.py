@@ -22,7 +22,8 @@ from services.attn_worker.backends.triton_prefill import (
     choose_prefill_tiles,
     prefill_attention,
 )
-from services.attn_worker.backends.triton_rope_append import append_prefill
+from services.attn_worker.backends.triton_rope_append import RotaryPairs, append_prefill
+from services.attn_worker.backends.triton_scores import ScoreOptions
 from services.attn_worker.backends.work_items import (
     NUM_FIELDS,
     DecodeRows,
@@ -72,8 +73,13 @@ class TritonAttention:
                 "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
                 f" {dtype}, this one is {spec.dtype}"
             )
-        assert config.rope.rotary_dim == config.head_dim, "partial rotation is not supported"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
+        options = config.attention
+        slopes = torch.tensor(options.alibi_slopes, device=device) if options.alibi_slopes else None
+        assert slopes is None or set(config.layer_ropes) == {None}, "with ALiBi, angle rows are positions"
+        self._scores = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
+        is_plain = config.rope.rotary_dim == config.head_dim and not options.rotates_pairs
+        self._pairs = None if is_plain else RotaryPairs(config.rope.rotary_dim, options.rotates_pairs)
         self._config = config
         self._spec = spec
         self._block_size = spec.block_size
@@ -153,17 +159,38 @@ class TritonAttention:
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
         cache, scales = self._caches[layer], self._storage.scales[layer]
-        window, angles = self._spec.windows[layer], self._angles.table
+        window, angles = self._spec.windows[layer], self._angles.tables[layer]
         if self._decode_items is not None:
             items = self._decode_items[window]
             decode_attention(
-                qkv, out, cache, scales, angles, items, self._block_tables, self._workspace, self._decode_tiles
+                qkv,
+                out,
+                cache,
+                scales,
+                angles,
+                items,
+                self._block_tables,
+                self._workspace,
+                self._decode_tiles,
+                self._scores,
+                self._pairs,
             )
         if (prefill := self._prefill) is not None:
             rows = prefill.angle_rows
-            append_prefill(qkv, cache, scales, angles, rows, prefill.slots)
+            append_prefill(qkv, cache, scales, angles, rows, prefill.slots, self._pairs)
             prefill_attention(
-                qkv, out, cache, scales, angles, rows, prefill.items, self._block_tables, window, prefill.tiles
+                qkv,
+                out,
+                cache,
+                scales,
+                angles,
+                rows,
+                prefill.items,
+                self._block_tables,
+                window,
+                prefill.tiles,
+                self._scores,
+                self._pairs,
             )
 
     @torch.inference_mode()

@@ -7,7 +7,6 @@ depends only on sizes, never on lengths, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,8 @@ from services.attn_worker.backends.triton_cache_layout import (
     tile_offsets,
 )
 from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
-from services.attn_worker.backends.triton_rope_append import rotate
+from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
+from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
 
@@ -63,6 +63,8 @@ def decode_attention(
     block_tables: torch.Tensor,  # int32, flat
     workspace: DecodeWorkspace,
     tiles: DecodeTiles,
+    scores: ScoreOptions,
+    pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
 ) -> None:
     """Runs all items: stores the new keys and values and writes the attention output of the items' rows."""
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
@@ -81,10 +83,15 @@ def decode_attention(
         workspace.outputs,
         workspace.log_sums,
         workspace.counters,
+        scores.slopes,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
-        SCALE=math.log2(math.e) / math.sqrt(head_dim),
+        SCALE=scores.softmax_scale,
+        RAW_SCALE=scores.scale,
+        SOFTCAP=scores.softcap,
+        ROTARY_DIM=head_dim if pairs is None else pairs.rotary_dim,
+        HAS_PAIRS=pairs is not None and pairs.are_neighbours,
         NUM_FIELDS=NUM_FIELDS,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -113,10 +120,15 @@ def _decode_kernel(
     partial_outputs,
     partial_log_sums,
     counters,
+    slopes,
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
+    RAW_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -167,13 +179,16 @@ def _decode_kernel(
     qkv_row = qkv + row.to(tl.int64) * qkv_stride
     cos = tl.load(angles + angle_row * HEAD_DIM + offs_h, mask=mask_h, other=0.0)
     sin = tl.load(angles + angle_row * HEAD_DIM + half + offs_h, mask=mask_h, other=0.0)
-    source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
-    query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
-    query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    first, second = pair_sources(
+        qkv_row + heads[:, None] * HEAD_DIM, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS
+    )
+    query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
+    query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
     # The new token is not read from the cache: the item that appends it adds it after its cached keys.
     source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
-    new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-    new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    first, second = pair_sources(source, offs_h, HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+    new_key_1 = tl.load(first, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
     new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
     query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
     query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
@@ -181,6 +196,10 @@ def _decode_kernel(
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
     if FORMAT == "fp8":
         key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
+    is_adjusted: tl.constexpr = SOFTCAP > 0 or slopes is not None
+    slope = tl.zeros([NUM_QUERIES], tl.float32)
+    if slopes is not None:  # then angle rows are positions
+        slope = tl.load(slopes + heads, mask=offs_g < GROUP, other=0.0)
 
     log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
     exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
@@ -207,6 +226,11 @@ def _decode_kernel(
             scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
         elif FORMAT == "fp8":
             scores = scores * key_scale
+        if is_adjusted:
+            distance = angle_row - keys
+            scores = adjust_scores(
+                scores, slope[:, None], distance[None, :], RAW_SCALE, SOFTCAP, slopes is not None
+            )
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
         new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
         weights = tl.exp2(scores * SCALE - new_max[:, None])
@@ -239,11 +263,14 @@ def _decode_kernel(
         tl.store(cache + target + BLOCK_SIZE * HEAD_DIM + offs_d, stored_value, mask=mask_d)
         products = query_1.to(tl.float32) * key_1.to(tl.float32)[None, :]
         products += query_2.to(tl.float32) * key_2.to(tl.float32)[None, :]
-        score = tl.sum(products, axis=1) * SCALE
+        score = tl.sum(products, axis=1)
         if FORMAT == "fp8":
             score = score * key_scale
         elif FORMAT == "int8":
             score = score * new_key_scale
+        if is_adjusted:
+            score = adjust_scores(score, slope, tl.zeros([NUM_QUERIES], tl.int32), RAW_SCALE, SOFTCAP, False)
+        score = score * SCALE
         new_max = tl.maximum(log_max, score)
         weight = tl.exp2(score - new_max)
         decay = tl.exp2(log_max - new_max)

@@ -6,7 +6,6 @@ arXiv:2307.08691). Keys of the cached prefix and of the step itself are treated 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,8 @@ from services.attn_worker.backends.triton_cache_layout import (
     tile_offsets,
 )
 from services.attn_worker.backends.triton_quantized import kv_format
-from services.attn_worker.backends.triton_rope_append import rotate
+from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
+from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
 SHORT_CONTEXT = 512  # up to this length half-empty tiles on the diagonal cost more than small tiles
@@ -56,6 +56,8 @@ def prefill_attention(
     block_tables: torch.Tensor,  # int32, flat
     window: int | None,
     tiles: PrefillTiles,
+    scores: ScoreOptions,
+    pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
 ) -> None:
     """Computes the attention of all items' rows; their keys and values must already be in the cache."""
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
@@ -69,10 +71,15 @@ def prefill_attention(
         angle_rows,
         items,
         block_tables,
+        scores.slopes,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
-        SCALE=math.log2(math.e) / math.sqrt(head_dim),
+        SCALE=scores.softmax_scale,
+        RAW_SCALE=scores.scale,
+        SOFTCAP=scores.softcap,
+        ROTARY_DIM=head_dim if pairs is None else pairs.rotary_dim,
+        HAS_PAIRS=pairs is not None and pairs.are_neighbours,
         NUM_FIELDS=NUM_FIELDS,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -98,10 +105,15 @@ def _prefill_kernel(
     angle_rows,
     items,
     block_tables,
+    slopes,
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
+    RAW_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -133,9 +145,10 @@ def _prefill_kernel(
     angle = angles + tl.load(angle_rows + rows, mask=mask_m, other=0)[:, None] * HEAD_DIM + offs_h[None, :]
     cos = tl.load(angle, mask=mask_q, other=0.0)
     sin = tl.load(angle + half, mask=mask_q, other=0.0)
-    source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM + offs_h[None, :]
-    query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
-    query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM
+    first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+    query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
+    query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
     query_1, query_2 = rotate(query_1, query_2, cos, sin)
     dtype: tl.constexpr = out.dtype.element_ty
     query = join_halves(query_1.to(dtype), query_2.to(dtype))
@@ -143,6 +156,10 @@ def _prefill_kernel(
     log_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     exp_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    slope = 0.0
+    if slopes is not None:
+        slope = tl.load(slopes + head)
+    has_alibi: tl.constexpr = slopes is not None
     positions = first_position + offs_m
     end = first_position + num_rows
     # Tiles in [full_start, full_end) are visible to all rows and need no mask.
@@ -154,17 +171,17 @@ def _prefill_kernel(
         acc, exp_sum, log_max = _attend(
             acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, seen_by_first,
             tl.minimum(full_start, full_end), end, True, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-            HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
+            HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
         )  # fmt: skip
     acc, exp_sum, log_max = _attend(
         acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_start,
         full_end, end, False, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-        HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
+        HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
     acc, exp_sum, log_max = _attend(
         acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_end,
         end, end, True, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-        HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES,
+        HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
 
     target = out + rows.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + offs_d[None, :]
@@ -200,6 +217,10 @@ def _attend(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    slope,  # of ALiBi; unused if not HAS_ALIBI
+    RAW_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
 ):
     """Adds the tiles of keys from `start` up to `stop` to the running softmax."""
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
@@ -230,6 +251,10 @@ def _attend(
             scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
         elif FORMAT == "fp8":
             scores = scores * key_scale
+        if SOFTCAP > 0 or HAS_ALIBI:
+            scores = adjust_scores(
+                scores, slope, positions[:, None] - keys[None, :], RAW_SCALE, SOFTCAP, HAS_ALIBI
+            )
         if IS_MASKED:
             distance = positions[:, None] - keys[None, :]
             is_seen = distance >= 0

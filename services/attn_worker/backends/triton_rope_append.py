@@ -6,6 +6,8 @@ FlashInfer needs all of them. Our own prefill kernel rotates queries itself, and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +18,42 @@ from services.attn_worker.backends.triton_quantized import int8_scale, kv_format
 _TOKENS_PER_PROGRAM = 16
 
 
+@dataclass(frozen=True, slots=True)
+class RotaryPairs:
+    """Which dimensions of a head are rotated together, if not each with the one half a head further."""
+
+    rotary_dim: int  # the first dimensions of the head are rotated
+    are_neighbours: bool  # (2d, 2d + 1), not (d, d + rotary_dim / 2)
+
+
 @triton.jit
 def rotate(first_half, second_half, cos, sin):
     """Rotates heads, given and returned as halves in float32: RoPE (arXiv:2104.09864), pairs (d, d + head_dim / 2)."""
     return first_half * cos - second_half * sin, second_half * cos + first_half * sin
+
+
+@triton.jit
+def pair_sources(source, offs, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_PAIRS: tl.constexpr):
+    """The addresses of the two dimensions that each lane rotates: `source` is a head's start, `offs` are the lanes.
+
+    If only ROTARY_DIM dimensions are rotated, the further lanes have the rest of the head, with a cosine of 1. So the
+    halves in registers and in the cache's keys may have the dimensions in another order. Products of q and k are the
+    same in every order.
+    """
+    half: tl.constexpr = HEAD_DIM // 2
+    rotary_half: tl.constexpr = ROTARY_DIM // 2
+    if HAS_PAIRS:
+        is_rotated = offs < rotary_half
+        first = tl.where(is_rotated, 2 * offs, offs + rotary_half)
+        second = tl.where(is_rotated, 2 * offs + 1, offs + half)
+        return source + first, source + second
+    elif ROTARY_DIM < HEAD_DIM:
+        is_rotated = offs < rotary_half
+        first = tl.where(is_rotated, offs, offs + rotary_half)
+        second = tl.where(is_rotated, offs + rotary_half, offs + half)
+        return source + first, source + second
+    else:
+        return source + offs, source + offs + half
 
 
 def append_prefill(
@@ -29,6 +63,7 @@ def append_prefill(
     angles: torch.Tensor,  # float32 [num_angle_rows, head_dim], cos then sin
     angle_rows: torch.Tensor,  # int32 [num_tokens]
     slots: torch.Tensor,  # int32 [num_tokens], -1: skip the row
+    pairs: RotaryPairs | None = None,  # None: whole heads, (d, d + head_dim / 2)
 ) -> None:
     """Rotates the keys of the given rows and stores keys and values in their slots."""
     num_tokens = slots.shape[0]
@@ -49,6 +84,8 @@ def append_prefill(
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         TOKENS=_TOKENS_PER_PROGRAM,
+        ROTARY_DIM=head_dim if pairs is None else pairs.rotary_dim,
+        HAS_PAIRS=pairs is not None and pairs.are_neighbours,
         num_warps=2,
     )
 
@@ -70,6 +107,8 @@ def _append_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     TOKENS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
 ):
     """One program appends one head of TOKENS rows."""
     kv_head = tl.program_id(1)
@@ -81,9 +120,11 @@ def _append_kernel(
     offs = tl.arange(0, HALF)
     mask = (slot >= 0)[:, None] & (offs < half)[None, :]
 
-    source = qkv + (rows * qkv_stride + KEY_START + kv_head * HEAD_DIM)[:, None] + offs[None, :]
-    key_1 = tl.load(source, mask=mask, other=0.0)
-    key_2 = tl.load(source + half, mask=mask, other=0.0)
+    head_start = qkv + (rows * qkv_stride + KEY_START + kv_head * HEAD_DIM)[:, None]
+    source = head_start + offs[None, :]
+    first, second = pair_sources(head_start, offs[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+    key_1 = tl.load(first, mask=mask, other=0.0)
+    key_2 = tl.load(second, mask=mask, other=0.0)
     value_1 = tl.load(source + NUM_KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
     value_2 = tl.load(source + NUM_KV_HEADS * HEAD_DIM + half, mask=mask, other=0.0)
     angle = angles + angle_row[:, None] * HEAD_DIM + offs[None, :]

@@ -26,11 +26,15 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PlainServices]]:
     path = tmp_path_factory.mktemp(request.param)
-    limit = "n_positions" if request.param == "gpt2" else "max_position_embeddings"
-    make_family_model(path, request.param, vocab_size=VOCAB_SIZE, **{limit: 256})
+    make_family_model(path, request.param, vocab_size=VOCAB_SIZE, max_position_embeddings=256)
     for name in TOKENIZER_FILES:
         shutil.copy(EMBEDDED_MODEL / name, path)
-    settings = (f"model.path={path}", "scheduler.max_num_batched_tokens=24", "attention.block_size=8")
+    settings = (
+        f"model.path={path}",
+        "scheduler.max_num_batched_tokens=24",
+        "scheduler.max_num_seqs=8",
+        "attention.block_size=8",
+    )
     with plain_services(tmp_path_factory.mktemp("services"), *settings) as services:
         yield path, services
 
@@ -44,7 +48,8 @@ def test_streams_of_each_family_equal_hugging_face_over_the_death_of_each_worker
     expected = [reference_tokens(path, prompt, MAX_TOKENS) for prompt in prompts]
     for role in ("dense_worker", "attn_worker"):
         starts = dict(services.num_starts)
-        found = collect_all(services.gateway, messages, lambda role=role: os.kill(services.pid_of(role), signal.SIGKILL))
+        pid = services.pid_of(role)
+        found = collect_all(services.gateway, messages, lambda pid=pid: os.kill(pid, signal.SIGKILL))
         assert [each.token_ids[0] for each in found] == expected
         assert {name for name in starts if services.num_starts[name] > starts[name]} == {role}
     services.wait_idle()

@@ -1,0 +1,74 @@
+"""The options of attention that some families have: our kernels give the results of the float32 torch reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
+from tests.gpu.test_attention_kernels import MAX_MODEL_LEN, Kernels, Pair, make_config
+
+HEAD_DIM = 32
+PLAIN = RopeConfig("default", 10000.0, HEAD_DIM, MAX_MODEL_LEN)
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+LONGROPE = RopeConfig(
+    "longrope",
+    10000.0,
+    16,
+    256,
+    factor=4.0,
+    original_max_position_embeddings=12,
+    short_factor=(1.0,) * 8,
+    long_factor=tuple(1.0 + index for index in range(8)),
+)
+# The options, and the rotary embedding. With ALiBi nothing is rotated.
+CASES: dict[str, tuple[AttentionOptions, RopeConfig]] = {
+    "scale": (AttentionOptions(scale=0.3), PLAIN),
+    "softcap": (AttentionOptions(softcap=2.0), PLAIN),
+    "softcap and scale": (AttentionOptions(scale=0.4, softcap=3.0), PLAIN),
+    "ALiBi": (AttentionOptions(alibi_slopes=SLOPES, layer_ropes=(None, None)), PLAIN),
+    "neighbouring pairs": (AttentionOptions(rotates_pairs=True), PLAIN),
+    "a part of each head": (AttentionOptions(), replace(PLAIN, rotary_dim=12)),
+    "neighbouring pairs of a part": (AttentionOptions(rotates_pairs=True), replace(PLAIN, rotary_dim=16)),
+    "a part of each head by longrope": (AttentionOptions(layer_ropes=(LONGROPE, None)), LONGROPE),
+    "two embeddings": (AttentionOptions(layer_ropes=(replace(PLAIN, theta=50.0), PLAIN)), PLAIN),
+    "a layer without rotation": (AttentionOptions(layer_ropes=(None, PLAIN)), PLAIN),
+    "dynamic scaling of a part": (AttentionOptions(), RopeConfig("dynamic", 10000.0, 16, 12, factor=2.0)),
+}
+
+
+@pytest.fixture
+def kernels(kernel_device: torch.device) -> Kernels:
+    triton = pytest.importorskip("services.attn_worker.backends.triton_attention", reason="needs triton")
+    return Kernels("triton", triton.TritonAttention, kernel_device, torch.float32)
+
+
+def config_of(case: str) -> ModelConfig:
+    options, rope = CASES[case]
+    config = make_config(4, 2, HEAD_DIM, windows=(None, 7), rope=rope)
+    return replace(config, attention=options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_option_in_every_kind_of_step(kernels: Kernels, case: str) -> None:
+    pair = Pair(config_of(case), kernels)
+    pair.check({"a": 19, "b": 3})
+    pair.check({"a": 1, "b": 18, "c": 1})
+    pair.check({"c": 1, "a": 1, "b": 1})
+
+
+@pytest.mark.parametrize("case", ["softcap", "ALiBi"])
+def test_options_of_long_contexts_that_are_split(kernels: Kernels, case: str) -> None:
+    pair = Pair(config_of(case), kernels)
+    pair.check({"long": 300})
+    pair.check({"long": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_options_in_16_bits(kernels: Kernels, dtype: torch.dtype) -> None:
+    for case in ("softcap and scale", "ALiBi", "neighbouring pairs of a part"):
+        pair = Pair(config_of(case), kernels, dtype)
+        pair.check({"a": 19, "b": 3})
+        pair.check({"a": 1, "b": 1})
