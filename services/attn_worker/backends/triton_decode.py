@@ -179,16 +179,25 @@ def _decode_kernel(
     qkv_row = qkv + row.to(tl.int64) * qkv_stride
     cos = tl.load(angles + angle_row * HEAD_DIM + offs_h, mask=mask_h, other=0.0)
     sin = tl.load(angles + angle_row * HEAD_DIM + half + offs_h, mask=mask_h, other=0.0)
-    first, second = pair_sources(
-        qkv_row + heads[:, None] * HEAD_DIM, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS
-    )
-    query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
-    query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
+    is_plain: tl.constexpr = ROTARY_DIM == HEAD_DIM and not HAS_PAIRS
+    source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
+    if is_plain:
+        query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
+        query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    else:
+        source = qkv_row + heads[:, None] * HEAD_DIM
+        first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
+        query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
     # The new token is not read from the cache: the item that appends it adds it after its cached keys.
     source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
-    first, second = pair_sources(source, offs_h, HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-    new_key_1 = tl.load(first, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-    new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    if is_plain:
+        new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+        new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    else:
+        first, second = pair_sources(source, offs_h, HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        new_key_1 = tl.load(first, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+        new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
     new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
     query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
     query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
@@ -197,7 +206,8 @@ def _decode_kernel(
     if FORMAT == "fp8":
         key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
     is_adjusted: tl.constexpr = SOFTCAP > 0 or slopes is not None
-    slope = tl.zeros([NUM_QUERIES], tl.float32)
+    if is_adjusted:
+        slope = tl.zeros([NUM_QUERIES], tl.float32)
     if slopes is not None:  # then angle rows are positions
         slope = tl.load(slopes + heads, mask=offs_g < GROUP, other=0.0)
 
@@ -269,7 +279,7 @@ def _decode_kernel(
         elif FORMAT == "int8":
             score = score * new_key_scale
         if is_adjusted:
-            score = adjust_scores(score, slope, tl.zeros([NUM_QUERIES], tl.int32), RAW_SCALE, SOFTCAP, False)
+            score = adjust_scores(score, 0.0, tl.zeros([NUM_QUERIES], tl.int32), RAW_SCALE, SOFTCAP, False)
         score = score * SCALE
         new_max = tl.maximum(log_max, score)
         weight = tl.exp2(score - new_max)

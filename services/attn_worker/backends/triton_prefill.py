@@ -145,10 +145,15 @@ def _prefill_kernel(
     angle = angles + tl.load(angle_rows + rows, mask=mask_m, other=0)[:, None] * HEAD_DIM + offs_h[None, :]
     cos = tl.load(angle, mask=mask_q, other=0.0)
     sin = tl.load(angle + half, mask=mask_q, other=0.0)
-    source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM
-    first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-    query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
-    query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
+    if ROTARY_DIM == HEAD_DIM and not HAS_PAIRS:
+        source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM + offs_h[None, :]
+        query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
+        query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    else:
+        source = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM
+        first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
+        query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
     query_1, query_2 = rotate(query_1, query_2, cos, sin)
     dtype: tl.constexpr = out.dtype.element_ty
     query = join_halves(query_1.to(dtype), query_2.to(dtype))

@@ -36,24 +36,22 @@ def rotate(first_half, second_half, cos, sin):
 def pair_sources(source, offs, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_PAIRS: tl.constexpr):
     """The addresses of the two dimensions that each lane rotates: `source` is a head's start, `offs` are the lanes.
 
-    If only ROTARY_DIM dimensions are rotated, the further lanes have the rest of the head, with a cosine of 1. So the
-    halves in registers and in the cache's keys may have the dimensions in another order. Products of q and k are the
-    same in every order.
+    For all cases but the plain one, pairs (d, d + HEAD_DIM / 2), which kernels write out: the compiler then adds the
+    second half's distance where it loads. If only ROTARY_DIM dimensions are rotated, the further lanes have the rest of
+    the head, with a cosine of 1. So the halves in registers and in the cache's keys may have the dimensions in another
+    order. Products of q and k are the same in every order.
     """
     half: tl.constexpr = HEAD_DIM // 2
     rotary_half: tl.constexpr = ROTARY_DIM // 2
+    is_rotated = offs < rotary_half
     if HAS_PAIRS:
-        is_rotated = offs < rotary_half
-        first = tl.where(is_rotated, 2 * offs, offs + rotary_half)
-        second = tl.where(is_rotated, 2 * offs + 1, offs + half)
-        return source + first, source + second
-    elif ROTARY_DIM < HEAD_DIM:
-        is_rotated = offs < rotary_half
-        first = tl.where(is_rotated, offs, offs + rotary_half)
-        second = tl.where(is_rotated, offs + rotary_half, offs + half)
-        return source + first, source + second
+        first, second = 2 * offs, 2 * offs + 1
     else:
-        return source + offs, source + offs + half
+        first, second = offs, offs + rotary_half
+    return (
+        source + tl.where(is_rotated, first, offs + rotary_half),
+        source + tl.where(is_rotated, second, offs + half),
+    )
 
 
 def append_prefill(
@@ -122,9 +120,13 @@ def _append_kernel(
 
     head_start = qkv + (rows * qkv_stride + KEY_START + kv_head * HEAD_DIM)[:, None]
     source = head_start + offs[None, :]
-    first, second = pair_sources(head_start, offs[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-    key_1 = tl.load(first, mask=mask, other=0.0)
-    key_2 = tl.load(second, mask=mask, other=0.0)
+    if ROTARY_DIM == HEAD_DIM and not HAS_PAIRS:
+        key_1 = tl.load(source, mask=mask, other=0.0)
+        key_2 = tl.load(source + half, mask=mask, other=0.0)
+    else:
+        first, second = pair_sources(head_start, offs[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        key_1 = tl.load(first, mask=mask, other=0.0)
+        key_2 = tl.load(second, mask=mask, other=0.0)
     value_1 = tl.load(source + NUM_KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
     value_2 = tl.load(source + NUM_KV_HEADS * HEAD_DIM + half, mask=mask, other=0.0)
     angle = angles + angle_row[:, None] * HEAD_DIM + offs[None, :]
