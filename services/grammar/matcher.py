@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from services.grammar.form_error import FormError
@@ -83,6 +84,7 @@ class GrammarMatcher:
         self._consumed: list[int] = []
         self._credit_s = CREDIT_S
         self._is_slow = False  # perhaps: one of a step whose masks took long
+        self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up since the last token
 
     @property
     def is_complete(self) -> bool:
@@ -94,11 +96,19 @@ class GrammarMatcher:
         """Whether there are further tokens to choose."""
         return self.error is None and not self._matcher.is_stopped()
 
+    @property
+    def forced_tokens(self) -> list[int]:
+        """The next tokens, as far as the form leaves no choice: the mask of each allows only this token."""
+        if self._forced is None:
+            self._forced = self._matcher.compute_ff_tokens() if self.is_running else []
+        return self._forced
+
     def sync(self, output_token_ids: Sequence[int]) -> None:
         """Makes it follow exactly these tokens. Costs time for tokens that it has not consumed, as after a crash."""
         token_ids = list(output_token_ids)
         if self._consumed != token_ids[: len(self._consumed)]:
             self._matcher, self._consumed, self.error = self._start.deep_copy(), [], None
+            self._forced = None
         missing = token_ids[len(self._consumed) :]
         if missing and self.is_running:
             self._matcher.consume_tokens(missing)
@@ -112,6 +122,7 @@ class GrammarMatcher:
 
     def _note(self, token_ids: Sequence[int]) -> None:
         self._consumed += token_ids
+        self._forced = self._forced if not token_ids else None
         if self._matcher.is_error():
             self.error = describe_error(self._matcher)
 
@@ -134,6 +145,15 @@ class GrammarMatcher:
             for word, bits in kept:
                 mask[word] = bits
 
+    def _fill_forced(self, masks: np.ndarray) -> None:
+        """Sets the masks of its next tokens, which are all forced."""
+        if not self.is_running:
+            return
+        assert len(masks) <= len(self.forced_tokens), "drafts of a form are its forced tokens but the last"
+        masks.fill(0)
+        for mask, token_id in zip(masks, self.forced_tokens, strict=False):
+            mask[token_id >> 5] = 1 << (token_id & 31)
+
     @staticmethod
     def consume(sampled: Sequence[tuple[GrammarMatcher, int]]) -> None:
         """Each running matcher takes the token of its sequence."""
@@ -148,10 +168,17 @@ class GrammarMatcher:
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:
         """Sets the bit of every token that may come next. A matcher that does not run allows all.
 
+        A matcher may have several consecutive rows, at most as many as forced tokens: one for each of them.
         masks: uint32 [len(matchers), num_words], contiguous; at least the matchers' `num_words`
         """
         masks.fill(_ALL)
-        running = [(i, each) for i, each in enumerate(matchers) if each.is_running]
+        running = list[tuple[int, GrammarMatcher]]()
+        for _, rows in groupby(range(len(matchers)), key=lambda row: id(matchers[row])):
+            first, *more = rows
+            if more:
+                matchers[first]._fill_forced(masks[first : first + 1 + len(more)])
+            elif matchers[first].is_running:
+                running.append((first, matchers[first]))
         address, mask_bytes = masks.ctypes.data, masks.strides[0]
         executor = running[0][1]._executor if running else None
         together, alone = [], running

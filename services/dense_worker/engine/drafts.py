@@ -60,25 +60,26 @@ class DraftCounts:
 def may_have_drafts(sequence: Sequence) -> bool:
     """Whether the options of a sequence allow drafts.
 
-    Penalties, bad words, a form of output and a limit of reasoning depend on the previous tokens, which are uncertain
-    after a draft.
+    Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft.
     """
     sampling = sequence.sampling
-    depends_on_past = sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None
-    return not depends_on_past and sequence.grammar is None
+    return not (sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None)
 
 
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
     """The number of drafts that a step may have after a sequence's remaining tokens.
 
-    Drafts never take budget or blocks from other sequences.
+    Drafts never take budget or blocks from other sequences. With a form of output there are as many as it forces, less
+    one: then the masks of all rows are known.
     """
     if sequence.num_pending_tokens or not may_have_drafts(sequence):
         return 0
     ledger, num_remaining = session.ledger, sequence.num_remaining_tokens
     num_blocks = sequence.num_blocks + sequence.num_reserved_blocks + ledger.num_available_blocks
     num_others = len(session.running) - 1 - len(step.entries)  # that the step has no entry for yet
+    num_forced = step.num_tokens if sequence.grammar is None else len(sequence.grammar.forced_tokens)
     return min(
+        num_forced - 1,
         sequence.max_tokens - len(sequence.output_token_ids) - 1,
         step.num_tokens - num_remaining - num_others,
         step.num_logits - 1 - num_others,

@@ -152,7 +152,7 @@ class ModelRunner:
                 fed_slots.append(slot)
                 token_ids.append(0)
             end, num_rows = position + num_tokens, len(token_ids)
-            if sequence.grammar is not None and num_logits and len(sequence.token_ids) < end:
+            if sequence.grammar is not None and num_logits and len(sequence.token_ids) < end - len(drafts):
                 has_unknown_tokens = True
             for back in range(num_logits, 0, -1):
                 sampled_rows.append(num_rows - back)

@@ -55,8 +55,8 @@ class PendingTokens:
             accepted = verify(entry.draft_token_ids, sampled[first : first + entry.num_logits])
             sequence.token_ids += accepted
             token_ids.append(accepted)
-            if sequence.grammar is not None and accepted:
-                formed.append((entry.seq_id, sequence.grammar, accepted[-1]))
+            if sequence.grammar is not None:
+                formed += [(entry.seq_id, sequence.grammar, token_id) for token_id in accepted]
             if first in ranked and accepted:
                 logprobs[entry.seq_id] = [ranked[first + index] for index in range(len(accepted))]
             if self.logits is not None and accepted:

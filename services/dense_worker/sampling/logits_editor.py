@@ -35,7 +35,7 @@ class EditedRows:
     """The n rows of one step that an editor changes, on the host and on the device.
 
     All slots are different, except that a sequence with drafts has several consecutive rows, each for the token after
-    the drafts before it. `room_for_drafts` gives no drafts to sequences whose editors depend on `append`.
+    the drafts before it. `may_have_drafts` gives none to sequences whose editors depend on `append`.
     """
 
     rows: np.ndarray  # int64 [n]: indices into the step's logits, rising

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import jsonschema
 import pytest
 
 from services.pb import gateway_pb2
@@ -17,6 +19,14 @@ from tests.support.plain_services import PlainServices, plain_services
 TEXT = "one two three four five six seven eight. " * 3
 PROMPTS = [TEXT, "San Francisco is a", "The cat and the dog. The cat and the", "1 2 3 4 1 2 3 4 1 2"]
 MAX_TOKENS = 60
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"first_property": {"type": "integer"}, "second_property": {"enum": ["red", "blue"]}},
+    "required": ["first_property", "second_property"],
+    "additionalProperties": False,
+}
+FORM = {"json_schema": json.dumps(SCHEMA)}
 
 # Each request runs twice; the second time the first answer is known.
 OPTIONS = [
@@ -30,6 +40,7 @@ OPTIONS = [
     {"sampling": {"temperature": 0.0, "bad_words": [{"token_ids": [40]}, {"token_ids": [12, 13]}]}},
     {"sampling": {"temperature": 0.0, "logit_bias": {5: 2.5, 9: -3.0}}},
     {"sampling": {"temperature": 0.9, "seed": 8, "structured_output": {"regex": "([a-z]{2,5} ){8,20}"}}},
+    {"sampling": {"temperature": 0.9, "seed": 11, "structured_output": FORM}, "logprobs": 2, "ignore_eos": False},
     {"sampling": {"temperature": 0.0}, "logprobs": 3},
 ]
 
@@ -82,9 +93,20 @@ def test_an_answer_that_was_given_before_takes_few_steps(both: Both) -> None:
     assert num_steps[1] < 0.5 * num_steps[0]
 
 
+def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
+    request = PROMPTS[1], {"sampling": {"temperature": 1.0, "seed": 12, "structured_output": FORM}, "ignore_eos": False}
+    before = both.on.dense_status().num_steps
+    [(text, token_ids, _, _)] = ask(both.on, *request)
+    num_steps = both.on.dense_status().num_steps - before
+    assert ask(both.off, *request)[0][:2] == (text, token_ids)
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert num_steps < 0.7 * len(token_ids)
+
+
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
 def test_a_kill_changes_no_token(both: Both, role: str) -> None:
     options = [{"sampling": {"temperature": temperature, "seed": 9}} for temperature in (0.0, 0.8)]
+    options.append({"sampling": {"temperature": 0.8, "seed": 9, "structured_output": FORM}})
     requests = [(prompt, each) for prompt in PROMPTS for each in options]
     expected = [ask(both.off, *request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as threads:

@@ -15,6 +15,7 @@ from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
+from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
 from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 
@@ -86,9 +87,10 @@ class Speculation:
     def propose(self, sequence: Sequence, max_num_tokens: int) -> SequenceOf[int]:
         """The drafts of a sequence in the step that is being planned."""
         num_tokens = min(self._allotted.get(sequence.seq_id, 0), max_num_tokens)
-        if num_tokens <= 0 or sequence.predictor is None:
+        predictor = sequence.predictor if sequence.grammar is None else ForcedTokens(sequence.grammar)
+        if num_tokens <= 0 or predictor is None:
             return ()
-        drafts = sequence.predictor.guess(num_tokens)
+        drafts = predictor.guess(num_tokens)
         self._has_drafts = self._has_drafts or bool(drafts)
         return drafts
 
@@ -108,10 +110,12 @@ class Speculation:
         """The plans under way are void."""
         self._has_drafts = self._was_busy = False
 
-    def _follow(self, sequence: Sequence) -> Predictor | None:
+    def _follow(self, sequence: Sequence) -> Predictor | ForcedTokens | None:
         """The predictor of a sequence, which knows all of its tokens; None if it may have no drafts."""
         if not may_have_drafts(sequence):
             return None
+        if sequence.grammar is not None:
+            return ForcedTokens(sequence.grammar)
         if sequence.predictor is None:
             earlier = [] if self._history is None else self._history.find(sequence)
             sequence.predictor = Predictor(

@@ -15,6 +15,7 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
+from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
@@ -161,6 +162,37 @@ def test_tokens_are_those_of_steps_one_after_the_other(
             assert found[end - 1].ended[seq_id] is None
             assert forms.accepts(form, forms.text(tokens))
         assert tokens == others
+
+
+LONG = StructuredOutput(Constraint.REGEX, "(begin|before) the (middle|muddle)( of the form){2}")
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("options", [{"seed": 7}, {"temperature": 0.0}, {"seed": 8, "logit_bias": ((40, -50.0),)}])
+def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
+    cuda_runner: CudaModelRunner, forms: Forms, options: Any, is_cuda: bool
+) -> None:
+    def output(runner: ModelRunner, num_drafts: int) -> tuple[list[int], int]:
+        """The output of a sequence, and the number of steps. Each step is planned after the one before."""
+        runner.attach([CHANNEL])
+        grammar, token_ids, position, num_steps = forms.matcher(LONG), [5, 6], 0, 0
+        runner.open(NewSequence(1, "r1", (5, 6), 2, SamplingParams(**options)), grammar)
+        while not grammar.is_complete:
+            num_steps += 1
+            drafts = tuple(ForcedTokens(grammar).guess(num_drafts))
+            num_tokens = len(token_ids) - position + len(drafts)
+            plan = StepPlan(num_steps, (PlanEntry(1, position, num_tokens, 1 + len(drafts), drafts),))
+            [accepted] = runner.launch(plan, CHANNEL).collect().token_ids
+            assert tuple(accepted[:-1]) == drafts, "a forced draft is always accepted"
+            token_ids += accepted
+            position = len(token_ids) - 1
+        return token_ids[2:], num_steps
+
+    expected, num_steps = output(plain_runner(), 0)
+    assert forms.accepts(LONG, forms.text(expected))
+    found, num_fewer = output(cuda_runner if is_cuda else plain_runner(), MAX_NUM_SEQS - 1)
+    assert found == expected
+    assert num_fewer < num_steps / 2
 
 
 def test_a_step_waits_only_for_tokens_that_its_grammars_need(cuda_runner: CudaModelRunner, forms: Forms) -> None:

@@ -1,0 +1,108 @@
+"""Where a form leaves no choice, its forced tokens are those, and the only ones, that its masks allow."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.structured_output import Constraint, StructuredOutput
+from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
+from services.grammar.matcher import GrammarMatcher
+from tests.support.dense.forms import Forms, allowed, make_vocabulary
+
+NAMES = st.sampled_from(["a", "name", "street_address", "é", 'quote"', "x y"])
+VALUES: Any = st.sampled_from(
+    [{"type": "integer"}, {"type": "string"}, {"enum": ["red", "reddish", "blue"]}, {"const": "fixed"}]
+)
+SCHEMAS = st.dictionaries(NAMES, VALUES, min_size=1, max_size=4).flatmap(
+    lambda properties: st.builds(
+        lambda num_required, is_compact: {
+            "type": "object", "properties": properties, "required": list(properties)[:num_required],
+            "additionalProperties": False,
+        } | ({"x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}} if is_compact else {}),
+        st.integers(0, 4), st.booleans(),
+    )
+)  # fmt: skip
+TAGS: Any = {
+    "type": "structural_tag",
+    "format": {"type": "triggered_tags", "triggers": ["<call>"], "tags": [
+        {"begin": "<call>now", "content": {"type": "regex", "pattern": "[0-9]{3}(long end)?"}, "end": "</call>"}]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    return Forms(make_vocabulary(tmp_path_factory.mktemp("tokenizer")))
+
+
+def check_walk(matcher: GrammarMatcher, seed: int) -> int:
+    """Follows random tokens; returns the number of forced ones."""
+    generator, before, num_forced = random.Random(seed), list[int](), 0
+    for _ in range(150):
+        if not matcher.is_running:
+            break
+        forced = list(matcher.forced_tokens)
+        assert forced[: len(before)] == before, "a forced token changes the ones after it"
+        choices = np.flatnonzero(allowed(matcher)).tolist()
+        if forced:
+            assert choices == forced[:1]
+            num_forced += 1
+        token_id = generator.choice(choices)
+        before = forced[1:]
+        GrammarMatcher.consume([(matcher, token_id)])
+    return num_forced
+
+
+@settings(deadline=None, max_examples=50)
+@given(value=SCHEMAS, seed=st.integers(0, 2**32))
+def test_the_mask_of_a_forced_token_allows_only_it(forms: Forms, value: dict[str, Any], seed: int) -> None:
+    check_walk(forms.matcher(StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(value))), seed)
+
+
+@pytest.mark.parametrize("form", [
+    StructuredOutput(Constraint.REGEX, "abc(def|deg)?hij{3}"),
+    StructuredOutput(Constraint.CHOICE, choices=("the first text", "the first choice")),
+    StructuredOutput(Constraint.STRUCTURAL_TAG, json.dumps(TAGS)),
+    StructuredOutput(Constraint.GRAMMAR, 'start: "begin " x+ " end"\nx: "one " | "two "'),
+])  # fmt: skip
+def test_other_forms_have_forced_tokens_too(forms: Forms, form: StructuredOutput) -> None:
+    numbers = [check_walk(forms.matcher(form), seed) for seed in range(8)]
+    assert form.constraint is Constraint.STRUCTURAL_TAG or min(numbers) > 0
+
+
+def test_rows_of_drafts_have_the_masks_that_are_found_one_by_one(forms: Forms) -> None:
+    def matcher() -> GrammarMatcher:
+        return forms.matcher(StructuredOutput(Constraint.REGEX, "(abcdef|x)+"))
+
+    drafting, other, alone = matcher(), matcher(), matcher()
+    first = forms.tokens("a")[0]
+    GrammarMatcher.consume([(drafting, first), (alone, first)])
+    drafts = ForcedTokens(drafting).guess(7)
+    assert drafts == forms.tokens("bcde") and len(ForcedTokens(drafting).chances(7)) == 4
+    assert ForcedTokens(drafting).guess(2) == forms.tokens("bc") and ForcedTokens(drafting).chances(2) == [1.0, 1.0]
+    masks = np.empty((7, drafting.num_words), dtype=np.uint32)
+    GrammarMatcher.fill_masks([other, *[drafting] * 5, alone], masks)
+    for row, token_id in enumerate(forms.tokens("bcdef"), start=1):
+        expected = np.empty((1, alone.num_words), dtype=np.uint32)
+        GrammarMatcher.fill_masks([alone], expected)
+        assert (masks[row] == expected[0]).all()
+        GrammarMatcher.consume([(alone, token_id)])
+    assert (masks[6] == masks[1]).all(), "the row of another sequence"
+    assert drafting.forced_tokens == forms.tokens("bcdef"), "finding masks moves nothing"
+
+
+def test_a_matcher_that_is_moved_back_has_other_forced_tokens(forms: Forms) -> None:
+    matcher = forms.matcher(StructuredOutput(Constraint.REGEX, "abc|xyz"))
+    assert matcher.forced_tokens == [] and ForcedTokens(matcher).guess(3) == [] == ForcedTokens(matcher).chances(3)
+    matcher.sync(forms.tokens("a"))
+    assert matcher.forced_tokens == forms.tokens("bc")
+    matcher.sync(forms.tokens("x"))
+    assert matcher.forced_tokens == forms.tokens("yz")
+    matcher.sync([])
+    assert matcher.forced_tokens == []
