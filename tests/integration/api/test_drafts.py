@@ -92,6 +92,7 @@ def test_options_mean_the_same_with_drafts_and_without(served: Served, tmp_path:
         {"sampling": {"temperature": 0.7, "seed": 4, "top_p": 0.9}, "n": 2},
         {"sampling": {"temperature": 0.0, "presence_penalty": 0.5}},
         {"sampling": {"temperature": 0.0, "logit_bias": {5: 30.0}}},
+        {"sampling": {"temperature": 0.0, "structured_output": {"regex": "(a long text|a longer one){3}"}}},
         {"sampling": {"temperature": 0.0, "min_tokens": 9}, "stop_token_ids": [served.answers[2][4]]},
         {"sampling": {"temperature": 0.0}, "stop_token_ids": [served.answers[2][11]]},
     ]
