@@ -8,7 +8,7 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.families.shape import NormKind
-from services.common.quantization.schemes import LM_HEAD, QuantizationConfig, Scheme
+from services.common.quantization.schemes import LM_HEAD, OnTheFlyFp8, QuantizationConfig, Scheme
 from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
 from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
@@ -79,7 +79,8 @@ class WeightAllocator:
             raise ModelError(
                 f"{self._quantization.method} quantizes projections in different ways that are computed as one: {found}"
             )
-        if schemes[0] is not None and (reordered := [each.name for each in merged_from if each.layout is not None]):
+        reordered = [each.name for each in merged_from if each.layout is not None]
+        if reordered and schemes[0] is not None and not isinstance(schemes[0], OnTheFlyFp8):
             raise ModelError(f"{self._quantization.method} is not supported for {reordered[0]}, whose rows move")
         return schemes[0]
 

@@ -52,8 +52,8 @@ class BlockFp8Weight:
         height, width = self.block_size
         num_blocks = [math.ceil(size / height) for size in self.part_sizes]
         parts = zip(self.scale.data.split(num_blocks), self.part_sizes, strict=True)
-        rows = torch.cat([scale.repeat_interleave(height, 0)[:size] for scale, size in parts])
-        return rows.repeat_interleave(width, 1)[:, : self.matrix.data.shape[1]]
+        rows = torch.cat([scale[:, None].expand(-1, height, -1).flatten(0, 1)[:size] for scale, size in parts])
+        return rows[:, :, None].expand(-1, -1, width).flatten(1)[:, : self.matrix.data.shape[1]]
 
 
 def create_block_fp8(scheme: BlockFp8Scheme, layer: QuantizedLayer) -> BlockFp8Weight:

@@ -92,9 +92,14 @@ def create_on_the_fly(layer: QuantizedLayer) -> ScaledWeight:
     """An FP8 weight that is made of an unquantized one while it loads, a projection at a time."""
 
     def source(projection: Projection, convert: Callable[[Loaded], torch.Tensor]) -> Source:
-        shape = (projection.out_features, layer.in_features)
-        stored = StoredTensor((f"{projection.name}.weight",), FLOATS, (shape,))
-        return converted(projection.out_features, convert, stored)
+        shape, layout = (projection.out_features, layer.in_features), projection.layout
+        if layout is None:
+            stored = StoredTensor((f"{projection.name}.weight",), FLOATS, (shape,))
+            return converted(projection.out_features, convert, stored)
+        stored = StoredTensor((f"{projection.name}.weight",), FLOATS, (layout.stored_shape(shape),))
+        return converted(
+            projection.out_features, lambda loaded: convert(Loaded(loaded.name, layout.restore(loaded.tensor))), stored
+        )
 
     scheme = ScaledScheme(Element.FP8, is_per_channel=True, activations=Activations.TOKEN)
     return _allocate(

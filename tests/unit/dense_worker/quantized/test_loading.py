@@ -23,14 +23,16 @@ from services.dense_worker.build import load_model, resolve_dense_model, with_st
 from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.parameters import parts_of_type
+from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import load_weights, weights_hash
 from services.dense_worker.tensorrt import export
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
+from tests.support.dense.family_models import make_family_model
 from tests.support.dense.steps import relative_error, run_step
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, PARTS, quantize_model_dir
-from tests.support.quantized.formulas import scaled
+from tests.support.quantized.formulas import input_by_token, scaled
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -60,6 +62,37 @@ def test_fp8_is_made_of_an_unquantized_checkpoint(plain_dir: Path) -> None:
         assert torch.equal(linear.weight.matrix.data.view(torch.uint8), codes.view(torch.uint8)), linear.name
         assert torch.equal(linear.weight.scale.data, torch.cat([part["weight_scale"] for part in parts]).flatten())
     assert weights.head.lm_head.weight.matrix.data.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt_neox", "falcon-new", "phi3", "gemma2"])
+def test_fp8_is_made_of_families_that_store_weights_in_another_way(variant: str, tmp_path: Path) -> None:
+    """Transposed weights, mixed heads of q, k and v, fused projections, a head of another name."""
+    path = make_family_model(tmp_path, variant)
+    config = load_model_config(path)
+    plain = load_weights(path, config, torch.float32, CPU)
+    made = load_weights(path, replace(config, quantization=on_the_fly_fp8()), torch.float32, CPU)
+    for linear, original in zip(parts_of_type(Linear, made.layers), parts_of_type(Linear, plain.layers), strict=True):
+        expected = scaled(original.weight.matrix.data.double().numpy(), "fp8", "channel")
+        assert torch.equal(
+            linear.weight.matrix.data.view(torch.uint8), expected.tensors["weight"].view(torch.uint8)
+        ), linear.name
+        assert torch.equal(linear.weight.scale.data[:, None], expected.tensors["weight_scale"])
+    assert isinstance(made.head.lm_head.weight, PlainWeight)
+
+
+def test_lm_head_is_quantized_if_the_checkpoint_says_so(plain_dir: Path, tmp_path: Path) -> None:
+    path = quantized_dir(plain_dir, tmp_path / "model", "fp8 channel, token")
+    file, config_file = path / "model.safetensors", path / "config.json"
+    tensors = load_file(file)
+    head = scaled(tensors["lm_head.weight"].double().numpy(), "fp8", "channel")
+    save_file(tensors | {f"lm_head.{rest}": tensor for rest, tensor in head.tensors.items()}, file)
+    config_json = json.loads(config_file.read_text())
+    config_json["quantization_config"]["ignore"] = []
+    config_file.write_text(json.dumps(config_json))
+    weight = load_weights(path, load_model_config(path), torch.float32, CPU).head.lm_head.weight
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    expected = torch.from_numpy(input_by_token(x.numpy(), "fp8") @ head.matrix.T)
+    assert relative_error(weight.multiply(x, None), expected) < 2e-6
 
 
 def test_one_unquantized_projection_at_a_time_is_in_memory(plain_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
