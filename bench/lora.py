@@ -81,10 +81,10 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, list[float]]
     adapted = [names[i % len(names)] for i in range(args.streams)]
     times: dict[str, list[float]] = {OFF: [], IDLE: [], ADAPTED: []}
     # One server after the other: two would share the GPU's memory.
-    for settings, batches in ((common, {OFF: none}), ((*common, *slots), {IDLE: none, ADAPTED: adapted})):
-        folder = directory / next(iter(batches)).replace(" ", "-")
-        folder.mkdir()
-        with running_cluster(folder, *settings) as cluster:
+    servers = {"off": (common, {OFF: none}), "on": ((*common, *slots), {IDLE: none, ADAPTED: adapted})}
+    for name, (settings, batches) in servers.items():
+        (directory / name).mkdir()
+        with running_cluster(directory / name, *settings) as cluster:
             for index in range(args.rounds + 1):
                 for kind, models in batches.items():
                     tpot = asyncio.run(time_round(cluster.address, models, args.max_tokens))
