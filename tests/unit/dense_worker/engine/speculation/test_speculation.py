@@ -19,7 +19,7 @@ from tests.unit.dense_worker.engine import test_scheduler
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, requests
 
 LENGTHS = (2, 3)
-NUM_ANSWERS = 24
+NUM_ANSWERS = 16
 Text = Callable[[int, int], int]  # the token of a sequence at a position
 
 
@@ -148,7 +148,7 @@ def test_earlier_answers_help_later_ones(monkeypatch: pytest.MonkeyPatch) -> Non
     assert num_steps[-1] < 0.4 * num_steps[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     requests,
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
