@@ -14,6 +14,7 @@ from tests.support.cluster import Cluster, request, running_cluster
 
 MAX_NUM_SEQS = 8  # places in a step
 NUM_QUEUED = 32
+MAX_NUM_WAITING = 64
 LONG, SHORT = 700, 40  # tokens of the streams that hold the places, and of those that wait for one
 MAX_STEPS = 150  # of the others until a newcomer's first token; in the order of arrival it would be more than LONG
 GREEDY, OTHER = "198.51.100.1", "198.51.100.2"  # addresses of clients
@@ -23,7 +24,11 @@ LIMIT_S = 120.0
 @pytest.fixture(scope="module")
 def few_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster that believes what a client at its socket says about addresses."""
-    overrides = (f"scheduler.max_num_seqs={MAX_NUM_SEQS}", 'gateway.trusted_proxies=["unix"]')
+    overrides = (
+        f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
+        f"scheduler.max_num_waiting={MAX_NUM_WAITING}",
+        'gateway.trusted_proxies=["unix"]',
+    )
     with running_cluster(tmp_path_factory.mktemp("few-places"), *overrides, is_warm=True) as cluster:
         yield cluster
 
@@ -95,4 +100,37 @@ def test_a_newcomer_does_not_wait_for_the_streams_of_another_client(few_places: 
 
     asyncio.run(test())
     assert few_places.dense_status().num_preemptions > num_preemptions, "no stream gave its place up"
+    few_places.wait_idle()
+
+
+def test_a_client_that_fills_the_queue_leaves_room_for_another_one(few_places: Cluster) -> None:
+    """Its last requests are refused, all others are answered."""
+    num_flooding = 3 * MAX_NUM_WAITING
+    refusals: list[str] = []
+
+    async def flood(stream: Stream) -> None:
+        try:
+            await stream.read()
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
+            refusals.append(error.details() or "")
+
+    async def test() -> None:
+        async with grpc.aio.insecure_channel(few_places.address) as channel:
+            stub = gateway_pb2_grpc.GatewayStub(channel)
+            flooding = [Stream(stub, GREEDY, f"Count from {i}.", SHORT) for i in range(num_flooding)]
+            tasks = [asyncio.create_task(flood(stream)) for stream in flooding]
+            async with asyncio.timeout(LIMIT_S):
+                while not refusals:  # noqa: ASYNC110  the server tells no event
+                    await asyncio.sleep(0.005)
+            other = Stream(stub, OTHER, "Who are you?", SHORT)
+            await other.read()
+            await asyncio.gather(*tasks)
+        answered = [stream for stream in flooding if stream.finish is not None]
+        assert len(answered) + len(refusals) == num_flooding and len(answered) >= MAX_NUM_SEQS
+        assert all("kept for clients with at most" in text for text in refusals), refusals[:3]
+        assert [len(stream.token_ids) for stream in answered] == [SHORT] * len(answered)
+        assert len(other.token_ids) == SHORT and other.finish is not None
+
+    asyncio.run(test())
     few_places.wait_idle()
