@@ -27,7 +27,7 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
     if not fields.get("config_groups") and fields.get("kv_cache_scheme") is not None:
         return None
     file_format = fields.one_of("format", _FORMATS)
-    fields.one_of("quantization_status", ("compressed",), "compressed")
+    fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")  # "frozen": early versions
     _refuse_sparsity(fields)
     transform = fields.get("transform_config")
     if transform not in (None, {}) and transform != {"config_groups": {}}:

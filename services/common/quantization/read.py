@@ -97,8 +97,15 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         is_symmetric=fields.one_of("sym", (True, False), True),
         has_order=fields.one_of("desc_act", (True, False), False),
     )
-    has_lm_head = fields.one_of("lm_head", (True, False), False)
-    return _everywhere("gptq", scheme, fields.layers("modules_to_not_convert"), has_lm_head)
+    ignored = fields.layers("modules_to_not_convert")
+    blocks = fields.get("modules_in_block_to_quantize")
+    if blocks is None:
+        has_lm_head = fields.one_of("lm_head", (True, False), False)
+        return _everywhere("gptq", scheme, ignored, has_lm_head)
+    is_nested = isinstance(blocks, list) and all(isinstance(each, list) for each in blocks)
+    names = [name for each in blocks for name in each] if is_nested else blocks
+    targets = Fields({"modules_in_block_to_quantize": names}, fields.where).layers("modules_in_block_to_quantize")
+    return QuantizationConfig("gptq", (SchemeGroup(targets, scheme),), ignored)
 
 
 def _group_size(fields: Fields, name: str) -> int | None:

@@ -134,6 +134,65 @@ def test_the_first_group_that_targets_a_layer_counts() -> None:
     assert isinstance(found.scheme_of("model.layers.0.mlp.up_proj"), GroupedIntScheme)
 
 
+def test_gptq_may_name_the_layers_that_are_quantized() -> None:
+    blocks = [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
+    config = read(changed("gptq g128", "modules_in_block_to_quantize", value=blocks))
+    assert isinstance(config.scheme_of(Q_PROJ), GroupedIntScheme)
+    assert config.scheme_of("model.layers.0.mlp.up_proj") is None
+
+
+# As published: what the programs write besides, which changes nothing.
+PUBLISHED = [
+    {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": True,
+        "true_sequential": True, "dataset": None, "block_name_to_quantize": None, "exllama_config": {"version": 1},
+        "modules_in_block_to_quantize": None, "use_cuda_fp16": False, "use_exllama": True, "batch_size": 1,
+    },
+    {
+        "quant_method": "gptq", "bits": 4, "dynamic": None, "group_size": 128, "desc_act": True, "sym": True,
+        "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:2.0"]},
+    },
+    {
+        "quant_method": "awq", "backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None,
+        "fuse_max_seq_len": None, "group_size": 128, "modules_to_not_convert": None, "version": "gemm",
+        "zero_point": True,
+    },
+    {
+        "quant_method": "fp8", "activation_scheme": "static", "dequantize": False, "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    },
+    {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "frozen",
+        "global_compression_ratio": 1.5, "ignore": ["lm_head"], "kv_cache_scheme": None, "version": "0.9.1",
+        "sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}, "transform_config": {},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "output_activations": None, "format": None,
+                "weights": {
+                    "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
+                    "actorder": None, "block_structure": None, "group_size": None, "observer": "minmax",
+                    "observer_kwargs": {},
+                },
+                "input_activations": {
+                    "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
+                    "actorder": None, "block_structure": None, "group_size": None, "observer": None,
+                },
+            }
+        },
+    },
+    {
+        "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", PUBLISHED)
+def test_fields_without_a_meaning_for_the_weights_are_accepted(config: dict[str, Any]) -> None:
+    assert read(config).scheme_of(Q_PROJ) is not None and read(config).scheme_of("lm_head") is None
+
+
 def changed(name: str, *path: str, value: Any) -> dict[str, Any]:
     """The config of a format with one other value."""
     config = copy.deepcopy(FORMATS[name].config)
@@ -153,7 +212,8 @@ UNSUPPORTED = [
     ([], r"quantization_config is \[\], expected an object"),
     (changed(CHANNEL, "format", value="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized', supported"),
     (changed(CHANNEL, "format", value="marlin-24"), r"\(compressed-tensors\) has format 'marlin-24'"),
-    (changed(CHANNEL, "quantization_status", value="frozen"), "quantization_status 'frozen'"),
+    (changed(CHANNEL, "quantization_status", value="calibration"), "quantization_status 'calibration'"),
+    (changed("gptq g128", "modules_in_block_to_quantize", value="q_proj"), "modules_in_block_to_quantize 'q_proj'"),
     (changed(CHANNEL, "sparsity_config", value={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask'"),
     (changed(CHANNEL, "transform_config", value={"config_groups": {"u": {}}}), "transform_config"),
     (changed(CHANNEL, "config_groups", value={}), "config_groups"),
@@ -185,6 +245,7 @@ UNSUPPORTED = [
     (changed("awq g128", "group_size", value="128"), "group_size '128', supported: 32, 64, 128, -1"),
     (changed("gptq g128", "bits", value=3), r"\(gptq\) has bits 3, supported: 4, 8"),
     (changed("gptq g128", "bits", value=True), "bits True, supported: 4, 8"),
+    (changed("gptq g128", "modules_in_block_to_quantize", value=[["q_proj"], 3]), "modules_in_block_to_quantize .* 3"),
     (changed("gptq g128", "dynamic", value={"-:.*": {}}), "dynamic"),
     (changed("gptq g128", "checkpoint_format", value="marlin"), "checkpoint_format 'marlin'"),
 ]
