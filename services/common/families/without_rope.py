@@ -45,12 +45,15 @@ def _read(
 def read_bloom(fields: ConfigFields) -> ModelConfig:
     """BLOOM and BLOOMZ: ALiBi, and a norm of the embedding."""
     fields.only("apply_residual_connection_post_layernorm", False)
+    num_positions = fields.raw.get("seq_length", _BLOOM_POSITIONS)
+    if type(num_positions) is not int or num_positions < 1:
+        raise fields.error("seq_length", num_positions, "expected a whole number of at least 1")
     config = _read(
         fields,
         eps="layer_norm_epsilon",
         activation=Activation.GELU_TANH,
         intermediate_size=4 * fields.size("hidden_size"),
-        num_positions=fields.raw.get("seq_length") or _BLOOM_POSITIONS,
+        num_positions=num_positions,
         has_bias=True,
     )
     attention = replace(config.attention, alibi_slopes=alibi_slopes(config.num_heads))

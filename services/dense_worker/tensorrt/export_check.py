@@ -9,9 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from services.common.errors import ModelError
+from services.common.errors import ConfigError, ModelError
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "olmo2", "starcoder2")  # with `OneSequenceAttention`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,12 @@ class Comparison:
 def compare_with_hugging_face(
     path: Path, config: ModelConfig, dtype: torch.dtype, backend: DenseBackend, text: str, max_tokens: int
 ) -> Comparison:
-    """Continues `text` by up to `max_tokens` tokens in both ways. Raises ModelError if there is no tokenizer."""
+    """Continues `text` by up to `max_tokens` tokens in both ways.
+
+    Raises ModelError if there is no tokenizer, ConfigError for a family whose attention differs from Llama's.
+    """
+    if config.family not in _FAMILIES:
+        raise ConfigError(f"--test computes attention as {', '.join(_FAMILIES)} do, not as {config.family!r} does")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from tests.support.plain_services import PlainServices, plain_services
 from tests.support.reference import TOKENIZER_FILES, VOCAB_SIZE, random_prompts, reference_tokens
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
-MAX_TOKENS = 180
+MAX_TOKENS = 120
 
 
 @pytest.fixture(scope="module", params=["gemma2", "gpt2"])

@@ -46,6 +46,7 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("phi", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4}}, "0.4"),
         ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.7}}, "0.7"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm True, supported: False"),
+        ("bloom", {"seq_length": "2048"}, "seq_length '2048', expected a whole number"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi False, supported: True"),
         ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv 6.0, supported: None"),
         ("mpt", {"logit_scale": 0.5}, "logit_scale 0.5, supported: none"),

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
+from services.dense_worker.tensorrt.export_check import compare_with_hugging_face
 from services.dense_worker.tensorrt.onnx_segments import export_networks
+from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import VARIANTS, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
 
@@ -43,13 +45,6 @@ def check_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
-def test_logits_of_a_prompt(path: Path, truth: PreTrainedModel) -> None:
-    model = WholeModel(path)
-    model.open(1, PROMPT)
-    (logits,) = model.step((1, len(PROMPT), 0))
-    check_logits(logits, true_logits(truth, PROMPT))
-
-
 def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) -> None:
     """Two sequences in one batch: one in chunks, the other on a cached prefix; then both decode greedily."""
     model = WholeModel(path)
@@ -75,7 +70,7 @@ def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) ->
 
 
 # Together they have all parts and operations of all families.
-@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "gemma3", "cohere", "phi", "mpt", "bloom", "granite"])
+@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "cohere", "phi", "mpt", "bloom", "granite"])
 def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
     path = make_family_model(tmp_path, variant)
     config = load_model_config(path)
@@ -85,8 +80,29 @@ def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
     check_logits(logits, true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT))
 
 
+@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "cohere", "bloom", "granite", "gpt2"])
+def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
+    """`CudaOperations` with its kernels replaced by torch: which residual is added when, and by which norm."""
+    path = make_family_model(tmp_path, variant)
+    with fake_triton_kernels():
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        model = WholeModel(path, lambda weights: CudaBackend(weights, load_model_config(path), 64))
+        model.open(1, PROMPT)
+        rows = [model.step((1, 20, 0))[0], model.step((1, 1, 20))[0]]
+    expected = true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT)
+    check_logits(torch.cat(rows), expected)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_learned_positions_are_not_exported(family: str, tmp_path: Path) -> None:
     config = load_model_config(make_family_model(tmp_path, family))
     with pytest.raises(ConfigError, match=f"learned positions of '{family}' are not exported to ONNX"):
         export_networks(config, torch.float32)
+
+
+def test_the_check_of_an_export_refuses_attention_that_it_cannot_compute(tmp_path: Path) -> None:
+    path = make_family_model(tmp_path, "gemma2")
+    config = load_model_config(path)
+    with pytest.raises(ConfigError, match=r"--test computes attention as llama, .* do, not as 'gemma2' does"):
+        compare_with_hugging_face(path, config, torch.float32, WholeModel(path).dense, "x", 1)
