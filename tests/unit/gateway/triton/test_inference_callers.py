@@ -75,7 +75,8 @@ def test_a_stop_ends_only_requests_of_the_same_key(tmp_path: Path) -> None:
         await until(lambda: len(dense.submits) == 2)
         await stub.ModelInfer(message("tensorrt_llm", STOP, id="same"), metadata=metadata("bob"))
         assert output(await running["bob"], "sequence_length")[0, 0] < 1900
-        assert not running["ann"].done() and len(dense.cancelled_seq_ids) == 1
+        await until(lambda: len(dense.cancelled_seq_ids) == 1)  # the answer may come before
+        assert not running["ann"].done()
         running["ann"].cancel()
 
     with_gateway(tmp_path, dense, test, api_keys_file=keys_file(tmp_path))
