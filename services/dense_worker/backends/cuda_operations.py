@@ -24,6 +24,8 @@ from services.dense_worker.model.parameters import Parameter
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora
 
+_MAX_HEAD_DIM = 512  # that one program normalises in registers, several heads at a time
+
 
 class CudaOperations:
     """Operations for up to `max_num_tokens` tokens, on one stream. Residuals are written in place.
@@ -114,7 +116,8 @@ class CudaOperations:
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
         q, k = norms.q, norms.k
-        if type(q) is RmsNorm and type(k) is RmsNorm and q.weight.data.shape == k.weight.data.shape:
+        are_equal = type(q) is RmsNorm and type(k) is RmsNorm and q.weight.data.shape == k.weight.data.shape
+        if are_equal and len(q.weight.data) <= _MAX_HEAD_DIM:
             weights = q.weight.data, k.weight.data
             head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, q.eps)
             return qkv
