@@ -317,10 +317,10 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+        json.dumps({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]})
     )
     assert run_export("--model", tmp_path, "--output-dir", tmp_path / "out") == 1
-    assert "model_type 'gpt2', supported: llama, mistral, qwen2, qwen3" in capsys.readouterr().err
+    assert "model_type 'rwkv', supported: llama, mistral, qwen2, qwen3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
