@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
+from services.common.families.experts import read_mixtral, read_qwen2_moe, read_qwen3_moe
 from services.common.families.fields import ConfigFields
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.layer_norm import (
@@ -45,6 +46,9 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "mistral": Family("MistralForCausalLM", read_mistral),
     "qwen2": Family("Qwen2ForCausalLM", read_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", read_qwen3),
+    "mixtral": Family("MixtralForCausalLM", read_mixtral),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe),
     "smollm3": Family("SmolLM3ForCausalLM", read_smollm3),
     "granite": Family("GraniteForCausalLM", read_granite),
     "seed_oss": Family("SeedOssForCausalLM", read_seed_oss),

@@ -76,11 +76,24 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    """Layers in which a router chooses a few of many MLPs for each token (arXiv:1701.06538)."""
+
+    num_experts: int
+    num_per_token: int  # how many are chosen, by the softmax of the router's logits
+    intermediate_size: int  # of each expert
+    renormalizes: bool  # the chosen experts' weights are divided by their sum
+    layers: tuple[int, ...]  # those with experts; the others have an MLP of `ModelConfig.intermediate_size`
+    shared_intermediate_size: int | None = None  # of an expert that all tokens use, behind a gate; None: there is none
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """How the dense parts differ from those of Llama."""
 
     norm: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
+    experts: ExpertOptions | None = None  # None: no layer has experts
     is_gated: bool = True  # the MLP is down(activation(gate(x)) * up(x)); if False, down(activation(up(x)))
     residual: ResidualKind = ResidualKind.SEQUENTIAL
     shares_norm: bool = False  # parallel residual: attention and the MLP read the same normalised input

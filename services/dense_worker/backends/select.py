@@ -100,8 +100,13 @@ def prepare_backend(
     `auto` is torch if there is no GPU, no TensorRT for the GPU and the model's dtype, or no plan that can be had, and
     the log says so; otherwise the faster of the two, for each segment and size. Raises ConfigError, naming what is
     missing, if `dense.backend` is "tensorrt" and cannot be had, CapacityError if the disk has no space for a plan; and
-    ConfigError if the profiles are malformed or end below the limits.
+    ConfigError if the profiles are malformed or end below the limits, or if the model has experts and is not on a CPU.
     """
+    if model.config.parts.experts is not None and model.device.type != "cpu":
+        raise ConfigError(
+            f"mixtures of experts ({model.config.family!r}) run on a CPU only, and the dense worker's device is "
+            f"{str(model.device)!r}: set dense.device to cpu"
+        )
     tensorrt = None
     if section.max_loras:
         if section.backend == "tensorrt":

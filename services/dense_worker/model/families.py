@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from services.common.families.shape import QkNormKind, ResidualKind
+from services.common.families.shape import ExpertOptions, QkNormKind, ResidualKind
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.experts.expert_mlp import ExpertMlp, SharedExpert
+from services.dense_worker.model.experts.router import Router
 from services.dense_worker.model.head import Embedding, Head, LearnedPositions
 from services.dense_worker.model.layer import (
     AfterAttention,
@@ -38,7 +40,7 @@ def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeigh
     table = build_embedding_table(config, allocator, names)
     return ModelWeights(
         build_embedding(config, allocator, names, table),
-        tuple(build_layer(config, allocator, names, f"{names.layers}.{i}") for i in range(config.num_layers)),
+        tuple(build_layer(config, allocator, names, i) for i in range(config.num_layers)),
         build_head(config, allocator, names, table),
     )
 
@@ -70,11 +72,16 @@ def build_embedding(
     return Embedding(table, multiplier, positions, norm)
 
 
-def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str) -> DecoderLayer:
-    """One layer; the names of its modules begin with `layer`."""
+def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
+    """One layer, counted from 0."""
+    layer = f"{names.layers}.{index}"  # the names of its modules begin so
     before = build_normed_qkv(config, allocator, names, layer)
     o = build_o(config, allocator, names, layer)
-    mlp = build_mlp(config, allocator, names, layer, before.norm)
+    experts = config.parts.experts
+    if experts is not None and index in experts.layers:
+        mlp: Mlp = build_experts(config, experts, allocator, names, layer)
+    else:
+        mlp = build_mlp(config, allocator, names, layer, before.norm)
     return DecoderLayer(before, build_residual(config, allocator, names, layer, o, mlp))
 
 
@@ -138,6 +145,35 @@ def build_mlp(
     first = allocator.linear("gate_up" if parts.is_gated else "up", hidden, merged, Cut.OUT, config.mlp_bias)
     last = allocator.linear("down", intermediate, down, Cut.IN, config.mlp_bias)
     return (GatedMlp if parts.is_gated else PlainMlp)(norm, first, last, parts.activation)
+
+
+def build_experts(
+    config: ModelConfig, options: ExpertOptions, allocator: WeightAllocator, names: CheckpointNames, layer: str
+) -> ExpertMlp:
+    """The mixture of experts of a layer, and the norm before it. The router and its gate are never quantized."""
+    parts, hidden, of_experts = config.parts, config.hidden_size, names.of_experts
+
+    def matrix(name: str, num_rows: int, module: str) -> Parameter:
+        return allocator.parameter(name, num_rows, hidden, sources=(Source(f"{layer}.{module}.weight", num_rows),))
+
+    def expert(role: str, module: str, size: int) -> GatedMlp:
+        merged = tuple(Projection(f"{layer}.{module}.{each}", size) for each in (of_experts.gate, of_experts.up))
+        down = (Projection(f"{layer}.{module}.{of_experts.down}", hidden),)
+        first = allocator.linear(f"{role}_gate_up", hidden, merged, Cut.OUT, config.mlp_bias)
+        last = allocator.linear(f"{role}_down", size, down, Cut.IN, config.mlp_bias)
+        return GatedMlp(None, first, last, parts.activation)
+
+    norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
+    weight = matrix("router", options.num_experts, of_experts.router)
+    experts = tuple(
+        expert(f"expert_{i}", f"{of_experts.experts}.{i}", options.intermediate_size)
+        for i in range(options.num_experts)
+    )
+    shared = None
+    if options.shared_intermediate_size is not None:
+        mlp = expert("shared_expert", of_experts.shared, options.shared_intermediate_size)
+        shared = SharedExpert(mlp, matrix("shared_expert_gate", 1, of_experts.shared_gate))
+    return ExpertMlp(norm, Router(weight, options.num_per_token, options.renormalizes), experts, shared)
 
 
 def build_residual(

@@ -34,10 +34,18 @@ class AfterAttention(Protocol):
 class Mlp(Protocol):
     """The part of a layer besides attention."""
 
-    down: Linear
-
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
-        """Returns the residual, and the input of `down`, [n, intermediate]."""
+        """Returns the residual, and what `add` takes: the input of the last projection, or the MLP's output."""
+
+    def add(
+        self,
+        operations: Operations,
+        residual: Residual,
+        activation: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds the MLP's output to the residual, normalised if there is a norm, times multiplier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ class SequentialResidual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
         residual = operations.linear_add(residual, self.o, attn_out, self.norm_after_attention, self.multiplier)
         residual, activation = self.mlp.activate(operations, residual)
-        return operations.linear_add(residual, self.mlp.down, activation, self.norm_after_mlp, self.multiplier)
+        return self.mlp.add(operations, residual, activation, self.norm_after_mlp, self.multiplier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +102,4 @@ class ParallelResidual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
         residual, activation = self.mlp.activate(operations, residual)
         residual = operations.linear_add(residual, self.o, attn_out)
-        return operations.linear_add(residual, self.mlp.down, activation)
+        return self.mlp.add(operations, residual, activation)

@@ -39,6 +39,17 @@ class GatedMlp:
         gate, up = both.split(self.gate_up.out_features // 2, dim=1)
         return residual, ACTIVATIONS[self.activation](gate) * up
 
+    def add(
+        self,
+        operations: Operations,
+        residual: Residual,
+        activation: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds the product with `down` to the residual, normalised if there is a norm, times multiplier."""
+        return operations.linear_add(residual, self.down, activation, norm, multiplier)
+
 
 @dataclass(frozen=True, slots=True)
 class PlainMlp:
@@ -53,3 +64,14 @@ class PlainMlp:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
         residual, up = operations.norm_linear(residual, self.norm, self.up)
         return residual, ACTIVATIONS[self.activation](up)
+
+    def add(
+        self,
+        operations: Operations,
+        residual: Residual,
+        activation: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds the product with `down` to the residual, normalised if there is a norm, times multiplier."""
+        return operations.linear_add(residual, self.down, activation, norm, multiplier)

@@ -24,6 +24,19 @@ class FusedHeads(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the modules of a mixture of experts, relative to the layer; the defaults are Qwen's."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"  # the number of the expert and a name of its own follow
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of modules. Those of a layer are relative to the layer; the defaults are Llama's."""
 
@@ -42,6 +55,7 @@ class CheckpointNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one: fused, or without a gate
     down: str = "mlp.down_proj"
+    of_experts: ExpertNames = ExpertNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -63,6 +77,7 @@ class CheckpointNames:
 _LLAMA = CheckpointNames()
 _GEMMA2 = CheckpointNames(mlp_norm="pre_feedforward_layernorm")
 _GLM = CheckpointNames(mlp_in=("mlp.gate_up_proj",))
+_MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
 _FALCON = CheckpointNames(
     base="transformer",
     embedding="transformer.word_embeddings",
@@ -80,6 +95,9 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "mixtral": CheckpointNames(of_experts=_MIXTRAL),
+    "qwen2_moe": _LLAMA,
+    "qwen3_moe": _LLAMA,
     "smollm3": _LLAMA,
     "granite": _LLAMA,
     "seed_oss": _LLAMA,

@@ -42,7 +42,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
 
     Inputs: the activations (`token_ids` and `rows` are int32, because TensorRT 8.6 has no int64), then the
     weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
-    The same arguments give the same bytes. Raises ModelError for quantized weights.
+    The same arguments give the same bytes. Raises ModelError for quantized weights, and
+    ConfigError for parts that ONNX does not get.
     """
     if config.quantization is not None:
         # Q/DQ pairs (FP8, INT8) would go around the Gemms of `onnx_lowering`; INT4 weights and their scales would be
@@ -50,6 +51,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         raise ModelError(f"quantized weights ({config.quantization.method}) cannot be exported to ONNX and TensorRT")
     if config.parts.num_learned_positions:
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
+    if config.parts.experts is not None:
+        raise ConfigError(f"the mixtures of experts of {config.family!r} are not exported to ONNX and TensorRT")
     example = _EXAMPLES[name](config, dtype)
     weights = tensors_by_name(example.segment)
     sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}

@@ -1,4 +1,4 @@
-"""Families with parts of their own in both workers: killed workers lose neither soft caps nor learned positions."""
+"""Families with parts of their own in both workers: killed workers lose no soft cap, position or expert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start several times, and the 
 MAX_TOKENS = 120
 
 
-@pytest.fixture(scope="module", params=["gemma2", "gpt2"])
+@pytest.fixture(scope="module", params=["gemma2", "gpt2", "qwen2_moe"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PlainServices]]:

@@ -22,6 +22,36 @@ _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # The model_type and the fields of config.json, by name of the variant.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"head_dim": 8}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe-plain-layer": (  # layer 0 has no experts, and their weights do not add up to 1
+        "qwen3_moe",
+        {
+            "head_dim": 8,
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "granite": (
         "granite",
         {

@@ -1,0 +1,77 @@
+"""Families whose layers, all or some of them, are mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from services.common.families.base import read_base, read_window, windows_of_layers
+from services.common.families.fields import ConfigFields
+from services.common.families.llama import read_mistral
+from services.common.families.shape import ExpertOptions, ModelConfig
+
+# What other families' mixtures do, with the values by which they do not.
+_OTHER_MIXTURES = {
+    "scoring_func": "softmax",
+    "n_shared_experts": 0,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def read_mixtral(fields: ConfigFields) -> ModelConfig:
+    """Mixtral: a Mistral with experts in all layers."""
+    config = read_mistral(fields)
+    size, layers = config.intermediate_size, tuple(range(config.num_layers))
+    return _with_experts(fields, config, intermediate_size=size, renormalizes=True, layers=layers)
+
+
+def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
+    """Qwen1.5-MoE and Qwen2-MoE: one more expert for all tokens, behind a gate."""
+    fields.ignore("use_sliding_window")  # transformers has made `sliding_window` and `layer_types` of it
+    window = read_window(fields) if fields["sliding_window"] else None  # 0: none
+    windows = windows_of_layers(fields, window)
+    config = replace(read_base(fields), qkv_bias=fields.flag("qkv_bias"), sliding_windows=windows)
+    return _with_qwen_experts(fields, config, shared_intermediate_size=fields.size("shared_expert_intermediate_size"))
+
+
+def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
+    """Qwen3-MoE: norms of heads, and one window for all layers, or none."""
+    fields.ignore("use_sliding_window")  # transformers has made `sliding_window` of it
+    config = read_mistral(fields)
+    fields.only("use_qk_norm", True)  # the next three are in some files and say what the class does anyway
+    fields.only("qkv_bias", False)
+    fields.only("shared_expert_intermediate_size", 0)
+    has_bias = fields.flag("attention_bias")
+    return _with_qwen_experts(fields, replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True))
+
+
+def _with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
+    """Experts in every layer whose number, counted from 1, `decoder_sparse_step` divides."""
+    step, plain = fields.size("decoder_sparse_step"), fields["mlp_only_layers"]
+    if not isinstance(plain, list) or any(type(layer) is not int or layer < 0 for layer in plain):
+        raise fields.error("mlp_only_layers", plain, "expected a list of numbers of layers")
+    return _with_experts(
+        fields,
+        config,
+        intermediate_size=fields.size("moe_intermediate_size"),
+        renormalizes=fields.flag("norm_topk_prob"),
+        layers=tuple(i for i in range(config.num_layers) if i not in plain and (i + 1) % step == 0),
+        **options,
+    )
+
+
+def _with_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
+    fields.ignore("router_jitter_noise", "router_aux_loss_coef", "output_router_logits")  # for training
+    for name, neutral in _OTHER_MIXTURES.items():
+        fields.only(name, neutral)
+    num_experts, num_per_token = fields.size("num_experts"), fields.size("num_experts_per_tok")
+    for name in ("num_experts", "num_local_experts"):  # two spellings; transformers takes one of them if they differ
+        if fields.raw.get(name) not in (None, num_experts):
+            raise fields.error(name, fields.raw[name], f"but also {num_experts} experts")
+    if num_per_token > num_experts:
+        raise fields.error("num_experts_per_tok", num_per_token, f"expected at most its {num_experts} experts")
+    experts = ExpertOptions(num_experts, num_per_token, **options)
+    return replace(config, parts=replace(config.parts, experts=experts))
