@@ -130,9 +130,10 @@ def with_stated_hash(model: LoadedModel, stated: str | None) -> LoadedModel:
 
 
 def log_formats(method: str, weights: ModelWeights) -> None:
-    """Logs the formats of all linear layers, and that the reference multiplies the quantized ones."""
+    """Logs the formats of all linear layers. On a GPU the backend logs what multiplies them, see `CudaLinear`."""
     formats = Counter(type(linear.weight).__name__ for linear in parts_of_type(Linear, weights))
-    log.info("weights are quantized", method=method, multiplied_by="reference in torch", **formats)
+    multiplied_by = "reference in torch" if weights.device.type == "cpu" else "kernels by layer"
+    log.info("weights are quantized", method=method, multiplied_by=multiplied_by, **formats)
 
 
 def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:

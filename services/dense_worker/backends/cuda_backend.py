@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from services.common.model_config import ModelConfig
@@ -17,12 +18,15 @@ from services.dense_worker.backends.linear_choice import ROW_BUCKETS, LinearKern
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
+from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
 
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora
+
+log = structlog.get_logger()
 
 _MEASURED_LAYERS = 8  # layers of a step that is timed
 
@@ -83,6 +87,9 @@ class CudaBackend:
     def _choose_kernels(self, linears: list[Linear]) -> None:
         """Measures whole steps. `linears` has one of each kind of layer, in the order of a step."""
         operations = self._operations
+        for linear in linears:
+            if not isinstance(linear.weight, PlainWeight):
+                log.info("kernels of a quantized layer", layer=linear.name, **operations.linear.kernels_of(linear))
         linears = [linear for linear in linears if operations.linear.can_stream(linear)]
         if not linears:
             return

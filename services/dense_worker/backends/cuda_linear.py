@@ -1,7 +1,8 @@
 """`CudaLinear`: every product of a linear layer on CUDA, by the kernel chosen for its format and number of rows.
 
-A format without streaming kernels is multiplied by its reference (of `PlainWeight`: cuBLAS). A new one gets its
-kernels in a file such as `streamed_plain.py` and an entry in the table here. An adapter's delta joins in `multiply`.
+Products that are not streamed are those of torch's matrix products of codes, or of the format's reference (of
+`PlainWeight`: cuBLAS). A new format gets its kernels in a file such as `streamed_plain.py` and an entry in the table
+here. An adapter's delta joins in `multiply`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.quantized.multiplied_codes import MultipliedCodes
+from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
 from services.dense_worker.backends.streamed_plain import StreamedPlain
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
 
 if TYPE_CHECKING:
     from services.dense_worker.lora.cuda_lora import CudaLora
@@ -42,10 +46,21 @@ class StreamingKernels(Protocol):
 class CudaLinear:
     """Multiplies linear layers on one stream, on which the kernels share their workspaces."""
 
-    def __init__(self, launcher: KernelLauncher, device: torch.device, lora: CudaLora | None = None) -> None:
+    def __init__(
+        self,
+        launcher: KernelLauncher,
+        device: torch.device,
+        dtype: torch.dtype,  # the model's
+        lora: CudaLora | None = None,
+    ) -> None:
         self.choice = LinearChoice()
         self._lora = lora  # None: no row has an adapter
-        self._streaming: dict[type, StreamingKernels] = {PlainWeight: StreamedPlain(launcher, device)}
+        self._quantized = streamed_quantized(launcher, device, dtype)
+        self._streaming: dict[type, StreamingKernels] = {
+            PlainWeight: StreamedPlain(launcher, device),
+            **self._quantized,
+        }
+        self._codes = MultipliedCodes(launcher, device, dtype)
 
     @property
     def adds_deltas(self) -> bool:
@@ -56,6 +71,17 @@ class CudaLinear:
         """Whether there are streaming kernels for this layer; otherwise they must not be chosen."""
         kernels = self._streaming.get(type(linear.weight))
         return kernels is not None and kernels.can_multiply(linear)
+
+    def kernels_of(self, linear: Linear) -> dict[str, str]:
+        """What multiplies a quantized layer with few rows and with many, and why it is the reference; for the log."""
+        kernels = self._quantized.get(type(linear.weight))
+        few = "the format has no kernels" if kernels is None else kernels.why_not(linear)
+        is_scaled = isinstance(linear.weight, ScaledWeight)
+        many = self._codes.why_not(linear) if is_scaled else "the format has no product of codes"
+        return {
+            "few_rows": "streamed, or as many rows" if few is None else f"as many rows: {few}",
+            "many_rows": "product of codes" if many is None else f"reference: {many}",
+        }
 
     def multiply(
         self,
@@ -76,13 +102,15 @@ class CudaLinear:
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
         else:
             assert norm is None and not is_gated and residual is None, "the reference fuses nothing"
-            self._multiply_by_reference(linear, x, out)
+            self._multiply_unfused(linear, x, out)
         if self._lora is not None and self._lora.is_active:
             assert norm is None and not is_gated, "an adapter's delta is of the plain product"
             self._lora.add(linear, x, out)
 
-    def _multiply_by_reference(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-        if out.dtype == x.dtype:
+    def _multiply_unfused(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+        if isinstance(linear.weight, ScaledWeight) and self._codes.can_multiply(linear, len(x)):
+            self._codes.multiply(linear, x, out)
+        elif out.dtype == x.dtype:
             linear.weight.multiply(x, linear.bias_data, out)
         else:
             out.copy_(linear.weight.multiply(x, linear.bias_data))

@@ -50,7 +50,7 @@ class CudaOperations:
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
-        self.linear = CudaLinear(self.launcher, device, lora)
+        self.linear = CudaLinear(self.launcher, device, dtype, lora)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """Copies a row of the table for each token into a new tensor. The first operation of a step."""

@@ -27,7 +27,7 @@ _NUM_REPLAYS = 5
 class LinearKernel(enum.Enum):
     """The two implementations of a linear layer."""
 
-    CUBLAS = "cublas"  # the reference of the weight's format; fuses nothing
+    CUBLAS = "cublas"  # of quantized layers: product of codes, or the format's reference; fuses nothing
     STREAMED = "streamed"  # such as `streamed_plain`: fuses the following operations and, for one row, the norm before
 
 

@@ -16,6 +16,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.dense.fake_quantized_kernels import prepare_input, skinny_quantized
+
 PACKAGE = "services.dense_worker.backends"
 # The operations of torch that launch a kernel. Views and allocations do not.
 TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")
@@ -73,7 +75,8 @@ def fake_triton_kernels() -> Iterator[LaunchRecorder]:
 
 def _is_cuda_module(name: str) -> bool:
     """Whether it is a module of kernels, or one that imports kernels."""
-    return name.startswith((f"{PACKAGE}.triton_", f"{PACKAGE}.cuda_", f"{PACKAGE}.streamed_"))
+    prefixes = ("triton_", "cuda_", "streamed_", "quantized.triton_", "quantized.streamed_", "quantized.multiplied_")
+    return name.startswith(tuple(f"{PACKAGE}.{prefix}" for prefix in prefixes))
 
 
 class _Launcher:
@@ -111,6 +114,8 @@ class _Kernels:
             "triton_launch": {"KernelLauncher": _Launcher},
             "triton_norm": {"add_rms_norm": self.add_rms_norm, "head_rms_norm": self.head_rms_norm},
             "triton_skinny": {"skinny_linear": self.skinny_linear, "SplitWorkspace": _SplitWorkspace},
+            "quantized.triton_prepare": {"prepare_input": prepare_input},
+            "quantized.triton_skinny_quantized": {"skinny_quantized": skinny_quantized},
         }
 
     def add_rms_norm(

@@ -1,0 +1,91 @@
+"""`MultipliedCodes`: products of FP8 or INT8 codes by torch's matrix products, for many rows.
+
+FP8 runs on the tensor cores' FP8 units by `torch._scaled_mm`, INT8 by `torch._int_mm`; both sum codes, not rounded
+numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.backends.quantized.streamed_quantized import codes_form
+from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.linear import Linear
+
+_MULTIPLE = 16  # of rows and columns of the weights
+_MIN_ROWS = 17  # of the input, for INT8
+_MAX_IN_FEATURES = 32768  # a row of the input is quantized in registers
+
+
+class MultipliedCodes:
+    """Multiplies a `ScaledWeight` with an input that is quantized by token or statically."""
+
+    def __init__(self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype) -> None:
+        self._launcher, self._dtype = launcher, dtype
+        self._has_fp8 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def why_not(self, linear: Linear) -> str | None:
+        """Why these products do not support this layer with many rows; None if they do."""
+        weight = linear.weight
+        if weight.activations is Activations.NONE:
+            return "inputs are not quantized"
+        sizes = (linear.in_features, *weight.part_sizes)
+        if any(size % _MULTIPLE for size in sizes):
+            return f"the projections have {sizes[1:]} rows of {sizes[0]}, torch needs multiples of {_MULTIPLE}"
+        if linear.in_features > _MAX_IN_FEATURES:
+            return f"in_features is {linear.in_features}, at most {_MAX_IN_FEATURES} fit"
+        if weight.element is Element.FP8 and not self._has_fp8:
+            return "FP8 needs compute capability 9.0"
+        if weight.element is Element.FP8 and self._dtype is not torch.bfloat16:
+            return f"the model's dtype is {self._dtype}, torch's product of FP8 with scales of rows needs bfloat16"
+        return None
+
+    def can_multiply(self, linear: Linear, num_rows: int) -> bool:
+        """Whether the layer and the number of rows are supported."""
+        has_rows = linear.weight.element is Element.FP8 or num_rows >= _MIN_ROWS
+        return has_rows and self.why_not(linear) is None
+
+    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = W x + b, in x's dtype, or rounded to it in float32."""
+        weight, bias = linear.weight, linear.bias_data
+        form = codes_form(weight, getattr(torch, weight.element))
+        prepared = prepare_input(self._launcher, x, form)
+        assert prepared.scale is not None
+        multiply = _fp8 if weight.element is Element.FP8 else _int8
+        matrices = [weight.matrix.data] if form.num_versions == 1 else weight.matrix.data.split(weight.part_sizes)
+        row = 0
+        for version, matrix in enumerate(matrices):
+            rows = slice(row, row + len(matrix))
+            row = rows.stop
+            part_bias = None if bias is None else bias[rows]
+            product = multiply(
+                prepared.values[version], prepared.scale[version], matrix, weight.scale.data[rows], part_bias, x.dtype
+            )
+            out[:, rows].copy_(product)
+
+
+def _fp8(
+    codes: torch.Tensor,  # [n, in_features]
+    scale: torch.Tensor,  # [n, 1]
+    matrix: torch.Tensor,  # [rows, in_features]
+    matrix_scale: torch.Tensor,  # [rows]
+    bias: torch.Tensor | None,  # [rows]
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    scales = {"scale_a": scale, "scale_b": matrix_scale[None]}
+    return torch._scaled_mm(codes, matrix.t(), **scales, bias=bias, out_dtype=dtype)
+
+
+def _int8(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    matrix: torch.Tensor,
+    matrix_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Like `_fp8`. The sums are exact; scales and bias are applied in float32."""
+    product = (torch._int_mm(codes, matrix.t()) * scale).mul_(matrix_scale)
+    return (product if bias is None else product.add_(bias)).to(dtype)

@@ -1,0 +1,212 @@
+"""The streaming kernels of the quantized formats: an input prepared by `triton_prepare`, and one product for all."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.backends.quantized.operands import (
+    BLOCK_OUT,
+    Codes,
+    InputForm,
+    PreparedInput,
+    QuantizedMatrix,
+    largest_power_of_2,
+)
+from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.backends.quantized.triton_skinny_quantized import skinny_quantized
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_skinny import SplitWorkspace
+from services.dense_worker.model.linear import Linear, WeightFormat
+from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.model.quantized.mxfp4_weight import GROUP_SIZE, Mxfp4Weight
+from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_SHARED_BYTES = 192 << 10  # as in `streamed_plain`: only Hopper and later, which also convert e4m3
+_MAX_IN_FEATURES = 32768  # a row of the input is prepared in registers
+_MAX_VERSIONS = 3  # of the input: for q, k and v
+_SMALLEST_GROUP = 32  # features, that a product of two codes in a byte fills 16 columns of a tensor core
+
+
+class QuantizedOperands(Protocol):
+    """How the product reads the weights of one format."""
+
+    def why_not(self, weight: WeightFormat) -> str | None:
+        """Why the kernels do not support this shape; None if they do."""
+
+    def input_form(self, weight: WeightFormat, dtype: torch.dtype) -> InputForm:
+        """The form of the input, for a model in `dtype`."""
+
+    def matrix(self, weight: WeightFormat) -> QuantizedMatrix:
+        """Views of the weight's tensors."""
+
+
+def streamed_quantized(
+    launcher: KernelLauncher, device: torch.device, dtype: torch.dtype
+) -> dict[type, StreamedQuantized]:
+    """The kernels of each format, for a model in `dtype`. They share a workspace for partial sums."""
+    splits = SplitWorkspace(device, launcher.num_sms)
+    formats: dict[type, QuantizedOperands] = {
+        ScaledWeight: ScaledOperands(),
+        BlockFp8Weight: BlockFp8Operands(),
+        GroupedIntWeight: GroupedIntOperands(),
+        Mxfp4Weight: Mxfp4Operands(),
+    }
+    return {each: StreamedQuantized(launcher, splits, dtype, operands) for each, operands in formats.items()}
+
+
+class StreamedQuantized:
+    """StreamingKernels of a quantized format, for one stream."""
+
+    def __init__(
+        self, launcher: KernelLauncher, splits: SplitWorkspace, dtype: torch.dtype, operands: QuantizedOperands
+    ) -> None:
+        self._launcher, self._splits, self._dtype, self._operands = launcher, splits, dtype, operands
+
+    def can_multiply(self, linear: Linear) -> bool:
+        """Whether nothing stands against it."""
+        return self.why_not(linear) is None
+
+    def why_not(self, linear: Linear) -> str | None:
+        """Why the kernels do not support this layer; None if they do."""
+        if self._dtype not in _DTYPES:
+            return f"the model's dtype is {self._dtype}, the kernels need 16 bits"
+        if self._launcher.shared_memory_bytes < _SHARED_BYTES:
+            return f"a program has {self._launcher.shared_memory_bytes} bytes of shared memory, needs {_SHARED_BYTES}"
+        if linear.in_features > _MAX_IN_FEATURES:
+            return f"in_features is {linear.in_features}, at most {_MAX_IN_FEATURES} fit"
+        return self._operands.why_not(linear.weight)
+
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        norm: RmsNorm | None,
+        is_gated: bool,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """Runs the kernel that prepares the input, unless the product reads it as it is, and the product's."""
+        form, matrix = self._operands.input_form(linear.weight, self._dtype), self._operands.matrix(linear.weight)
+        if norm is None and form.is_any:
+            prepared = PreparedInput(x[None], None)
+        else:
+            prepared = prepare_input(self._launcher, x, form, norm)
+        skinny_quantized(
+            self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits,
+            is_gated=is_gated, residual=residual,
+        )  # fmt: skip
+
+
+class ScaledOperands:
+    """FP8 or INT8 with a scale for each row; inputs are quantized as the checkpoint says."""
+
+    def why_not(self, weight: ScaledWeight) -> str | None:
+        """Projections with scales of inputs of their own must begin with a tile."""
+        return _why_no_versions(weight.part_sizes) if weight.activations is Activations.STATIC else None
+
+    def input_form(self, weight: ScaledWeight, dtype: torch.dtype) -> InputForm:
+        """Codes as float16, which holds those of both types exactly."""
+        return InputForm(dtype) if weight.activations is Activations.NONE else codes_form(weight, torch.float16)
+
+    def matrix(self, weight: ScaledWeight) -> QuantizedMatrix:
+        """A scale for each row."""
+        is_fp8 = weight.element is Element.FP8
+        matrix = weight.matrix.data.view(torch.uint8) if is_fp8 else weight.matrix.data
+        codes = Codes.E4M3 if is_fp8 else Codes.INT8
+        return QuantizedMatrix(codes, matrix, weight.scale.data, None, None, 1, weight.part_sizes)
+
+
+class BlockFp8Operands:
+    """FP8 in blocks, with inputs of a scale for each row and block of features."""
+
+    def why_not(self, weight: BlockFp8Weight) -> str | None:
+        """Blocks of merged projections must be those of the merged matrix."""
+        height, width = weight.block_size
+        if width < _SMALLEST_GROUP or width & (width - 1):
+            return f"blocks have {width} columns, the kernels need a power of two of at least {_SMALLEST_GROUP}"
+        if any(size % height for size in weight.part_sizes[:-1]):
+            return f"the projections have {list(weight.part_sizes)} rows, the kernels need multiples of {height}"
+        return None
+
+    def input_form(self, weight: BlockFp8Weight, dtype: torch.dtype) -> InputForm:
+        """Codes as float16."""
+        return InputForm(torch.float16, element=Element.FP8, group_size=weight.block_size[1])
+
+    def matrix(self, weight: BlockFp8Weight) -> QuantizedMatrix:
+        """A scale for each block."""
+        height, width = weight.block_size
+        matrix = weight.matrix.data.view(torch.uint8)
+        return QuantizedMatrix(Codes.E4M3, matrix, weight.scale.data, None, width, height, weight.part_sizes)
+
+
+class GroupedIntOperands:
+    """Packed integers of 4 or 8 bits with scales of groups."""
+
+    def why_not(self, weight: GroupedIntWeight) -> str | None:
+        """Groups must have a power of two as a factor that fills a tensor core."""
+        if largest_power_of_2(weight.group_size, _SMALLEST_GROUP) < _SMALLEST_GROUP:
+            return f"groups have {weight.group_size} features, the kernels need multiples of {_SMALLEST_GROUP}"
+        return _why_no_versions(weight.part_sizes) if weight.order is not None else None
+
+    def input_form(self, weight: GroupedIntWeight, dtype: torch.dtype) -> InputForm:
+        """The model's numbers, in the order of the columns."""
+        if weight.order is None:
+            return InputForm(dtype, is_split=weight.num_bits == 4)
+        order = weight.order.data
+        return InputForm(dtype, num_versions=len(order), order=order, is_split=weight.num_bits == 4)
+
+    def matrix(self, weight: GroupedIntWeight) -> QuantizedMatrix:
+        """A scale for each row and group."""
+        return QuantizedMatrix(
+            Codes.UINT4 if weight.num_bits == 4 else Codes.UINT8,
+            weight.packed.data.view(torch.uint8),
+            weight.scale.data,
+            None if weight.zero_point is None else weight.zero_point.data,
+            weight.group_size,
+            1,
+            weight.part_sizes,
+        )
+
+
+class Mxfp4Operands:
+    """E2M1 with exponents of groups."""
+
+    def why_not(self, weight: Mxfp4Weight) -> str | None:
+        """Every shape fits."""
+        return None
+
+    def input_form(self, weight: Mxfp4Weight, dtype: torch.dtype) -> InputForm:
+        """The model's numbers."""
+        return InputForm(dtype, is_split=True)
+
+    def matrix(self, weight: Mxfp4Weight) -> QuantizedMatrix:
+        """An exponent for each row and group."""
+        packed = weight.packed.data
+        return QuantizedMatrix(Codes.E2M1, packed, weight.exponent.data, None, GROUP_SIZE, 1, (len(packed),))
+
+
+def codes_form(weight: ScaledWeight, dtype: torch.dtype) -> InputForm:
+    """The input of a layer whose activations are quantized, as codes in `dtype`."""
+    if weight.activations is Activations.TOKEN:
+        return InputForm(dtype, element=weight.element, max_activation=weight.max_activation)
+    assert weight.input_scale is not None
+    scale = weight.input_scale.data
+    return InputForm(dtype, len(scale), weight.element, scale)
+
+
+def _why_no_versions(part_sizes: tuple[int, ...]) -> str | None:
+    """Why the projections cannot have inputs of their own; None if they can."""
+    ends = list(accumulate(part_sizes))[:-1]
+    if len(part_sizes) > _MAX_VERSIONS or any(end % BLOCK_OUT for end in ends):
+        return (
+            f"the projections have {list(part_sizes)} rows, the kernels need multiples of {BLOCK_OUT} "
+            f"in at most {_MAX_VERSIONS} projections"
+        )
+    return None

@@ -1,0 +1,121 @@
+"""Brings the input of a quantized layer into the form that its product reads: normalised, reordered, quantized.
+
+Reference of the quantization: `model.quantized.activations`. Codes and scales are those of the reference to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.common.quantization.schemes import Element
+from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_norm import normalize
+from services.dense_worker.model.norm import RmsNorm
+
+
+def prepare_input(
+    launcher: KernelLauncher, x: torch.Tensor, form: InputForm, norm: RmsNorm | None = None
+) -> PreparedInput:
+    """x [n, in_features], columns contiguous -> new tensors. With `norm`, x is first normalised."""
+    num_rows, in_features = x.shape
+    values = torch.empty(form.num_versions, num_rows, in_features, dtype=form.dtype, device=x.device)
+    num_groups = 1 if form.group_size is None else triton.cdiv(in_features, form.group_size)
+    scale = None
+    if form.element is not None:
+        scale = torch.empty(form.num_versions, num_rows, num_groups, dtype=torch.float32, device=x.device)
+    block_size = triton.next_power_of_2(in_features)
+    launcher(
+        _prepare_kernel,
+        (num_rows, form.num_versions),
+        values,
+        scale,
+        x,
+        None if norm is None else norm.weight.data,
+        form.input_scale,
+        form.order,
+        in_features,
+        x.stride(0),
+        0.0 if norm is None else norm.eps,
+        float("inf") if form.max_activation is None else form.max_activation,
+        num_groups,
+        IS_FP8=form.element is Element.FP8,
+        IS_SPLIT=form.is_split,
+        GROUP_SIZE=block_size if form.group_size is None else form.group_size,
+        BLOCK_SIZE=max(block_size, form.group_size or 0),
+        num_warps=min(max(block_size // 512, 1), 16),
+    )
+    return PreparedInput(values, scale)
+
+
+@triton.jit
+def _prepare_kernel(
+    out,
+    out_scale,
+    x,
+    norm_weight,
+    input_scale,
+    order,
+    in_features,
+    x_stride,
+    eps,
+    max_activation,
+    num_groups,
+    IS_FP8: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program prepares a version of a row."""
+    row, version = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, BLOCK_SIZE)
+    mask = columns < in_features
+    features = columns
+    if order is not None:
+        features = tl.load(order + version * in_features + columns, mask=mask, other=0)
+    if norm_weight is not None:
+        gain = tl.load(norm_weight + features, mask=mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(x + row.to(tl.int64) * x_stride + features, mask=mask, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        values = normalize(values, gain, in_features, eps, 0).to(tl.float32)
+    out_row = version * tl.num_programs(0) + row
+    if out_scale is not None:
+        num_blocks: tl.constexpr = BLOCK_SIZE // GROUP_SIZE
+        groups = tl.arange(0, num_blocks)
+        values = tl.reshape(values, [num_blocks, GROUP_SIZE])
+        if input_scale is not None:
+            scale = tl.zeros([num_blocks], tl.float32) + tl.load(input_scale + version)
+        else:
+            scale = _scale_of(values, max_activation, 448.0 if IS_FP8 else 127.5)
+        tl.store(out_scale + out_row * num_groups + groups, scale, mask=groups < num_groups)
+        values = tl.reshape(_to_codes(values, scale[:, None], IS_FP8), [BLOCK_SIZE])
+    if IS_SPLIT:
+        columns = (columns % 2) * (in_features // 2) + columns // 2
+    tl.store(out + out_row.to(tl.int64) * in_features + columns, values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale_of(values, max_activation, greatest_code):
+    """The scale of each row of `values`, [groups, size] -> [groups]. A row with NaN has the scale NaN."""
+    greatest = tl.minimum(tl.maximum(tl.max(tl.abs(values), 1), 1e-12), max_activation)
+    has_nan = tl.max((values != values).to(tl.int32), 1) > 0
+    return tl.where(has_nan, float("nan"), tl.div_rn(greatest, tl.zeros_like(greatest) + greatest_code))
+
+
+@triton.jit
+def _to_codes(values, scale, IS_FP8: tl.constexpr):
+    """values / scale rounded to the nearest code, ties to even, and cut off at the ends; in float32."""
+    scaled = tl.div_rn(values, tl.zeros_like(values) + scale)
+    if IS_FP8:
+        # Not by minimum and maximum, which would make a number of NaN.
+        scaled = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
+        return scaled.to(tl.float8e4nv).to(tl.float32)
+    scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
+    return (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no bits after the point

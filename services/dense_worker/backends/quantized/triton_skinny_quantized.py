@@ -1,0 +1,286 @@
+"""The product of a quantized layer for 1 to 64 rows. Its time is that of reading the codes of the weights.
+
+Like `triton_skinny`, with codes that become numbers in registers: exactly, in 16 bits. Scales are applied in float32 to
+the sums, of a group of features or of all, so nothing is rounded before the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
+from services.dense_worker.backends.triton_activation import swiglu
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_skinny import MAX_ROWS, MIN_ROWS, SplitWorkspace
+
+_MAX_SPLITS = 8
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def skinny_quantized(
+    launcher: KernelLauncher,
+    x: PreparedInput,  # n <= MAX_ROWS rows of 16 bits
+    matrix: QuantizedMatrix,
+    bias: torch.Tensor | None,  # [matrix's rows]
+    out: torch.Tensor,  # [n, out_features], `dtype` or float32; values are rounded to `dtype` in both cases
+    dtype: torch.dtype,  # the model's, 16 bits
+    workspace: SplitWorkspace,
+    *,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
+) -> None:
+    """Writes x W^T + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
+    num_rows, out_features = out.shape
+    num_versions, _, in_features = x.values.shape
+    num_tiles = triton.cdiv(out_features, BLOCK_OUT)
+    num_splits = 1
+    while not is_gated and num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= launcher.num_sms:
+        num_splits *= 2
+    ends = matrix.part_sizes[0], sum(matrix.part_sizes[:2])
+    block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
+    launcher(
+        _skinny_quantized_kernel,
+        (num_tiles, num_splits),
+        out,
+        x.values,
+        x.scale,
+        matrix.matrix,
+        matrix.scale,
+        matrix.zero_point,
+        bias,
+        residual,
+        workspace.partial_sums,
+        workspace.num_done,
+        num_rows,
+        out_features,
+        in_features,
+        *ends,
+        x.values.stride(0),
+        x.values.stride(1),
+        out.stride(0),
+        DTYPE=_TRITON_TYPES[dtype],
+        CODES=int(matrix.codes),
+        NUM_VERSIONS=num_versions,
+        GROUP_SIZE=matrix.group_size or 0,
+        ROW_GROUP_SIZE=matrix.row_group_size,
+        IS_GATED=is_gated,
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=BLOCK_OUT,
+        BLOCK_IN=BLOCK_IN,
+        DOT_SIZE=matrix.dot_size,
+        NUM_SPLITS=num_splits,
+        NUM_STAGES=6 if block_rows < MAX_ROWS else 4,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _load_codes(tile, mask, zero, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of a tile of bytes, in DTYPE: those of the low bits, and those of the high ones if a byte has two."""
+    octets = tl.load(tile, mask=mask, other=0)
+    if CODES == 0:
+        low = octets.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        high = low
+    elif CODES == 1:
+        low = octets.to(DTYPE)
+        high = low
+    elif CODES == 2:
+        low = octets.to(DTYPE) - zero
+        high = low
+    elif CODES == 3:
+        low, high = _uint4(octets & 15, DTYPE) - zero, _uint4(octets >> 4, DTYPE) - zero
+    else:
+        low, high = _e2m1(octets & 15, DTYPE), _e2m1(octets >> 4, DTYPE)
+    return low, high
+
+
+@triton.jit
+def _uint4(codes, DTYPE: tl.constexpr):
+    """Codes up to 15 as numbers: the last bits of the mantissa of 1024 or 128, which is cheaper than a conversion."""
+    if tl.float16 == DTYPE:
+        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+    else:
+        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
+
+
+@triton.jit
+def _e2m1(codes, DTYPE: tl.constexpr):
+    """E2M1 as float16 has the same bits of exponent and mantissa, with an exponent that is 14 less."""
+    bits = codes.to(tl.int16)
+    half = (((bits & 7) << 9) | ((bits & 8) << 12)).to(tl.float16, bitcast=True)
+    return (half * 16384.0).to(DTYPE)
+
+
+@triton.jit
+def _load_scale(scale, CODES: tl.constexpr):
+    """Scales in float32. Those of E2M1 are exponents: 2 ** (e - 127), whose bits in float32 are e and 23 zeros."""
+    loaded = tl.load(scale)
+    if CODES == 4:
+        bits = loaded.to(tl.int32)
+        return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
+    else:
+        return loaded.to(tl.float32)
+
+
+@triton.jit
+def _add_product(
+    sums,
+    x_row,  # pointers [BLOCK_ROWS, 1]: the rows' starts
+    x_scale,  # pointers [BLOCK_ROWS] or None: the scale of the group of features in each row
+    w_row,  # pointers [BLOCK_OUT, 1]: the rows' starts
+    scale,  # pointers [BLOCK_OUT] or None: the scale of the group
+    zero_point,  # pointers [BLOCK_OUT] or None
+    first,
+    is_row,
+    in_features,
+    CODES: tl.constexpr,
+    DOT_SIZE: tl.constexpr,
+):
+    """sums + the product over DOT_SIZE features from `first`, times the scales of their group if it has some."""
+    dtype: tl.constexpr = x_row.dtype.element_ty
+    zero = tl.full([1, 1], 128.0 if CODES == 2 else 8.0, dtype)
+    if zero_point is not None:
+        zero = tl.load(zero_point).to(dtype)[:, None]
+    PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
+    columns = first // PER_BYTE + tl.arange(0, DOT_SIZE // PER_BYTE)[None, :]
+    is_column = columns < in_features // PER_BYTE
+    low, high = _load_codes(w_row + columns, is_column, zero, CODES, dtype)
+    x_low = tl.load(x_row + columns, mask=is_row & is_column, other=0.0)
+    if scale is None:
+        return tl.dot(low, tl.trans(x_low), sums)
+    else:
+        part = tl.dot(low, tl.trans(x_low))
+        if PER_BYTE == 2:
+            x_high = tl.load(x_row + in_features // 2 + columns, mask=is_row & is_column, other=0.0)
+            part = tl.dot(high, tl.trans(x_high), part)
+        part *= _load_scale(scale, CODES)[:, None]
+        if x_scale is not None:
+            part *= tl.load(x_scale)[None, :]
+        return sums + part
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_end", "second_end"])
+def _skinny_quantized_kernel(
+    out,
+    x,
+    x_scale,
+    weight,
+    scale,
+    zero_point,
+    bias,
+    residual,
+    partial_sums,
+    num_done,
+    num_rows,
+    out_features,
+    in_features,
+    first_end,
+    second_end,
+    x_version_stride,
+    x_stride,
+    out_stride,
+    DTYPE: tl.constexpr,
+    CODES: tl.constexpr,
+    NUM_VERSIONS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROW_GROUP_SIZE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    DOT_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program computes BLOCK_OUT features of all rows over one of NUM_SPLITS parts of in_features."""
+    PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile, split = tl.program_id(0), tl.program_id(1)
+    features = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_feature = features < out_features
+    # Features beyond the last read the first one's weights and are never stored, so weights need no mask of rows.
+    w_features = tl.where(is_feature, features, 0)
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows < num_rows
+    x_rows = tl.where(is_row, rows, 0)
+    version, up_version = 0, 0
+    if NUM_VERSIONS > 1:
+        version = (tile * BLOCK_OUT >= first_end).to(tl.int32) + (tile * BLOCK_OUT >= second_end).to(tl.int32)
+        version = 0 if IS_GATED else version
+        up_version = 1
+    x_version_rows = version * num_rows + x_rows
+    up_x_version_rows = up_version * num_rows + x_rows
+
+    row_bytes = in_features // PER_BYTE
+    w_row = weight + w_features.to(tl.int64)[:, None] * row_bytes
+    up_row = weight + (w_features + out_features).to(tl.int64)[:, None] * row_bytes
+    x_row = x + version * x_version_stride + x_rows[:, None] * x_stride
+    up_x_row = x + up_version * x_version_stride + x_rows[:, None] * x_stride
+
+    part_size = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), NUM_SPLITS) * BLOCK_IN
+    start = split * part_size
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for block in tl.range(start, tl.minimum(start + part_size, in_features), BLOCK_IN, num_stages=NUM_STAGES):
+        for i in tl.static_range(BLOCK_IN // DOT_SIZE):
+            first = block + i * DOT_SIZE
+            w_scale, up_scale, group_scale, zero, up_zero = None, None, None, None, None
+            if GROUP_SIZE > 0:
+                num_groups = tl.cdiv(in_features, GROUP_SIZE)
+                group = tl.minimum(first // GROUP_SIZE, num_groups - 1)
+                w_scale = scale + (w_features // ROW_GROUP_SIZE) * num_groups + group
+                up_scale = scale + ((w_features + out_features) // ROW_GROUP_SIZE) * num_groups + group
+                if zero_point is not None:
+                    zero = zero_point + w_features * num_groups + group
+                    up_zero = zero_point + (w_features + out_features) * num_groups + group
+                if x_scale is not None:
+                    group_scale = x_scale + x_rows * num_groups + group
+            sums = _add_product(
+                sums, x_row, group_scale, w_row, w_scale, zero, first, is_row[:, None], in_features, CODES, DOT_SIZE
+            )
+            if IS_GATED:
+                up_sums = _add_product(
+                    up_sums, up_x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
+                    CODES, DOT_SIZE,
+                )  # fmt: skip
+
+    is_last = True
+    if NUM_SPLITS > 1:
+        part: tl.constexpr = BLOCK_ROWS * BLOCK_OUT
+        at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+        at += partial_sums + tile * (NUM_SPLITS * part)
+        tl.store(at + split * part, sums)
+        tl.debug_barrier()  # all threads store before one of them counts
+        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
+        if is_last:
+            sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+            for i in tl.static_range(NUM_SPLITS):
+                sums += tl.load(at + i * part)
+            tl.store(num_done + tile, 0)
+    if is_last:
+        y, up = sums, up_sums
+        if GROUP_SIZE == 0:
+            y *= tl.load(scale + w_features).to(tl.float32)[:, None]
+            if x_scale is not None:
+                y *= tl.load(x_scale + x_version_rows)[None, :]
+            if IS_GATED:
+                up *= tl.load(scale + out_features + w_features).to(tl.float32)[:, None]
+                if x_scale is not None:
+                    up *= tl.load(x_scale + up_x_version_rows)[None, :]
+        if bias is not None:
+            y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            if bias is not None:
+                up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+            y = swiglu(y, up, DTYPE)
+        target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
+        mask = is_feature[:, None] & is_row[None, :]
+        if residual is not None:
+            y = y.to(DTYPE).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + target, y.to(DTYPE).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,289 @@
+"""The kernels of quantized layers, each against the format's reference in float32, which rounds nothing but codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.model.linear import Cut, Linear, Projection, QuantizedFormat
+from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.model.quantized.activations import rounded_by_groups, to_codes, token_scale
+from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
+from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
+from services.dense_worker.model.quantized.mxfp4_weight import Mxfp4Weight
+from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
+
+pytest.importorskip("triton", reason="needs triton")
+
+from services.dense_worker.backends.cuda_linear import CudaLinear
+from services.dense_worker.backends.linear_choice import LinearKernel
+from services.dense_worker.backends.quantized.operands import InputForm
+from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.backends.triton_launch import KernelLauncher
+
+FP8, INT8 = Element.FP8, Element.INT8
+EPS = 1e-5
+# ‖out − reference‖ / ‖reference‖. Numbers are rounded to 2^-9 or 2^-12, at most four times in a row.
+TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+# Where inputs are quantized, one that lies between two codes may become the other: by the rounding of a norm before.
+# Triton's interpreter, moreover, cuts e4m3 off: the last bit is 2^-3 of a number.
+OTHER_CODE, CUT_OFF = 1e-2, 0.09
+HOPPER_SHARED_BYTES = 227 << 10
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest, kernel_device: torch.device) -> torch.dtype:
+    if kernel_device.type == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    return request.param
+
+
+@pytest.fixture
+def launcher(kernel_device: torch.device) -> KernelLauncher:
+    launcher = KernelLauncher(kernel_device)
+    if kernel_device.type == "cpu":
+        launcher.shared_memory_bytes = HOPPER_SHARED_BYTES
+    elif torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the kernels of quantized layers need compute capability 9.0")
+    return launcher
+
+
+class Weights:
+    """Weights in every format, with random codes, scales, zero points and orders."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def scaled(self, element: Element, activations: Activations, parts: tuple[int, ...], width: int) -> ScaledWeight:
+        size = sum(parts)
+        inputs = self._uniform(len(parts), low=5 / 448) if activations is Activations.STATIC else None
+        weight = ScaledWeight(
+            self._empty(size, width, dtype=getattr(torch, element)),
+            self._empty(size, dtype=torch.float32),
+            inputs,
+            element,
+            activations,
+            1.5 if element is FP8 and len(parts) == 1 else None,
+            parts,
+        )
+        weight.fill_random(width**-0.5, self._generator)
+        weight.scale.data.mul_(self._uniform(size, low=0.5).data)
+        if inputs is not None:
+            inputs.data.mul_(self._uniform(len(parts), low=0.2).data)
+        return weight
+
+    def blocks(self, parts: tuple[int, ...], width: int) -> BlockFp8Weight:
+        shape = (sum(-(-part // 128) for part in parts), -(-width // 128))
+        matrix = self._empty(sum(parts), width, dtype=torch.float8_e4m3fn)
+        weight = BlockFp8Weight(matrix, self._empty(*shape, dtype=torch.float32), (128, 128), parts)
+        weight.fill_random(width**-0.5, self._generator)
+        weight.scale.data.mul_(self._uniform(*shape, low=0.2).data)
+        return weight
+
+    def grouped(
+        self, num_bits: int, group_size: int, has_zero: bool, has_order: bool, parts: tuple[int, ...], width: int
+    ) -> GroupedIntWeight:
+        size, num_groups = sum(parts), width // group_size
+        weight = GroupedIntWeight(
+            self._empty(size, width * num_bits // 32, dtype=torch.int32),
+            self._empty(size, num_groups, dtype=self._dtype),
+            self._empty(size, num_groups, dtype=torch.uint8) if has_zero else None,
+            self._empty(len(parts), width, dtype=torch.int32) if has_order else None,
+            num_bits,
+            group_size,
+            parts,
+        )
+        weight.fill_random(width**-0.5, self._generator)
+        weight.scale.data.mul_(self._uniform(size, num_groups, low=0.2).data)
+        if weight.zero_point is not None:
+            weight.zero_point.data.random_(0, 2**num_bits, generator=self._generator)
+        return weight
+
+    def mxfp4(self, parts: tuple[int, ...], width: int) -> Mxfp4Weight:
+        packed = self._empty(sum(parts), width // 2, dtype=torch.uint8)
+        weight = Mxfp4Weight(packed, self._empty(sum(parts), width // 32, dtype=torch.uint8))
+        weight.fill_random(width**-0.5, self._generator)
+        weight.exponent.data.random_(117, 124, generator=self._generator)
+        return weight
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device).to(self._dtype)
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Parameter:
+        return Parameter("w", torch.empty(shape, dtype=dtype, device=self._device), ())
+
+    def _uniform(self, *shape: int, low: float) -> Parameter:
+        parameter = self._empty(*shape, dtype=torch.float32)
+        parameter.data.uniform_(low, 1.0, generator=self._generator)
+        return parameter
+
+
+def linear_of(weight: QuantizedFormat, parts: tuple[int, ...], width: int, bias: torch.Tensor | None) -> Linear:
+    projections = tuple(Projection(f"p{i}", size) for i, size in enumerate(parts))
+    bias_parameter = None if bias is None else Parameter("bias", bias, ())
+    return Linear("test", width, sum(parts), projections, Cut.OUT, weight, bias_parameter)
+
+
+Make = Callable[[Weights, tuple[int, ...], int], QuantizedFormat]
+STREAMED: dict[str, tuple[Make, bool]] = {  # whether inputs are quantized
+    "fp8": (lambda w, parts, k: w.scaled(FP8, Activations.NONE, parts, k), False),
+    "fp8 token": (lambda w, parts, k: w.scaled(FP8, Activations.TOKEN, parts, k), True),
+    "fp8 static": (lambda w, parts, k: w.scaled(FP8, Activations.STATIC, parts, k), True),
+    "fp8 blocks": (lambda w, parts, k: w.blocks(parts, k), True),
+    "int8": (lambda w, parts, k: w.scaled(INT8, Activations.NONE, parts, k), False),
+    "int8 token": (lambda w, parts, k: w.scaled(INT8, Activations.TOKEN, parts, k), True),
+    "int8 static": (lambda w, parts, k: w.scaled(INT8, Activations.STATIC, parts, k), True),
+    "int4 g32": (lambda w, parts, k: w.grouped(4, 32, False, False, parts, k), False),
+    "int4 g64 zero": (lambda w, parts, k: w.grouped(4, 64, True, False, parts, k), False),
+    "int4 row order": (lambda w, parts, k: w.grouped(4, k, True, True, parts, k), False),
+    "int4 g32 order": (lambda w, parts, k: w.grouped(4, 32, False, True, parts, k), False),
+    "int8 g32 zero": (lambda w, parts, k: w.grouped(8, 32, True, False, parts, k), False),
+    "mxfp4": (lambda w, parts, k: w.mxfp4(parts, k), False),
+}
+# (rows of each projection, in_features): split along in_features, three projections, remainders in both.
+PARTS = [((192,), 576), ((128, 128, 40), 320), ((130,), 192)]
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, is_quantized: bool, is_fp8: bool) -> None:
+    tolerance = TOLERANCES[dtype]
+    if is_quantized:
+        tolerance = CUT_OFF if is_fp8 and found.device.type == "cpu" else OTHER_CODE
+    error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+    assert error < tolerance, error
+
+
+def in_float32(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = linear.bias_data
+    return linear.weight.multiply(x.float(), None if bias is None else bias.float())
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 64])
+@pytest.mark.parametrize(("parts", "width"), PARTS)
+@pytest.mark.parametrize("name", STREAMED)
+def test_streaming_kernels_multiply_as_the_reference(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    parts: tuple[int, ...],
+    width: int,
+    num_rows: int,
+) -> None:
+    make, is_quantized = STREAMED[name]
+    weights = Weights(kernel_device, dtype)
+    products = CudaLinear(launcher, kernel_device, dtype)
+    size = sum(parts)
+    linear = linear_of(make(weights, parts, width), parts, width, weights.randn(size))
+    assert products.can_stream(linear)
+    is_fp8 = name.startswith("fp8")
+
+    # As in the backend, the input and the result lie in wider workspaces.
+    x = weights.randn(num_rows, 2 * width)[:, :width]
+    workspace = torch.full((num_rows + 1, size + 8), torch.nan, dtype=dtype, device=kernel_device)
+    out = workspace[:num_rows, :size]
+    products.multiply(LinearKernel.STREAMED, linear, x, out)
+    check(out, in_float32(linear, x), dtype, is_quantized, is_fp8)
+    assert workspace[num_rows:].isnan().all() and workspace[:, size:].isnan().all()
+
+    residual = weights.randn(num_rows, size)
+    expected = in_float32(linear, x) + residual.float()
+    products.multiply(LinearKernel.STREAMED, linear, x, residual, residual=residual)
+    check(residual, expected, dtype, is_quantized, is_fp8)
+
+    wide = torch.full((num_rows, size), torch.nan, device=kernel_device)
+    products.multiply(LinearKernel.STREAMED, linear, x, wide)
+    check(wide, in_float32(linear, x), dtype, is_quantized, is_fp8)
+    assert torch.equal(wide, wide.to(dtype).float())
+
+
+@pytest.mark.parametrize("num_rows", [1, 23])
+@pytest.mark.parametrize("name", STREAMED)
+def test_streaming_kernels_fuse_a_gate_and_for_one_row_a_norm(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, name: str, num_rows: int
+) -> None:
+    make, is_quantized = STREAMED[name]
+    weights = Weights(kernel_device, dtype)
+    products = CudaLinear(launcher, kernel_device, dtype)
+    parts, width = (128, 128), 192
+    linear = linear_of(make(weights, parts, width), parts, width, weights.randn(256))
+    x, gain = weights.randn(num_rows, width), 1 + 0.2 * weights.randn(width)
+    norm = RmsNorm(Parameter("norm", gain, ()), EPS) if num_rows == 1 else None
+    out = torch.full((num_rows, 128), torch.nan, dtype=dtype, device=kernel_device)
+    products.multiply(LinearKernel.STREAMED, linear, x, out, norm=norm, is_gated=True)
+    normed = x if norm is None else norm.normalize(x)
+    check(out, swiglu(in_float32(linear, normed)), dtype, is_quantized, name.startswith("fp8"))
+
+
+@pytest.mark.parametrize("num_rows", [1, 30, 70])
+@pytest.mark.parametrize("activations", [Activations.TOKEN, Activations.STATIC])
+@pytest.mark.parametrize("element", Element)
+@pytest.mark.parametrize("parts", [(96,), (64, 16, 32)])
+def test_products_of_codes_are_those_of_the_reference(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    element: Element,
+    activations: Activations,
+    parts: tuple[int, ...],
+    num_rows: int,
+) -> None:
+    weights, width, size = Weights(kernel_device, dtype), 144, sum(parts)
+    linear = linear_of(weights.scaled(element, activations, parts, width), parts, width, weights.randn(size))
+    x = weights.randn(num_rows, width)
+    for out in (
+        torch.empty(num_rows, size, dtype=dtype, device=kernel_device),
+        torch.empty(num_rows, size).to(x.device),
+    ):
+        CudaLinear(launcher, kernel_device, dtype).multiply(LinearKernel.CUBLAS, linear, x, out)
+        check(out, in_float32(linear, x), dtype, True, element is FP8)
+
+
+@pytest.mark.parametrize("width", [32, 100, 1500])
+@pytest.mark.parametrize("element", Element)
+def test_codes_and_scales_of_inputs_are_those_of_the_reference(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, element: Element, width: int
+) -> None:
+    weights = Weights(kernel_device, dtype)
+    x = weights.randn(6, width)
+    x[1], x[2, 3], x[3, 0], x[4] = 0, torch.nan, torch.inf, x[4] * 1000
+    for max_activation in (None, 1.25):
+        form = InputForm(getattr(torch, element), element=element, max_activation=max_activation)
+        prepared = prepare_input(launcher, x, form)
+        scale = token_scale(x, element, max_activation)
+        assert prepared.scale is not None and torch.equal(prepared.scale[0].nan_to_num(), scale.nan_to_num())
+        usable = [0, 1, 4, 5]
+        codes, expected = prepared.values[0][usable].float(), to_codes(x, scale, element)[usable].float()
+        if element is INT8 or kernel_device.type == "cuda":  # the interpreter does not round e4m3
+            assert torch.equal(codes, expected)
+
+
+def test_groups_of_the_input_have_scales_of_their_own(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype
+) -> None:
+    x = Weights(kernel_device, dtype).randn(3, 300) * torch.linspace(0.01, 10, 300, device=kernel_device).to(dtype)
+    prepared = prepare_input(launcher, x, InputForm(torch.float16, element=FP8, group_size=128))
+    assert prepared.scale is not None and prepared.scale.shape == (1, 3, 3)
+    scale = prepared.scale[0].repeat_interleave(128, dim=1)[:, :300]
+    found = (prepared.values[0].float() * scale).to(dtype)
+    check(found, rounded_by_groups(x, 128), dtype, True, True)
+
+
+def test_layers_without_kernels_say_why(launcher: KernelLauncher, kernel_device: torch.device) -> None:
+    weights = Weights(kernel_device, torch.float16)
+    products = CudaLinear(launcher, kernel_device, torch.float16)
+    unaligned = linear_of(weights.scaled(FP8, Activations.STATIC, (40, 24), 96), (40, 24), 96, None)
+    assert not products.can_stream(unaligned)
+    assert "[40, 24]" in products.kernels_of(unaligned)["few_rows"]
+    odd = linear_of(weights.scaled(INT8, Activations.TOKEN, (40,), 90), (40,), 90, None)
+    assert products.can_stream(odd) and "of 90" in products.kernels_of(odd)["many_rows"]

@@ -1,0 +1,76 @@
+"""The CUDA backend gives each quantized layer to its kernels, which are computed by torch here."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+
+from services.common.model_config import load_model_config
+from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.weights import load_weights
+from tests.support.dense.fake_triton_kernels import fake_triton_kernels
+from tests.support.dense.steps import relative_error, run_step
+from tests.support.models import make_model_dir
+from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+# Kernels and references in bfloat16 round at nearly the same places. Where an input lies between two codes, either may
+# come closer to the codes of float32.
+MAX_ERROR_RATIO = 3
+CODES, NO_CODES = "product of codes", "reference: "
+
+
+@pytest.fixture(scope="module")
+def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Projections begin with a tile, so that each can have an input of its own."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return make_model_dir(tmp_path_factory.mktemp("plain"), "llama", dtype=torch.bfloat16, **sizes, **heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "many_rows"),
+    [
+        ("fp8 tensor, static", CODES),
+        ("fp8 channel, token", CODES),
+        ("fp8 blocks", NO_CODES),
+        ("int8 channel, token", CODES),
+        ("gptq g32, act-order", NO_CODES),
+        ("awq g128", NO_CODES),
+        ("mxfp4", NO_CODES),
+    ],
+)
+def test_every_format_runs_by_its_kernels(
+    plain_dir: Path, tmp_path: Path, name: str, many_rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(plain_dir, tmp_path / "model")
+    quantize_model_dir(path, FORMATS[name])
+    config = load_model_config(path)
+    weights = load_weights(path, config, torch.bfloat16, CPU)
+    reference = TorchBackend(weights)
+    wide = TorchBackend(load_weights(path, config, torch.float32, CPU))
+    monkeypatch.setattr(
+        LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, LinearKernel.STREAMED)
+    )
+    with fake_triton_kernels(), structlog.testing.capture_logs() as logs:
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, 80)
+        for num_tokens in (1, 5, 80):
+            tokens, rows = [token % 50 for token in range(num_tokens)], list(range(num_tokens))
+            expected = run_step(wide, config, torch.float32, tokens, rows)
+            allowed = MAX_ERROR_RATIO * relative_error(
+                run_step(reference, config, torch.bfloat16, tokens, rows), expected
+            )
+            found = run_step(backend, config, torch.bfloat16, tokens, rows)
+            assert relative_error(found, expected) < allowed < 0.5, num_tokens
+    entries = [entry for entry in logs if entry["event"] == "kernels of a quantized layer"]
+    assert {entry["layer"] for entry in entries} == {"qkv", "o", "gate_up", "down"}
+    assert all(entry["few_rows"] == "streamed, or as many rows" for entry in entries), entries
+    assert all(entry["many_rows"].startswith(many_rows) for entry in entries), entries
