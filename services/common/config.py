@@ -231,7 +231,7 @@ class LogSection(Section):
     """The logs that services write to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"  # least severe level that is written
-    format: Literal["logfmt", "json"] = "logfmt"  # format of the log lines
+    format: Literal["logfmt", "json"] = "logfmt"  # of the log lines; json: the launcher logs its addresses, too
 
 
 class TracingSection(Section):

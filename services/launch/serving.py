@@ -7,6 +7,7 @@ import contextlib
 import sys
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.config import Config
@@ -15,6 +16,8 @@ from services.common.logs import print_to_stderr
 from services.gateway import chat_client
 from services.launch.start_deadline import StartDeadline
 from services.rpc.client import open_channel
+
+log = structlog.get_logger()
 
 MAX_HEALTH_BYTES = 4096
 
@@ -46,8 +49,11 @@ def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None
 
 
 def print_addresses(config: Config) -> None:
-    """Prints the gateway's addresses and commands to call it."""
+    """Prints the gateway's addresses and commands to call it; with logs in JSON, logs the addresses instead."""
     address, http_address = config.gateway.address, config.gateway.http_address
+    if config.log.format == "json":  # for a program, which reads every line of standard error as JSON
+        log.info("serving", model=config.model.path.name, address=address, http_address=http_address)
+        return
     # With TLS the chat client would need certificates for the public address.
     chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
     scheme = "http" if config.gateway.tls_certificate is None else "https"
