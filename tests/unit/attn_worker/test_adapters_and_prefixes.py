@@ -13,6 +13,7 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
+from services.common.kv_cache.scales import KVScales
 from services.lora.adapter import Adapter
 from services.step import NewSequence, PlanEntry, StepPlan
 
@@ -25,12 +26,14 @@ class Worker:
     """An engine whose steps compute nothing."""
 
     def __init__(self) -> None:
-        runner: Any = SimpleNamespace(attach=lambda channels: None, launch=lambda metadata, channel: FinishedStep())
+        runner: Any = SimpleNamespace(
+            attach=lambda channels, scales: None, launch=lambda metadata, channel: FinishedStep()
+        )
         self.cache = KVCache(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64)
         self._engine = AttentionEngine(self.cache, runner, AttentionMetrics(CollectorRegistry(), lambda: None))
         channel: Any = SimpleNamespace(waited_s=None, close=lambda: None, abort=lambda: None)
         self._attachment = Attachment(1, {0: channel}, max_num_tokens=64)
-        self._engine.attach(self._attachment, "00")
+        self._engine.attach(self._attachment, "00", KVScales.ones(1))
         self._num_steps = 0
 
     def run(self, seq_id: int, adapter: Adapter | None, salt: str = "") -> int:

@@ -306,7 +306,7 @@ def test_command_builds_from_an_export(
         ({}, ["--load-format", "dummy"], "TensorRT 8.6.0 has no bfloat16: use float16"),
         ({}, ["--load-format", "dummy", "--num-layers", "9"], "num_layers is 9"),
         ({}, ["--load-format", "dummy", "--profiles", "1-16,32-64"], "must go on at 17"),
-        ({"model_type": "gpt2"}, ["--load-format", "dummy"], "model_type 'gpt2', supported: llama, mistral"),
+        ({"model_type": "rwkv"}, ["--load-format", "dummy"], "model_type 'rwkv', supported: llama, mistral"),
     ],
 )
 def test_command_refuses_in_one_line(
