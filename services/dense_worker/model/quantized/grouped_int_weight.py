@@ -32,8 +32,8 @@ class GroupedIntWeight:
 
     @property
     def kind(self) -> Hashable:
-        has_zero_point, has_order = self.zero_point is not None, self.order is not None
-        return f"int{self.num_bits}", self.group_size, has_zero_point, has_order, self.scale.data.dtype
+        inputs = None if self.order is None else self.part_sizes  # each projection has its own
+        return f"int{self.num_bits}", self.group_size, self.zero_point is not None, inputs, self.scale.data.dtype
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [out_features, in_features], its columns in the order in which they are stored."""

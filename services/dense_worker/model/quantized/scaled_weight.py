@@ -37,7 +37,8 @@ class ScaledWeight:
 
     @property
     def kind(self) -> Hashable:
-        return self.element, self.activations, self.max_activation
+        inputs = self.part_sizes if self.activations is Activations.STATIC else None  # each projection has its own
+        return self.element, self.activations, self.max_activation, inputs
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
