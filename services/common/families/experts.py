@@ -8,9 +8,9 @@ from typing import Any
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
 from services.common.families.llama import read_mistral
-from services.common.families.shape import ExpertOptions, ModelConfig
+from services.common.families.shape import ExpertOptions, ModelConfig, SigmoidRouting
 
-# What other families' mixtures do, with the values by which they do not.
+# What other mixtures do, with the values by which they do not.
 _OTHER_MIXTURES = {
     "scoring_func": "softmax",
     "n_shared_experts": 0,
@@ -34,7 +34,8 @@ def read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
     window = read_window(fields) if fields["sliding_window"] else None  # 0: none
     windows = windows_of_layers(fields, window)
     config = replace(read_base(fields), qkv_bias=fields.flag("qkv_bias"), sliding_windows=windows)
-    return _with_qwen_experts(fields, config, shared_intermediate_size=fields.size("shared_expert_intermediate_size"))
+    shared_size = fields.size("shared_expert_intermediate_size")
+    return _with_qwen_experts(fields, config, shared_intermediate_size=shared_size, has_shared_gate=True)
 
 
 def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
@@ -46,6 +47,40 @@ def read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     fields.only("shared_expert_intermediate_size", 0)
     has_bias = fields.flag("attention_bias")
     return _with_qwen_experts(fields, replace(config, qkv_bias=has_bias, o_bias=has_bias, qk_norm=True))
+
+
+def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
+    """GLM-4.5 and 4.6: DeepSeek's routing, plain layers first, partial rotation, in some norms of heads."""
+    fields.ignore("num_mtp_layers", "num_nextn_predict_layers")  # layers after the last one, which draft tokens
+    config = read_base(fields, allows_partial_rope=True)
+    config = replace(config, qkv_bias=fields.flag("attention_bias"), qk_norm=fields.flag("use_qk_norm"))
+    num_plain, size = fields["first_k_dense_replace"], fields.size("moe_intermediate_size")
+    if type(num_plain) is not int or num_plain < 0:
+        raise fields.error("first_k_dense_replace", num_plain, "expected a number of layers")
+    return _with_experts(
+        fields,
+        config,
+        "n_routed_experts",
+        intermediate_size=size,
+        renormalizes=fields.flag("norm_topk_prob"),
+        layers=tuple(range(num_plain, config.num_layers)),
+        shared_intermediate_size=size * fields.size("n_shared_experts"),
+        sigmoid=_read_sigmoid_routing(fields),
+    )
+
+
+def _read_sigmoid_routing(fields: ConfigFields) -> SigmoidRouting:
+    fields.only("scoring_func", "sigmoid")
+    num_experts, num_groups = fields.size("n_routed_experts"), fields.size("n_group")
+    group_size, num_per_token = num_experts // num_groups, fields.size("topk_group")
+    if num_experts % num_groups or group_size < 2:
+        wanted = f"expected equal groups of at least 2 of its {num_experts} experts"
+        raise fields.error("n_group", num_groups, wanted)
+    if not fields.size("num_experts_per_tok") <= num_per_token * group_size <= num_experts:
+        wanted = f"expected at most {num_groups}, and enough for num_experts_per_tok {fields['num_experts_per_tok']}"
+        raise fields.error("topk_group", num_per_token, wanted)
+    multiplier = fields.number("routed_scaling_factor", 1.0)
+    return SigmoidRouting(num_groups, num_per_token, multiplier)
 
 
 def _with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
@@ -63,12 +98,16 @@ def _with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any
     )
 
 
-def _with_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
+def _with_experts(
+    fields: ConfigFields, config: ModelConfig, count: str = "num_experts", **options: Any
+) -> ModelConfig:
+    """`count` is the field that has the number of experts."""
     fields.ignore("router_jitter_noise", "router_aux_loss_coef", "output_router_logits")  # for training
-    for name, neutral in _OTHER_MIXTURES.items():
-        fields.only(name, neutral)
-    num_experts, num_per_token = fields.size("num_experts"), fields.size("num_experts_per_tok")
-    for name in ("num_experts", "num_local_experts"):  # two spellings; transformers takes one of them if they differ
+    if "sigmoid" not in options:
+        for name, neutral in _OTHER_MIXTURES.items():
+            fields.only(name, neutral)
+    num_experts, num_per_token = fields.size(count), fields.size("num_experts_per_tok")
+    for name in ("num_experts", "num_local_experts", count):  # spellings; transformers takes one of them if they differ
         if fields.raw.get(name) not in (None, num_experts):
             raise fields.error(name, fields.raw[name], f"but also {num_experts} experts")
     if num_per_token > num_experts:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
-from services.common.families.experts import read_mixtral, read_qwen2_moe, read_qwen3_moe
+from services.common.families.experts import read_glm4_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from services.common.families.fields import ConfigFields
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.layer_norm import (
@@ -55,6 +55,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "olmo2": Family("Olmo2ForCausalLM", read_olmo2),
     "glm": Family("GlmForCausalLM", read_glm),
     "glm4": Family("Glm4ForCausalLM", read_glm4),
+    "glm4_moe": Family("Glm4MoeForCausalLM", read_glm4_moe),
     "cohere": Family("CohereForCausalLM", read_cohere),
     "cohere2": Family("Cohere2ForCausalLM", read_cohere2),
     "starcoder2": Family("Starcoder2ForCausalLM", read_starcoder2),

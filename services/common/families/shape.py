@@ -76,15 +76,29 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SigmoidRouting:
+    """Scores by a sigmoid; experts are chosen by score plus a learned bias, and that in a few groups of experts only.
+
+    The chosen experts' weights are their scores, without the bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    """
+
+    num_groups: int  # of equally many neighbouring experts
+    num_groups_per_token: int  # those with the greatest sums of their two best experts
+    multiplier: float  # of the weights, at the end
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertOptions:
     """Layers in which a router chooses a few of many MLPs for each token (arXiv:1701.06538)."""
 
     num_experts: int
-    num_per_token: int  # how many are chosen, by the softmax of the router's logits
+    num_per_token: int  # how many are chosen
     intermediate_size: int  # of each expert
     renormalizes: bool  # the chosen experts' weights are divided by their sum
     layers: tuple[int, ...]  # those with experts; the others have an MLP of `ModelConfig.intermediate_size`
-    shared_intermediate_size: int | None = None  # of an expert that all tokens use, behind a gate; None: there is none
+    shared_intermediate_size: int | None = None  # of an expert that all tokens use; None: there is none
+    has_shared_gate: bool = False  # what that one gives is multiplied by the sigmoid of a product with the token
+    sigmoid: SigmoidRouting | None = None  # None: the scores are the softmax of the router's logits
 
 
 @dataclass(frozen=True, slots=True)

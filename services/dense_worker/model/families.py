@@ -14,7 +14,7 @@ from services.common.families.shape import ExpertOptions, QkNormKind, ResidualKi
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, SharedExpert
-from services.dense_worker.model.experts.router import Router
+from services.dense_worker.model.experts.router import Router, SigmoidRouter, SoftmaxRouter
 from services.dense_worker.model.head import Embedding, Head, LearnedPositions
 from services.dense_worker.model.layer import (
     AfterAttention,
@@ -164,7 +164,6 @@ def build_experts(
         return GatedMlp(None, first, last, parts.activation)
 
     norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
-    weight = matrix("router", options.num_experts, of_experts.router)
     experts = tuple(
         expert(f"expert_{i}", f"{of_experts.experts}.{i}", options.intermediate_size)
         for i in range(options.num_experts)
@@ -172,8 +171,15 @@ def build_experts(
     shared = None
     if options.shared_intermediate_size is not None:
         mlp = expert("shared_expert", of_experts.shared, options.shared_intermediate_size)
-        shared = SharedExpert(mlp, matrix("shared_expert_gate", 1, of_experts.shared_gate))
-    return ExpertMlp(norm, Router(weight, options.num_per_token, options.renormalizes), experts, shared)
+        gate = matrix("shared_expert_gate", 1, of_experts.shared_gate) if options.has_shared_gate else None
+        shared = SharedExpert(mlp, gate)
+    weight = matrix("router", options.num_experts, of_experts.router)
+    router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes)
+    if options.sigmoid is not None:
+        sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
+        bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
+        router = SigmoidRouter(weight, bias, options.num_per_token, options.renormalizes, options.sigmoid)
+    return ExpertMlp(norm, router, experts, shared)
 
 
 def build_residual(

@@ -28,6 +28,7 @@ class ExpertNames:
     """Names of the modules of a mixture of experts, relative to the layer; the defaults are Qwen's."""
 
     router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"  # a tensor
     experts: str = "mlp.experts"  # the number of the expert and a name of its own follow
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -77,7 +78,9 @@ class CheckpointNames:
 _LLAMA = CheckpointNames()
 _GEMMA2 = CheckpointNames(mlp_norm="pre_feedforward_layernorm")
 _GLM = CheckpointNames(mlp_in=("mlp.gate_up_proj",))
-_MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
+_MIXTRAL = ExpertNames(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+)
 _FALCON = CheckpointNames(
     base="transformer",
     embedding="transformer.word_embeddings",
@@ -110,6 +113,7 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "gemma3_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, norm_after_attention="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
+    "glm4_moe": CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts")),
     "phi3": CheckpointNames(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
     "starcoder2": CheckpointNames(mlp_in=("mlp.c_fc",), down="mlp.c_proj"),
     "phi": CheckpointNames(

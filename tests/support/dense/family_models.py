@@ -52,6 +52,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "head_dim": 8,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "glm4_moe-one-group": (
+        "glm4_moe",
+        {
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
     "granite": (
         "granite",
         {
@@ -145,5 +172,8 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(path)
     return path

@@ -16,14 +16,15 @@ from services.dense_worker.model.parameters import Parameter
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert that all tokens use: sigmoid(gate(x)) * mlp(x)."""
+    """An expert that all tokens use: sigmoid(gate(x)) * mlp(x), or mlp(x)."""
 
     mlp: GatedMlp
-    gate: Parameter  # [1, hidden]
+    gate: Parameter | None  # [1, hidden]
 
     def forward(self, operations: Operations, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden] in float32."""
-        return F.linear(x, self.gate.data).sigmoid() * _run(operations, self.mlp, x).float()
+        result = _run(operations, self.mlp, x).float()
+        return result if self.gate is None else F.linear(x, self.gate.data).sigmoid() * result
 
 
 @dataclass(frozen=True, slots=True)

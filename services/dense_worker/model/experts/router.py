@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
+from services.common.families.shape import SigmoidRouting
 from services.dense_worker.model.parameters import Parameter
 
 
+class Router(Protocol):
+    """Chooses experts by a product with each token."""
+
+    num_per_token: int
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""
+
+
 @dataclass(frozen=True, slots=True)
-class Router:
-    """Chooses experts by the softmax of its logits."""
+class SoftmaxRouter:
+    """Chooses the experts with the greatest softmax of their logits, which is their weight."""
 
     weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
     num_per_token: int
@@ -23,3 +35,26 @@ class Router:
         scores = F.linear(x, self.weight.data).softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self.num_per_token, dim=-1)
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.renormalizes else weights
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRouter:
+    """Chooses experts by the sigmoid of their logits and a bias, in groups: see `SigmoidRouting`. All in float32."""
+
+    weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
+    bias: Parameter  # float32 [num_experts]
+    num_per_token: int
+    renormalizes: bool
+    routing: SigmoidRouting
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""
+        scores = F.linear(x.float(), self.weight.data.float()).sigmoid()
+        groups = (scores + self.bias.data).unflatten(1, (self.routing.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self.routing.num_groups_per_token, dim=-1).indices
+        is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=x.device).scatter_(1, best, False)
+        experts = groups.masked_fill(is_left_out[:, :, None], -math.inf).flatten(1).topk(self.num_per_token).indices
+        weights = scores.gather(1, experts)
+        if self.renormalizes:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return experts, weights * self.routing.multiplier
