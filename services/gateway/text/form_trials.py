@@ -108,12 +108,13 @@ class FormTrials:
             return known if known is not None else await self._try_now(form)
 
     async def _try_now(self, form: StructuredOutput) -> StructuredOutput:
+        limit_s = TRIAL_TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TRIAL_TIMEOUT_S
         try:
-            async with asyncio.timeout(START_TIMEOUT_S + TRIAL_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 answer = await self._ask(form)
         except TimeoutError:
             await self._end_process()
-            raise CapacityError(f"the form has not been compiled within {TRIAL_TIMEOUT_S:g} s") from None
+            raise CapacityError(f"the form has not been compiled within {limit_s:g} s") from None
         if "error" in answer:
             error = FormError(answer["error"], answer.get("origin"))
             self._keep(form, error)
