@@ -11,13 +11,13 @@ from services.common.config import Config, load_config, toml_value
 from services.common.errors import ConfigError
 from services.common.shorten import quote, show
 
-METHODS = ("ngram", "suffix")
 FLAG = "--speculative-config"
 # By method: vLLM's keys, which are also the names in the section `scheduler`.
 _KEYS = {
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens",),
 }
+METHODS = tuple(_KEYS)
 _NGRAM_MODEL = "[ngram]"  # how older versions of vLLM name the method
 
 

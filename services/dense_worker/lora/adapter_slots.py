@@ -46,7 +46,6 @@ class AdapterSlots:
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._load = load
         self._clock = itertools.count(1)
-        self.num_loads = 0  # total number of adapters that were loaded
 
     def check(self, sequence: Sequence) -> None:
         """Raises `InvalidRequest` for a sequence with an adapter if there are no slots."""
@@ -102,7 +101,6 @@ class AdapterSlots:
         """The adapter of a slot has been loaded."""
         slot = self._slots[index]
         slot.is_loading = False
-        self.num_loads += 1
         waiting.unpark(slot.adapter.hash)
 
     def failed(self, index: int) -> Adapter:
