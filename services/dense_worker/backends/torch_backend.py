@@ -26,9 +26,9 @@ class TorchBackend:
         self._reads_positions, self._device = weights.reads_positions, weights.device
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """Only the positions, if the embedding needs them: no two steps share anything but weights and adapters."""
+        """Passes the positions on, if the embedding needs them. Steps share nothing else but weights and adapters."""
         if self._reads_positions:
-            self._operations.step_positions = torch.from_numpy(positions_of(plan, num_tokens)).to(self._device)
+            self._operations.set_positions(torch.from_numpy(positions_of(plan, num_tokens)).to(self._device))
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Writes qkv in place -> a new residual."""

@@ -18,7 +18,7 @@ class TorchOperations:
 
     def __init__(self, lora: LoraStore | None = None) -> None:
         self._lora = lora  # None: no row has an adapter
-        self.step_positions: torch.Tensor | None = None  # int64 [num_tokens] of the step; None: no part reads them
+        self._positions: torch.Tensor | None = None  # int64 [num_tokens] of the step; None: no part reads them
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
@@ -31,10 +31,14 @@ class TorchOperations:
         """Looks up a row of the table for each token."""
         return Residual(F.embedding(token_ids, table.data))
 
+    def set_positions(self, positions: torch.Tensor) -> None:
+        """Keeps the position of each token of the step, int64 [num_tokens], on the model's device."""
+        self._positions = positions
+
     def positions(self, num_tokens: int) -> torch.Tensor:
-        """What `step_positions` was set to."""
-        assert self.step_positions is not None, "positions were not prepared for the step"
-        return self.step_positions[:num_tokens]
+        """The first of the positions that `set_positions` was given."""
+        assert self._positions is not None, "positions were not prepared for the step"
+        return self._positions[:num_tokens]
 
     def norm_linear(
         self, residual: Residual, norm: Norm | None, linear: Linear, out: torch.Tensor | None = None
