@@ -117,7 +117,7 @@ class FlashInferAttention:
         self._storage.copy_blocks(copies)
 
     def use_scales(self, scales: KVScales) -> None:
-        """Does nothing that a step could see: this backend refuses FP8."""
+        """Sets scales that no layer reads, because this backend refuses FP8."""
         self._storage.use_scales(scales)
 
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:

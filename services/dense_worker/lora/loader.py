@@ -43,7 +43,7 @@ class AdapterLoader:
             log.info("adapter loaded", adapter=adapter.name, slot=slot, seconds=round(time.monotonic() - start_s, 3))
         except Exception as caught:  # whatever its files do, it concerns only the sequences with this adapter
             if not isinstance(caught, TwostrokeError):
-                log.exception("no adapter", adapter=adapter.name)
+                log.exception("loading an adapter failed unexpectedly", adapter=adapter.name)
             log.warning("an adapter cannot be loaded", adapter=adapter.name, reason=str(caught))
             error = RequestAborted(f"adapter {adapter.name!r} cannot be loaded: {caught}")
         on_done(slot, error)

@@ -20,7 +20,7 @@ class StepCosts:
     """Costs by number of tokens and by whether a step was planned ahead."""
 
     def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        self.sizes = token_buckets(max_num_seqs, max_num_tokens)
+        self._sizes = token_buckets(max_num_seqs, max_num_tokens)
         self._recent: dict[tuple[int, bool], deque[float]] = {}
         self._costs: dict[tuple[int, bool], float | None] = {}
         self._measured_at: dict[tuple[int, bool], int] = {}  # number of the step that was measured last
@@ -28,7 +28,7 @@ class StepCosts:
 
     def size_of(self, num_tokens: int) -> int:
         """Steps of so many tokens cost about as much as steps of this many."""
-        return bucket_for(self.sizes, num_tokens) if num_tokens <= self.sizes[-1] else num_tokens
+        return bucket_for(self._sizes, num_tokens) if num_tokens <= self._sizes[-1] else num_tokens
 
     def record(self, num_tokens: int, cost_s: float, *, is_ahead: bool) -> None:
         """Notes what a decode step has cost."""
