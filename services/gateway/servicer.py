@@ -125,10 +125,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Loads an adapter in all gateway processes."""
         self._frontend.count_requests(1, current_caller())
         adapter = await self._frontend.adapters.load(request.name, request.path, replaces=request.replaces)
-        await self._siblings.pass_on(
-            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).LoadAdapter(request, **options),
-            context.invocation_metadata() or (),
-        )
+        await self._siblings.load_adapter(request, context.invocation_metadata() or ())
         return gateway_pb2.LoadAdapterResponse(adapter=encode_adapter(adapter))
 
     async def UnloadAdapter(
@@ -137,10 +134,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Forgets an adapter in all gateway processes."""
         self._frontend.count_requests(1, current_caller())
         self._frontend.adapters.unload(request.name)
-        await self._siblings.pass_on(
-            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).UnloadAdapter(request, **options),
-            context.invocation_metadata() or (),
-        )
+        await self._siblings.unload_adapter(request, context.invocation_metadata() or ())
         return gateway_pb2.UnloadAdapterResponse()
 
     async def _start(

@@ -1,4 +1,4 @@
-"""An Abort that arrives at another gateway process than its request."""
+"""Calls that concern the other gateway processes, too: an Abort of their request, adapters that all of them serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import grpc
+import pytest
 
+from services.common.errors import PeerError
 from services.gateway.siblings import PASSED_ON, Siblings
 from services.pb import gateway_pb2, gateway_pb2_grpc
 
@@ -21,6 +23,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
     def __init__(self, running: str) -> None:
         self.running = running
         self.metadata: list[dict[str, str]] = []
+        self.directories = {"everywhere"}
+        self.adapters: set[str] = set()
 
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -30,6 +34,22 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         if metadata.get("authorization") != "Bearer secret":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no API key")
         return gateway_pb2.AbortResponse(was_running=request.request_id == self.running)
+
+    async def LoadAdapter(
+        self, request: gateway_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.LoadAdapterResponse:
+        if request.path not in self.directories:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such directory here")
+        self.adapters.add(request.name)
+        return gateway_pb2.LoadAdapterResponse()
+
+    async def UnloadAdapter(
+        self, request: gateway_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_pb2.UnloadAdapterResponse:
+        if request.name not in self.adapters:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
+        self.adapters.remove(request.name)
+        return gateway_pb2.UnloadAdapterResponse()
 
 
 @contextlib.asynccontextmanager
@@ -77,3 +97,27 @@ def test_without_the_key_nothing_is_aborted(tmp_path: Path) -> None:
 def test_an_abort_from_a_sibling_is_not_passed_on_again(tmp_path: Path) -> None:
     was_running, gateways = abort(tmp_path, "b", ("authorization", "Bearer secret"), (PASSED_ON, "1"))
     assert not was_running and not gateways[0].metadata and not gateways[1].metadata
+
+
+def test_an_adapter_that_a_sibling_does_not_load_is_an_error_that_names_it(tmp_path: Path) -> None:
+    gateways = [FakeGateway("a"), FakeGateway("b")]
+    gateways[0].directories.add("at the first")
+
+    async def main() -> None:
+        async with serving(gateways, tmp_path) as addresses:
+            siblings = Siblings(addresses, MAX_BYTES)
+            everywhere = gateway_pb2.LoadAdapterRequest(name="x", path="everywhere")
+            await siblings.load_adapter(everywhere, [(PASSED_ON, "1")])
+            assert not gateways[0].adapters, "it came from a sibling"
+            await siblings.load_adapter(everywhere, [])
+            assert [gateway.adapters for gateway in gateways] == [{"x"}, {"x"}]
+            with pytest.raises(PeerError, match=rf"'y' .* at {addresses[1]} \(no such directory here\)") as caught:
+                await siblings.load_adapter(gateway_pb2.LoadAdapterRequest(name="y", path="at the first"), [])
+            assert addresses[0] not in str(caught.value)
+            await siblings.unload_adapter(gateway_pb2.UnloadAdapterRequest(name="y"), [])  # the second never had it
+            assert [gateway.adapters for gateway in gateways] == [{"x"}, {"x"}]
+            absent = Siblings([*addresses, f"unix:{tmp_path}/gone.sock"], MAX_BYTES)
+            with pytest.raises(PeerError, match=r"gone\.sock"):
+                await absent.unload_adapter(gateway_pb2.UnloadAdapterRequest(name="x"), [])
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -12,7 +12,7 @@ from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
 from services.gateway.siblings import Metadata, Siblings
-from services.pb import gateway_pb2, gateway_pb2_grpc
+from services.pb import gateway_pb2
 
 
 def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblings) -> APIRouter:
@@ -28,10 +28,7 @@ def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblin
         replaces = bool(body.load_inplace)
         await frontend.adapters.load(body.lora_name, body.lora_path, replaces=replaces)
         message = gateway_pb2.LoadAdapterRequest(name=body.lora_name, path=body.lora_path, replaces=replaces)
-        await siblings.pass_on(
-            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).LoadAdapter(message, **options),
-            _metadata(request),
-        )
+        await siblings.load_adapter(message, _metadata(request))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
@@ -42,10 +39,7 @@ def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblin
         frontend.count_requests(1, request.state.caller)
         frontend.adapters.unload(body.lora_name)
         message = gateway_pb2.UnloadAdapterRequest(name=body.lora_name)
-        await siblings.pass_on(
-            lambda channel, **options: gateway_pb2_grpc.GatewayStub(channel).UnloadAdapter(message, **options),
-            _metadata(request),
-        )
+        await siblings.unload_adapter(message, _metadata(request))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _check_enabled() -> None:
