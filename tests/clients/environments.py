@@ -45,7 +45,9 @@ class Environment:
         return str(self.directory / "bin" / name)
 
     def install(self) -> None:
-        """Installs the group if necessary. Raises `CalledProcessError` or `TimeoutExpired`, and leaves nothing then."""
+        """Installs the group if necessary. Raises `OSError`, `CalledProcessError` or `TimeoutExpired`,
+        and leaves nothing then.
+        """
         if self.is_installed:
             return
         for leftover in ROOT.glob(f"{self.group}-*"):
@@ -64,7 +66,8 @@ class Environment:
                 shutil.copy(file, self.directory)
             _run(["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"], self.directory)
         else:
-            venv.create(self.directory, with_pip=True)
+            # A copy of the program could not be started while another thread forks: its file may still be open there.
+            venv.create(self.directory, with_pip=True, symlinks=True)
             [pins] = self.pins
             pip = [self.program("python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
             _run([*pip, "install", "--no-compile", "--requirement", str(pins)], self.directory)
@@ -85,8 +88,9 @@ def _install(environment: Environment) -> None:
     start = time.monotonic()
     try:
         environment.install()
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        reason = (error.stderr or b"").decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
+        output = getattr(error, "stderr", None) or b""
+        reason = output.decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
         print(f"clients {environment.group}: not installed: {reason[0]}", file=sys.stderr)
     else:
         print(f"clients {environment.group}: installed, {time.monotonic() - start:.0f} s", file=sys.stderr)
