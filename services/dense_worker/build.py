@@ -20,11 +20,12 @@ from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
 from services.dense_worker.model.checkpoint import open_checkpoint
-from services.dense_worker.model.kv_scales import read_kv_scales
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.parameters import parts_of_type
+from services.dense_worker.model.quantized.kv_scales import read_kv_scales
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
@@ -131,7 +132,8 @@ def with_stated_hash(model: LoadedModel, stated: str | None) -> LoadedModel:
 
 def log_formats(method: str, weights: ModelWeights) -> None:
     """Logs the formats of all linear layers. On a GPU the backend logs what multiplies them, see `CudaLinear`."""
-    formats = Counter(type(linear.weight).__name__ for linear in parts_of_type(Linear, weights))
+    linears = (*parts_of_type(Linear, weights), *parts_of_type(ExpertLinear, weights))
+    formats = Counter(type(linear.weight).__name__ for linear in linears)
     multiplied_by = "reference in torch" if weights.device.type == "cpu" else "kernels by layer"
     log.info("weights are quantized", method=method, multiplied_by=multiplied_by, **formats)
 

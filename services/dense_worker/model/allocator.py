@@ -9,6 +9,7 @@ import torch
 from services.common.errors import ModelError
 from services.common.families.shape import NormKind
 from services.common.quantization.schemes import LM_HEAD, OnTheFlyFp8, QuantizationConfig, Scheme
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
 from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.parameters import Conversion, Loaded, Parameter, Source, StoredLayout, StoredTensor
@@ -57,6 +58,14 @@ class WeightAllocator:
         weight = self.weight(f"{name}_weight", in_features, merged_from)
         return Linear(name, in_features, sum_of_sizes(merged_from), merged_from, cut, weight, bias)
 
+    def experts(
+        self, name: str, num_experts: int, in_features: int, merged_from: tuple[Projection, ...], has_bias: bool
+    ) -> ExpertLinear:
+        """A linear layer of each expert. `merged_from` lists the projections of expert 0, then of expert 1, ..."""
+        linear = self.linear(name, in_features, merged_from, Cut.OUT, has_bias)
+        out_features = linear.out_features // num_experts
+        return ExpertLinear(name, num_experts, in_features, out_features, linear.weight, linear.bias)
+
     def weight(self, name: str, in_features: int, merged_from: tuple[Projection, ...]) -> WeightFormat:
         """The weight of a linear layer. Its tensors are named `name`, or begin with it.
 
@@ -74,8 +83,9 @@ class WeightAllocator:
         if self._quantization is None:
             return None
         schemes = [self._quantization.scheme_of(name) for name in names]
-        if any(scheme != schemes[0] for scheme in schemes):
-            found = ", ".join(f"{name}: {scheme}" for name, scheme in zip(names, schemes, strict=True))
+        other = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
+        if other is not None:
+            found = f"{names[0]}: {schemes[0]}, {names[other]}: {schemes[other]}"
             raise ModelError(
                 f"{self._quantization.method} quantizes projections in different ways that are computed as one: {found}"
             )

@@ -14,6 +14,7 @@ from services.common.families.shape import ExpertOptions, QkNormKind, ResidualKi
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, SharedExpert
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import Router, SigmoidRouter, SoftmaxRouter
 from services.dense_worker.model.head import Embedding, Head, LearnedPositions
 from services.dense_worker.model.layer import (
@@ -156,30 +157,32 @@ def build_experts(
     def matrix(name: str, num_rows: int, module: str) -> Parameter:
         return allocator.parameter(name, num_rows, hidden, sources=(Source(f"{layer}.{module}.weight", num_rows),))
 
-    def expert(role: str, module: str, size: int) -> GatedMlp:
-        merged = tuple(Projection(f"{layer}.{module}.{each}", size) for each in (of_experts.gate, of_experts.up))
-        down = (Projection(f"{layer}.{module}.{of_experts.down}", hidden),)
-        first = allocator.linear(f"{role}_gate_up", hidden, merged, Cut.OUT, config.mlp_bias)
-        last = allocator.linear(f"{role}_down", size, down, Cut.IN, config.mlp_bias)
-        return GatedMlp(None, first, last, parts.activation)
+    def projections(module: str, size: int) -> tuple[Projection, ...]:
+        return tuple(Projection(f"{layer}.{module}.{each}", size) for each in (of_experts.gate, of_experts.up))
+
+    def down(module: str) -> Projection:
+        return Projection(f"{layer}.{module}.{of_experts.down}", hidden)
 
     norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
-    experts = tuple(
-        expert(f"expert_{i}", f"{of_experts.experts}.{i}", options.intermediate_size)
-        for i in range(options.num_experts)
-    )
-    shared = None
-    if options.shared_intermediate_size is not None:
-        mlp = expert("shared_expert", of_experts.shared, options.shared_intermediate_size)
+    num_experts, size, has_bias = options.num_experts, options.intermediate_size, config.mlp_bias
+    modules = [f"{of_experts.experts}.{i}" for i in range(num_experts)]
+    gates_and_ups = tuple(each for module in modules for each in projections(module, size))
+    gate_up = allocator.experts("experts_gate_up", num_experts, hidden, gates_and_ups, has_bias)
+    downs = allocator.experts("experts_down", num_experts, size, tuple(map(down, modules)), has_bias)
+    shared, shared_size = None, options.shared_intermediate_size
+    if shared_size is not None:
+        merged = projections(of_experts.shared, shared_size)
+        first = allocator.linear("shared_expert_gate_up", hidden, merged, Cut.OUT, has_bias)
+        last = allocator.linear("shared_expert_down", shared_size, (down(of_experts.shared),), Cut.IN, has_bias)
         gate = matrix("shared_expert_gate", 1, of_experts.shared_gate) if options.has_shared_gate else None
-        shared = SharedExpert(mlp, gate)
+        shared = SharedExpert(GatedMlp(None, first, last, parts.activation), gate)
     weight = matrix("router", options.num_experts, of_experts.router)
     router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes)
     if options.sigmoid is not None:
         sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
         bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
         router = SigmoidRouter(weight, bias, options.num_per_token, options.renormalizes, options.sigmoid)
-    return ExpertMlp(norm, router, experts, shared)
+    return ExpertMlp(norm, RoutedExperts(router, gate_up, downs, parts.activation), shared)
 
 
 def build_residual(

@@ -31,6 +31,9 @@ class WeightFormat(Protocol):
         in torch, on every device; torch.export can record it if `out` is None.
         """
 
+    def share(self, index: int, count: int) -> WeightFormat:
+        """One of `count` equal shares of the rows, each made of whole projections: views."""
+
 
 class QuantizedFormat(WeightFormat, Protocol):
     """A weight format whose tensors are codes and scales."""

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from services.common.families.shape import Activation
+from services.dense_worker.model.activation import ACTIVATIONS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
-
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
-    Activation.RELU: F.relu,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,16 @@ product with the addition to the residual. For operators that no implementation 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.parameters import Parameter
+
+if TYPE_CHECKING:
+    from services.dense_worker.model.experts.routed_experts import RoutedExperts
 
 
 class Residual(NamedTuple):
@@ -48,6 +51,20 @@ class Operations(Protocol):
         multiplier: float = 1.0,
     ) -> Residual:
         """Adds the product of x [n, in_features] to the residual, normalised if there is a norm, times multiplier."""
+
+    def normalize(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
+        """The residual, and its norm (None: itself) [n, hidden], which `mix_experts` may still read."""
+
+    def mix_experts(self, x: torch.Tensor, experts: RoutedExperts, shared: torch.Tensor | None) -> torch.Tensor:
+        """x [n, hidden] -> the sum of the experts chosen for each token and of `shared`, in x's dtype.
+
+        `shared` (float32 [n, hidden]) may be overwritten.
+        """
+
+    def add(
+        self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0
+    ) -> Residual:
+        """Adds change [n, hidden] to the residual, normalised if there is a norm, times multiplier."""
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """qkv [n, qkv_size], n at least 1 -> qkv with normalised q and k heads; `is_in_place`: in the same tensor."""

@@ -85,6 +85,16 @@ def parameters(part: Any) -> Iterator[Parameter]:
     return parts_of_type(Parameter, part)
 
 
+def share_of_rows(part: Part, index: int, count: int) -> Part:
+    """One of `count` equal shares of the rows of each tensor of `part`, a dataclass of parameters: views."""
+    changes = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, Parameter):
+            changes[field.name] = Parameter(value.name, value.data.unflatten(0, (count, -1))[index])
+    return replace(part, **changes)
+
+
 def tensors_by_name(part: Any) -> dict[str, torch.Tensor]:
     """The tensors of a part, in the order of its fields. Their names must differ."""
     found = list(parameters(part))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.model.parameters import Parameter, share_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class PlainWeight:
     ) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features] by torch; on CUDA that is cuBLAS."""
         return multiply_matrix(x, self.matrix.data, bias, out)
+
+    def share(self, index: int, count: int) -> PlainWeight:
+        """A view of some rows."""
+        return share_of_rows(self, index, count)
 
 
 def multiply_matrix(

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Residual
@@ -61,7 +62,21 @@ class TorchOperations:
         multiplier: float = 1.0,
     ) -> Residual:
         """A new tensor: the residual plus the product."""
-        change = self.linear(linear, x)
+        return self.add(residual, self.linear(linear, x), norm, multiplier)
+
+    def normalize(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
+        """The residual stays as it is."""
+        return residual, _normalized(residual, norm)
+
+    def mix_experts(self, x: torch.Tensor, experts: RoutedExperts, shared: torch.Tensor | None) -> torch.Tensor:
+        """Adds up in float32, and rounds once."""
+        total = experts.mix(x)
+        return (total if shared is None else total.add_(shared)).to(x.dtype)
+
+    def add(
+        self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0
+    ) -> Residual:
+        """A new tensor."""
         if norm is not None:
             change = norm.normalize(change)
         return Residual(residual.hidden + (change if multiplier == 1.0 else change * multiplier))

@@ -18,6 +18,7 @@ from services.common.errors import ModelError
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.families import BUILDERS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
@@ -69,7 +70,8 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """
     weights = empty_weights(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
-    quantized = [each.weight for each in parts_of_type(Linear, weights) if not isinstance(each.weight, PlainWeight)]
+    linears = [*parts_of_type(Linear, weights), *parts_of_type(ExpertLinear, weights)]
+    quantized = [each.weight for each in linears if not isinstance(each.weight, PlainWeight)]
     for weight in quantized:
         weight.fill_random(RANDOM_STD, generator)
     filled = {id(tensor) for weight in quantized for tensor in tensors_by_name(weight).values()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from services.common.quantization.schemes import BlockFp8Scheme, Element
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Parameter, Source, StoredTensor
+from services.dense_worker.model.parameters import Parameter, Source, StoredTensor, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.activations import GREATEST, rounded_by_groups, to_codes
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
@@ -39,6 +39,11 @@ class BlockFp8Weight:
         """x [n, in_features] -> [n, out_features]: both factors are dequantized to x's dtype, then multiplied."""
         matrix = (self.matrix.data.float() * self._scale_of_elements()).to(x.dtype)
         return multiply_matrix(rounded_by_groups(x, self.block_size[1]), matrix, bias, out)
+
+    def share(self, index: int, count: int) -> BlockFp8Weight:
+        """Views of some projections."""
+        sizes = self.part_sizes[: len(self.part_sizes) // count]
+        return replace(share_of_rows(self, index, count), part_sizes=sizes)
 
     def fill_random(self, std: float, generator: torch.Generator) -> None:
         """Normally distributed weights; the scales are such that few are cut off."""

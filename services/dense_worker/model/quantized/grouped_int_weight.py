@@ -6,11 +6,11 @@ AWQ, GPTQ and compressed-tensors store the same numbers in different orders. Loa
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.model.parameters import Parameter, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.packing import unpack
 
@@ -53,6 +53,11 @@ class GroupedIntWeight:
         products = [multiply_matrix(x.index_select(1, order), rows, None, None) for order, rows in parts]
         result = torch.cat(products, dim=1) if bias is None else torch.cat(products, dim=1) + bias
         return result if out is None else out.copy_(result)
+
+    def share(self, index: int, count: int) -> GroupedIntWeight:
+        """Views of some projections."""
+        sizes = self.part_sizes[: len(self.part_sizes) // count]
+        return replace(share_of_rows(self, index, count), part_sizes=sizes)
 
     def fill_random(self, std: float, generator: torch.Generator) -> None:
         """Uniformly distributed codes."""

@@ -14,7 +14,7 @@ import torch
 from services.common.errors import ModelError
 from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor
+from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.layer import QuantizedLayer, check_divides, converted
 
@@ -46,6 +46,10 @@ class Mxfp4Weight:
     ) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]: the matrix is dequantized to x's dtype, then multiplied."""
         return multiply_matrix(x, self.dequantize(x.dtype), bias, out)
+
+    def share(self, index: int, count: int) -> Mxfp4Weight:
+        """Views of some rows."""
+        return share_of_rows(self, index, count)
 
     def fill_random(self, std: float, generator: torch.Generator) -> None:
         """Uniformly distributed codes."""

@@ -6,14 +6,14 @@ A checkpoint with one scale for each projection has it repeated, so that merged 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from services.common.quantization.schemes import Activations, Element, ScaledScheme
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor
+from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.activations import GREATEST, rounded, to_codes, token_scale
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
@@ -53,6 +53,11 @@ class ScaledWeight:
         products = [multiply_matrix(rounded(x, scale, self.element), rows, None, None) for scale, rows in parts]
         result = torch.cat(products, dim=1) if bias is None else torch.cat(products, dim=1) + bias
         return result if out is None else out.copy_(result)
+
+    def share(self, index: int, count: int) -> ScaledWeight:
+        """Views of some projections."""
+        sizes = self.part_sizes[: len(self.part_sizes) // count]
+        return replace(share_of_rows(self, index, count), part_sizes=sizes)
 
     def fill_random(self, std: float, generator: torch.Generator) -> None:
         """Normally distributed weights; the scales are such that few are cut off."""

@@ -19,7 +19,7 @@ from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends.select import prepare_backend
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp
-from services.dense_worker.model.parameters import parts_of_type
+from services.dense_worker.model.parameters import parts_of_type, tensors_by_name
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.model.weights import load_weights
@@ -100,10 +100,33 @@ def test_fp8_on_the_fly_quantizes_experts_and_not_the_router(path: Path) -> None
     weights = load_weights(path, config, torch.float32, CPU)
     expected, found = (list(parts_of_type(ExpertMlp, each.layers)) for each in (plain, weights))
     for before, after in zip(expected, found, strict=True):
-        assert torch.equal(before.router.weight.data, after.router.weight.data)
-        for expert in after.experts:
-            assert isinstance(expert.gate_up.weight, ScaledWeight) and isinstance(expert.down.weight, ScaledWeight)
-        assert all(isinstance(expert.down.weight, PlainWeight) for expert in before.experts)
+        assert torch.equal(before.routed.router.weight.data, after.routed.router.weight.data)
+        for linears in zip(
+            (before.routed.gate_up, before.routed.down), (after.routed.gate_up, after.routed.down), strict=True
+        ):
+            assert [type(linear.weight) for linear in linears] == [PlainWeight, ScaledWeight]
+
+
+@pytest.mark.parametrize("name", [None, "gptq g32, act-order", "awq g32", "mxfp4"])
+def test_the_weights_of_all_experts_are_one_tensor_that_each_expert_sees_its_rows_of(
+    path: Path, tmp_path: Path, name: str | None
+) -> None:
+    stored = copy_model(path, tmp_path / "model")
+    plain = load_file(stored / "model.safetensors")
+    if name is not None:
+        plain |= quantize_model_dir(stored, FORMATS[name])
+    weights = load_weights(stored, load_model_config(stored), torch.float32, CPU)
+    linear = weights.layers[1].after.mlp.routed.gate_up
+    whole = tensors_by_name(linear.weight)
+    for expert in range(8):
+        for key, share in tensors_by_name(linear.weight.share(expert, 8)).items():
+            assert share.nbytes * 8 == whole[key].nbytes
+            assert share.data_ptr() == whole[key].data_ptr() + expert * share.nbytes
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    for expert in (0, 2, 7):
+        names = (f"model.layers.1.mlp.experts.{expert}.{part}.weight" for part in ("gate_proj", "up_proj"))
+        expected = torch.cat([x @ plain[each].float().t() for each in names], dim=1)
+        torch.testing.assert_close(linear.multiply(expert, x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""`RoutedExperts`: a router and the experts it chooses from; an operation of `Operations` runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from services.common.families.shape import Activation
+from services.dense_worker.model.activation import ACTIVATIONS
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
+from services.dense_worker.model.experts.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The sum of weight * down(activation(gate(x)) * up(x)) over the experts that the router has chosen for x."""
+
+    router: Router
+    gate_up: ExpertLinear  # of each expert: gate rows, then up rows
+    down: ExpertLinear
+    activation: Activation
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> the sum, [n, hidden] in float32: the reference for kernels, in torch.
+
+        The host reads how many tokens each expert has got, so that experts without tokens cost nothing. That is the way
+        for a CPU: a CUDA graph cannot wait for the host.
+        """
+        chosen, weights = self.router.choose(x)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        order = chosen.flatten().argsort(stable=True)  # of the pairs of token and expert, by expert
+        counts = torch.bincount(chosen.flatten(), minlength=self.gate_up.num_experts).tolist()
+        rows = (order // self.router.num_per_token).split(counts)
+        parts = weights.flatten()[order].split(counts)
+        for expert, (its_rows, its_weights) in enumerate(zip(rows, parts, strict=True)):
+            if len(its_rows):
+                activation = self.activate(self.gate_up.multiply(expert, x[its_rows]))
+                total.index_add_(0, its_rows, self.down.multiply(expert, activation) * its_weights[:, None])
+        return total
+
+    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [n, 2 * intermediate] -> the input of `down`, [n, intermediate]."""
+        gate, up = gate_up.chunk(2, dim=1)
+        return ACTIVATIONS[self.activation](gate) * up
