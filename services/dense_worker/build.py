@@ -10,6 +10,7 @@ import structlog
 
 from services.common.config import Config, ModelSection
 from services.common.errors import ConfigError, ModelError
+from services.common.families.names import NAMES
 from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
@@ -23,7 +24,6 @@ from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.quantized.kv_scales import read_kv_scales
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 MAX_ADAPTERS = 1024
 MAX_PATH_CHARACTERS = 1024
-MAX_WAITING = 8  # loads at the same time; one of them runs
+MAX_LOADS = 8  # at the same time; one of them runs
 
 
 class Adapters:
@@ -70,8 +70,8 @@ class Adapters:
             missing = "lora_path" if name else "lora_name"
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
         self._check_name(name, replaces)
-        if self._num_waiting == MAX_WAITING:
-            raise CapacityError(f"{MAX_WAITING} adapters are being loaded, which is the limit")
+        if self._num_waiting == MAX_LOADS:
+            raise CapacityError(f"{MAX_LOADS} adapters are being loaded, which is the limit")
         self._num_waiting += 1
         try:
             async with self._loading:

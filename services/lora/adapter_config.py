@@ -42,7 +42,7 @@ _LAYER_INDEX = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class LoraModule:
+class LayerSettings:
     """The settings of one linear layer."""
 
     rank: int
@@ -63,7 +63,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
-    def modules(self, names: Iterable[str]) -> dict[str, LoraModule]:
+    def modules(self, names: Iterable[str]) -> dict[str, LayerSettings]:
         """The targeted ones of a model's linear layers with their settings.
 
         Raises `InvalidRequest` if the patterns of the config are not valid or take too long.
@@ -76,7 +76,7 @@ class AdapterConfig:
                 alpha_key = matcher.first_key(self.alpha_pattern, name)
                 rank = self.rank if rank_key is None else self.rank_pattern[rank_key]
                 alpha = self.alpha if alpha_key is None else self.alpha_pattern[alpha_key]
-                found[name] = LoraModule(rank, alpha / (math.sqrt(rank) if self.use_rslora else rank))
+                found[name] = LayerSettings(rank, alpha / (math.sqrt(rank) if self.use_rslora else rank))
         return found
 
     def _is_target(self, name: str, matcher: _Matcher) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import show
-from services.lora.adapter_config import AdapterConfig, LoraModule, parse_adapter_config
+from services.lora.adapter_config import AdapterConfig, LayerSettings, parse_adapter_config
 from services.lora.safetensors_file import SafetensorsFile, open_regular, read_exactly
 
 CONFIG_FILE = "adapter_config.json"
@@ -82,7 +82,7 @@ def _read_config(path: Path, max_rank: int) -> AdapterConfig:
 
 
 def _find_tensors(
-    file: SafetensorsFile, modules: Mapping[str, LoraModule], shapes: Shapes
+    file: SafetensorsFile, modules: Mapping[str, LayerSettings], shapes: Shapes
 ) -> dict[str, tuple[str, str]]:
     """The names of A and B in the file, by module. No tensor may be missing, too many, or of a wrong shape."""
     missing = {

@@ -1,15 +1,14 @@
 """Builds the parts of a model from its `ModelConfig` and the names in its family's checkpoints.
 
-A family that is made of existing parts is a page of names (`names.py`) and a reader of its config
-(`services/common/families/`). Another arrangement of parts is a function here, in `BUILDERS`.
+A family that is made of existing parts is a page of names and a reader of its config, both in
+`services/common/families/`. Another part, or another arrangement of parts, is a case here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from services.common.families.names import CheckpointNames, FusedHeads, names_of
 from services.common.families.shape import ExpertOptions, QkNormKind, ResidualKind
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
@@ -28,7 +27,6 @@ from services.dense_worker.model.layer import (
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.names import NAMES, CheckpointNames, FusedHeads, names_of
 from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm
 from services.dense_worker.model.parameters import Parameter, Source, StoredLayout
 from services.dense_worker.model.plain_weight import PlainWeight
@@ -44,10 +42,6 @@ def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeigh
         tuple(build_layer(config, allocator, names, i) for i in range(config.num_layers)),
         build_head(config, allocator, names, table),
     )
-
-
-# By `ModelConfig.family`.
-BUILDERS: dict[str, Callable[[ModelConfig, WeightAllocator], ModelWeights]] = dict.fromkeys(NAMES, build_decoder)
 
 
 def build_embedding_table(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> Parameter:

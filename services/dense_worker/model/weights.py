@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from services.common.errors import ModelError
+from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
-from services.dense_worker.model.families import BUILDERS
+from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.names import names_of
 from services.dense_worker.model.parameters import (
     Loaded,
     Source,
@@ -189,7 +189,7 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
     Raises ModelError for shapes that the format of quantized weights does not allow.
     """
-    return BUILDERS[config.family](config, WeightAllocator(dtype, device, config.quantization))
+    return build_decoder(config, WeightAllocator(dtype, device, config.quantization))
 
 
 def _destinations(weights: ModelWeights) -> Iterator[tuple[Source, torch.Tensor]]:

@@ -14,9 +14,9 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from services.common.errors import ModelError
 from services.common.families.alibi import alibi_slopes, bfloat16, mpt_alibi_slopes
+from services.common.families.names import NAMES
 from services.common.families.registry import FAMILIES, TEXT_PARTS
 from services.common.model_config import load_model_config
-from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.weights import load_weights
 from tests.support.dense.family_models import VARIANTS, make_family_model
 

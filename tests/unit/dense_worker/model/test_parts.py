@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from services.common.families.names import NAMES
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model import weights as weights_module
 from services.dense_worker.model.allocator import WeightAllocator, checkpoint_sources, sum_of_sizes
 from services.dense_worker.model.families import (
-    BUILDERS,
     build_decoder,
     build_embedding_table,
     build_head,
@@ -29,7 +30,6 @@ from services.dense_worker.model.families import (
 from services.dense_worker.model.layer import DecoderLayer, Mlp
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.names import NAMES
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter, parts_of_type, with_tensors
@@ -147,7 +147,7 @@ BACKENDS: dict[str, tuple[Callable, torch.dtype, float]] = {  # dtype and limit 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_new_family_needs_only_new_parts(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILDERS, "parallel", build_parallel)
+    monkeypatch.setattr(weights_module, "build_decoder", build_parallel)
     make, dtype, tolerance = BACKENDS[backend]
     config = replace(small_config("llama"), family="parallel")
     weights = make_noisy(empty_weights(config, dtype, CPU))
@@ -212,7 +212,7 @@ def test_a_new_weight_format_needs_no_change_of_the_layer(
         return build_decoder(config, ScaledAllocator(allocator.dtype, allocator.device))
 
     with monkeypatch.context() as patch:
-        patch.setitem(BUILDERS, "qwen2", build)
+        patch.setattr(weights_module, "build_decoder", build)
         weights = load_weights(path, config, torch.float32, CPU)
         with BACKENDS[backend][0](weights, config) as dense:
             found = run_step(dense, config, torch.float32, TOKEN_IDS, ROWS)
