@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.dense_worker.engine.plan_builder import PlanBuilder
+from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 

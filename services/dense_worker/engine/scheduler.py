@@ -1,24 +1,20 @@
 """`Scheduler`: decides which sequences advance by how many tokens. No torch, no gRPC, no asyncio; one engine thread.
 
 There is no prefill or decode phase. A sequence has tokens and computed tokens, and a step lets some sequences catch up,
-within a token budget. Sequences that need a single token go first, so that a long prompt cannot stall running streams.
-A plan is made while the previous step still runs: it needs that step's lengths, not its tokens. `waiting_queue.py`
-decides the order of sequences.
+within a token budget; `planning/` decides which ones. A plan is made while the previous step still runs: it needs that
+step's lengths, not its tokens. `waiting_queue.py` decides the order of sequences.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
-from services.dense_worker.engine.drafts import DraftCounts, DraftSource, room_for_drafts
-from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
+from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.fairness.turns import Turns
-from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.plan_builder import PlanBuilder
+from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
 from services.dense_worker.engine.suspects import Suspects
@@ -55,8 +51,7 @@ class Scheduler:
             limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
         )
         self._suspects = Suspects()
-        self._turns = self._new_turns()
-        self._has_given_way = False  # whether the last step was only for newcomers
+        self._turns, self._planner = self._new_turns(), self._new_planner()
         self._next_step_id = 1
 
     @property
@@ -89,7 +84,7 @@ class Scheduler:
         Plans in flight are void. Their tokens were never known; sampling gives the same ones again.
         """
         self.session = session
-        self._turns = self._new_turns()
+        self._turns, self._planner = self._new_turns(), self._new_planner()
         self._waiting.clear()
         for sequence in self._sequences.values():
             sequence.leave_cache()
@@ -206,44 +201,8 @@ class Scheduler:
 
     def schedule(self) -> PublishedPlan | None:
         """Plans the next step; None if there is no work. A plan without entries only closes sequences."""
-        session = self.session
-        session.is_short_of_blocks = False
-        step = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
-        decodes, prefills = list[Sequence](), list[tuple[Sequence, int]]()
-        suspect = self._suspects.active()
-        for sequence in session.running:
-            if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
-                continue
-            num_remaining = sequence.num_remaining_tokens
-            if num_remaining > 1:
-                prefills.append((sequence, num_remaining))
-            elif num_remaining == 1:
-                decodes.append(sequence)
-        shares = None  # how many tokens each prompt gets; None: as many as are left
-        is_shared = self._waiting.has_several_clients
-        if is_shared and not self._has_given_way and session.running:
-            if newcomers(session.running, (each.sequence for each in session.openings.values())):
-                return None  # they may come into this plan; the answer to their opening is on its way
-            if new := newcomers(decodes, (sequence for sequence, _ in prefills)):
-                decodes, prefills = [], [each for each in prefills if each[0] in new]
-                self._has_given_way = True  # the next step is for all
-        elif session.running:
-            self._has_given_way = False
-        if is_shared:
-            decodes = limit_decodes(decodes, prefills, step.num_tokens)
-            if session.ledger.num_available_blocks < len(decodes):
-                decodes = put_largest_last(decodes)
-        if self._drafts is not None:  # steps that compute prompts have none
-            self._drafts.begin_step(decodes, 0 if prefills else self.limits.max_num_seqs - len(session.running))
-        for sequence in decodes:
-            self._plan(step, sequence, 1, is_last=True)
-        if is_shared and prefills:
-            shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
-        for sequence, num_remaining in prefills:
-            num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
-            if num_tokens:
-                self._plan(step, sequence, num_tokens, is_last=num_tokens == num_remaining)
-        if not step.entries and not session.to_close:
+        session, step = self.session, self._planner.plan_step(self._suspects.active())
+        if step is None or not (step.entries or session.to_close):
             return None
         plan = StepPlan(
             self._next_step_id, tuple(step.entries), tuple(session.to_close), tuple(session.confirmed)
@@ -329,6 +288,11 @@ class Scheduler:
             is_guaranteed=self.limits.policy == "guaranteed_no_evict",
         )
 
+    def _new_planner(self) -> StepPlanner:
+        return StepPlanner(
+            self.session, self._waiting, self.limits, self._drafts, self._preempt, self._drop_held_blocks
+        )
+
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
         return suspect if suspect is None or self._adapters.is_ready(suspect) else None
@@ -345,30 +309,6 @@ class Scheduler:
         self._close(victim)
         self._push(victim)
         self.num_preemptions += 1
-
-    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
-        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
-        drafts: tuple[int, ...] = ()
-        if is_last and self._drafts is not None:
-            room = room_for_drafts(sequence, self.session, step)
-            drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
-        if sequence.status is not SequenceStatus.RUNNING:
-            return  # preempted in this plan
-        session = self.session
-        num_blocks = session.take_blocks(sequence, num_tokens + len(drafts))
-        if num_blocks is not None:
-            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks)
-            return
-        session.is_short_of_blocks = True
-        if not session.awaits_blocks:
-            self._preempt_one(step.seq_ids)
-
-    def _preempt_one(self, scheduled: Collection[int]) -> None:
-        victim = choose_victim_of_shortage(self.session.running, scheduled)
-        if victim is not None:
-            self._preempt(victim)
-        elif not scheduled:  # otherwise the scheduled sequences advance
-            self._drop_held_blocks()
 
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED

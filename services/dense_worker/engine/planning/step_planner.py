@@ -1,0 +1,108 @@
+"""`StepPlanner`: which running sequences advance in the next step, and by how many tokens. Part of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
+from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
+from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
+from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.dense_worker.engine.session import Session
+from services.dense_worker.engine.waiting_queue import WaitingQueue
+
+
+class StepPlanner:
+    """Of one attachment.
+
+    Sequences that need a single token go first, so that a long prompt cannot stall running streams. Prompts share the
+    rest of the step.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        waiting: WaitingQueue,
+        limits: SchedulerLimits,
+        drafts: DraftSource | None,
+        preempt: Callable[[Sequence], None],
+        drop_held_blocks: Callable[[], None],
+    ) -> None:
+        """`preempt` makes a running sequence wait again; `drop_held_blocks` gives up blocks from before."""
+        self._session = session
+        self._waiting = waiting
+        self._limits = limits
+        self._drafts = drafts
+        self._preempt = preempt
+        self._drop_held_blocks = drop_held_blocks
+        self._has_given_way = False  # whether the last step was only for newcomers
+
+    def plan_step(self, suspect: Sequence | None) -> PlanBuilder | None:
+        """The entries of the next step, perhaps none. None: the plan waits for sequences that are being opened.
+
+        `suspect`: the only sequence that may run now; None: all may
+        """
+        session = self._session
+        session.is_short_of_blocks = False
+        step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
+        decodes, prefills = list[Sequence](), list[tuple[Sequence, int]]()
+        for sequence in session.running:
+            if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
+                continue
+            num_remaining = sequence.num_remaining_tokens
+            if num_remaining > 1:
+                prefills.append((sequence, num_remaining))
+            elif num_remaining == 1:
+                decodes.append(sequence)
+        shares = None  # how many tokens each prompt gets; None: as many as are left
+        is_shared = self._waiting.has_several_clients
+        if is_shared and not self._has_given_way and session.running:
+            if newcomers(session.running, (each.sequence for each in session.openings.values())):
+                return None  # they may come into this plan; the answer to their opening is on its way
+            if new := newcomers(decodes, (sequence for sequence, _ in prefills)):
+                decodes, prefills = [], [each for each in prefills if each[0] in new]
+                self._has_given_way = True  # the next step is for all
+        elif session.running:
+            self._has_given_way = False
+        if is_shared:
+            decodes = limit_decodes(decodes, prefills, step.num_tokens)
+            if session.ledger.num_available_blocks < len(decodes):
+                decodes = put_largest_last(decodes)
+        if self._drafts is not None:  # steps that compute prompts have none
+            self._drafts.begin_step(decodes, 0 if prefills else self._limits.max_num_seqs - len(session.running))
+        for sequence in decodes:
+            self._plan(step, sequence, 1, is_last=True)
+        if is_shared and prefills:
+            shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
+        for sequence, num_remaining in prefills:
+            num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
+            if num_tokens:
+                self._plan(step, sequence, num_tokens, is_last=num_tokens == num_remaining)
+        return step
+
+    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
+        """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
+        drafts: tuple[int, ...] = ()
+        if is_last and self._drafts is not None:
+            room = room_for_drafts(sequence, self._session, step)
+            drafts = tuple(self._drafts.propose(sequence, room)) if room > 0 else ()
+        if sequence.status is not SequenceStatus.RUNNING:
+            return  # preempted in this plan
+        num_blocks = self._session.take_blocks(sequence, num_tokens + len(drafts))
+        if num_blocks is None:
+            self._give_up_blocks(step)
+        else:
+            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks)
+
+    def _give_up_blocks(self, step: PlanBuilder) -> None:
+        """A running sequence cannot grow. Unless blocks are about to come back, another one gives up its blocks."""
+        self._session.is_short_of_blocks = True
+        if self._session.awaits_blocks:
+            return
+        victim = choose_victim_of_shortage(self._session.running, step.seq_ids)
+        if victim is not None:
+            self._preempt(victim)
+        elif not step.seq_ids:  # otherwise the scheduled sequences advance
+            self._drop_held_blocks()
