@@ -15,10 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from services.common.errors import ModelError
-from services.common.families.base import read_json
 from services.common.families.fields import ConfigFields
 from services.common.families.registry import FAMILIES, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerParts, ModelConfig, RopeConfig
+from services.common.json_files.read_json import read_json
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
 
 if TYPE_CHECKING:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
-from services.common.errors import ModelError
 from services.common.families.fields import ConfigFields
 from services.common.families.rope import read_rope
 from services.common.families.shape import Activation, LayerParts, ModelConfig, RopeConfig
+from services.common.json_files.read_json import read_json
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {  # by transformers' names
@@ -102,19 +99,6 @@ def read_window(fields: ConfigFields) -> int | None:
     if window is not None and window < 1:
         raise fields.error("sliding_window", window, "expected at least 1")
     return window
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    """The JSON object in `file`, or None if the file does not exist. Raises ModelError for anything else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} holds a JSON {type(value).__name__}, expected an object")
-    return value
 
 
 def _activation(fields: ConfigFields, name: str | Activation) -> Activation:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.families.base import read_json
+from services.common.json_files.read_json import read_json
 
 FP8_SCHEME = "fp8"
 _PLACES = (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.common.errors import ModelError
+from services.common.json_files.read_json import read_json
 
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth")
@@ -86,9 +86,9 @@ def checkpoint_files(path: Path) -> list[Path]:
         is_pickled = any(name.endswith(_PICKLED) for name in others)
         raise ModelError(f"{path} has neither model.safetensors nor {_INDEX_FILE} ({found})" + _DANGER * is_pickled)
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set((read_json(index) or {})["weight_map"].values())
         return [path / name for name in sorted(names)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
 
 

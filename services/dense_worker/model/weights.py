@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -37,6 +39,8 @@ from services.dense_worker.model.quantized.layer import FLOATS
 RANDOM_STD = 0.02
 _HASH_SAMPLES = 64
 _HASH_SAMPLE_BYTES = 4096
+_HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes memory
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 # Small tensors that change what all others mean; samples could miss them.
 _HASHED_WHOLE = re.compile(r"scale|zero|g_idx")
 
@@ -90,7 +94,7 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
     shapes) and 64 evenly spaced pieces of 4 KiB, including the first and last bytes. Retrained or converted weights
     differ everywhere, so samples suffice; it is not a checksum of the whole file. For quantized weights it also covers
     the schemes of `config.quantization`, and all scales, zero points and orders of features whole. With `dummy_seed`
-    (random weights) no weight file is read. Raises ModelError for a missing file.
+    (random weights) no weight file is read. Raises ModelError for a missing or damaged file.
     """
     digest = hashlib.blake2b(digest_size=32)
     try:
@@ -100,37 +104,49 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
             digest.update(repr(config.quantization).encode())
         if dummy_seed is None:
             for file in checkpoint_files(path):
-                _hash_file(digest, file)
-                if config.quantization is not None:
-                    _hash_scales(digest, file)
+                _hash_file(digest, file, hashes_scales=config.quantization is not None)
     except OSError as error:
         raise ModelError(f"weights of {path} cannot be read: {error}") from error
     return digest.hexdigest()
 
 
-def _hash_file(digest: hashlib.blake2b, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"\0{file.name} {size}\0".encode())
+def _hash_file(digest: hashlib.blake2b, file: Path, hashes_scales: bool) -> None:
     with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        digest.update(stream.read(min(header_size, size)))
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(f"\0{file.name} {size}\0".encode())
+        header = _read_header(stream, size, file)
+        digest.update(header)
         last = max(size - _HASH_SAMPLE_BYTES, 0)
         for i in range(_HASH_SAMPLES):
             stream.seek(last * i // (_HASH_SAMPLES - 1))
             digest.update(stream.read(_HASH_SAMPLE_BYTES))
+        if hashes_scales:
+            for start, end in _places_of_scales(header, size, file):
+                stream.seek(start)
+                for left in range(end - start, 0, -_HASH_PIECE_BYTES):
+                    digest.update(stream.read(min(left, _HASH_PIECE_BYTES)))
 
 
-def _hash_scales(digest: hashlib.blake2b, file: Path) -> None:
-    with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(header_size))
-            places = [each["data_offsets"] for name, each in header.items() if _HASHED_WHOLE.search(name)]
-        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
-            raise ModelError(f"{file} is truncated or damaged: {error!r}") from error
-        for begin, end in sorted(places):
-            stream.seek(8 + header_size + begin)
-            digest.update(stream.read(end - begin))
+def _read_header(stream: BinaryIO, size: int, file: Path) -> bytes:
+    num_bytes, most = int.from_bytes(stream.read(8), "little"), min(size - 8, MAX_HEADER_BYTES)
+    if num_bytes > most:
+        raise ModelError(f"{file} is truncated or damaged: its header has {num_bytes} bytes, at most {most} expected")
+    return stream.read(num_bytes)
+
+
+def _places_of_scales(header: bytes, size: int, file: Path) -> list[tuple[int, int]]:
+    """Where the tensors begin and end in a file of `size` bytes, in the order of the file."""
+    first = 8 + len(header)
+    try:
+        entries = json.loads(header)
+        offsets = [each["data_offsets"] for name, each in entries.items() if _HASHED_WHOLE.search(name)]
+        places = sorted((first + start, first + end) for start, end in offsets)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is truncated or damaged: {error!r}") from error
+    for start, end in places:
+        if not first <= start <= end <= size:
+            raise ModelError(f"{file} is truncated or damaged: a tensor lies at {start} to {end} of {size} bytes")
+    return places
 
 
 def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, sources: list[Source]) -> None:

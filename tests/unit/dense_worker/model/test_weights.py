@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import ModelError
+from services.common.json_files.read_json import MAX_JSON_BYTES
 from services.common.model_config import ModelConfig, load_model_config
+from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from tests.support.models import FAMILIES, make_model_dir
@@ -156,7 +158,8 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 def test_broken_index_is_named(tmp_path: Path, index: str) -> None:
     path = make_model_dir(tmp_path, "llama", max_shard_size="50KB")
     (path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is not a safetensors index"):
+    message = r"model\.safetensors\.index\.json (is not a safetensors index|cannot be read as JSON|holds a JSON list)"
+    with pytest.raises(ModelError, match=message):
         load(path)
 
 
@@ -322,3 +325,44 @@ def test_hash_of_a_missing_shard_names_it(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ModelError, match=shard.name):
         digest(path)
+
+
+@pytest.mark.parametrize("claimed", [4_000_001, 2**40, 2**63, 2**64 - 1])
+def test_hash_of_a_header_that_is_longer_than_its_file_names_both(model_dir: Path, claimed: int) -> None:
+    (model_dir / "model.safetensors").write_bytes(claimed.to_bytes(8, "little") + bytes(4_000_000))
+    with pytest.raises(ModelError, match=rf"its header has {claimed} bytes, at most 4000000 expected"):
+        digest(model_dir)
+
+
+def test_hash_of_a_header_beyond_the_limit_names_both(model_dir: Path) -> None:
+    with (model_dir / "model.safetensors").open("wb") as stream:
+        stream.write((2**32).to_bytes(8, "little"))
+        stream.truncate(2**33)  # takes no room on a disk
+    with pytest.raises(ModelError, match=r"its header has 4294967296 bytes, at most 100000000 expected"):
+        digest(model_dir)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2**50], [100, 4], [-90, 8], [0, 4_000_001]])
+def test_hash_of_scales_outside_of_their_file_is_refused(model_dir: Path, offsets: list[int]) -> None:
+    header = json.dumps({"a.weight_scale": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4_000_000)
+    (model_dir / "model.safetensors").write_bytes(content)
+    config = dataclasses.replace(load_model_config(model_dir), quantization=on_the_fly_fp8())
+    start, end = (8 + len(header) + offset for offset in offsets)
+    with pytest.raises(ModelError, match=rf"a tensor lies at {start} to {end} of {len(content)} bytes"):
+        digest(model_dir, config)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_file_of_json_beyond_the_limit_is_not_read(tmp_path: Path, name: str) -> None:
+    path = make_model_dir(tmp_path, "llama", max_shard_size="50KB")
+    with (path / name).open("wb") as stream:
+        stream.truncate(2**35)  # takes no room on a disk
+    with pytest.raises(ModelError, match=rf"{name} has 34359738368 bytes, at most {MAX_JSON_BYTES} allowed"):
+        load(path)
+
+
+def test_json_that_is_nested_too_deeply_is_named(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text("[" * 1_000_000)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read as JSON"):
+        load(model_dir)
