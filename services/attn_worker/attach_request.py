@@ -6,6 +6,7 @@ import math
 
 from services.common.errors import InvalidRequest
 from services.common.kv_cache.scales import KVScales
+from services.common.model_config import ModelConfig
 from services.pb import attn_pb2
 
 
@@ -27,3 +28,21 @@ def read_scales(request: attn_pb2.AttachRequest, num_layers: int) -> KVScales:
                     f"the dense worker's {field} of layer {layer} is {scale}, expected a finite number above 0"
                 )
     return KVScales(by_field["key_scales"], by_field["value_scales"])
+
+
+def read_sinks(request: attn_pb2.AttachRequest, config: ModelConfig) -> tuple[tuple[float, ...], ...]:
+    """The learned sinks, [num_layers][num_heads]; empty for a model without them.
+
+    Raises InvalidRequest, which names the value, for a wrong number of sinks, and for one that is not finite.
+    """
+    sinks, num_heads = tuple(request.sinks), config.num_heads
+    expected = config.num_layers * num_heads if config.attention.has_sinks else 0
+    if len(sinks) != expected:
+        raise InvalidRequest(f"the dense worker has {len(sinks)} sinks, the model calls for {expected}")
+    for index, sink in enumerate(sinks):
+        if not math.isfinite(sink):
+            layer, head = divmod(index, num_heads)
+            raise InvalidRequest(
+                f"the dense worker's sink of layer {layer} and head {head} is {sink}, expected a finite number"
+            )
+    return tuple(sinks[start : start + num_heads] for start in range(0, expected, num_heads))

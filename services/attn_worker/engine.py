@@ -9,7 +9,7 @@ If the dense worker is lost during a step, the step is rolled back as if it had 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,15 +81,18 @@ class AttentionEngine:
         if attachment is not None:
             attachment.close()
 
-    def attach(self, attachment: Attachment, weights_hash: str, scales: KVScales) -> None:
+    def attach(
+        self, attachment: Attachment, weights_hash: str, scales: KVScales, sinks: Sequence[Sequence[float]] = ()
+    ) -> None:
         """Replaces the last attachment by a new one, which the engine owns from now on.
 
         Keys and values computed with weights other than `weights_hash`, or stored with other scales, are dropped.
+        `sinks` are the learned ones, [num_layers][num_heads], of a model that has them.
         """
         self.detach()
         self._attachment = attachment
         self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
-        self._runner.attach(attachment.channels.values(), scales)
+        self._runner.attach(attachment.channels.values(), scales, sinks)
 
     def open_sequence(self, attachment: Attachment, new: NewSequence) -> OpenResult:
         """Opens a sequence in the KV cache. Raises `StaleEpoch` if the attachment was replaced."""

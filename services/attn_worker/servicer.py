@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 
 import grpc
@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.answers import describe_accepted, describe_opened
-from services.attn_worker.attach_request import read_scales
+from services.attn_worker.attach_request import read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.kv_cache import OpenResult
@@ -95,15 +95,18 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._check_model(request)
         self._check_limits(request)
         scales = read_scales(request, self._model.config.num_layers)
+        sinks = read_sinks(request, self._model.config)
         try:
             async with self._attaching:
-                return await self._attach(request, scales, context.peer())
+                return await self._attach(request, scales, sinks, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
             raise
 
-    async def _attach(self, request: attn_pb2.AttachRequest, scales: KVScales, peer: str) -> attn_pb2.AttachReply:
+    async def _attach(
+        self, request: attn_pb2.AttachRequest, scales: KVScales, sinks: Sequence[Sequence[float]], peer: str
+    ) -> attn_pb2.AttachReply:
         if self._results is not None:  # sent before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._num_attachments} is replaced by another one"))
         self.abort()
@@ -120,7 +123,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment = None
             attachment.close()
             raise
-        attaching = engine.submit(engine.attach, attachment, request.weights_hash, scales)
+        attaching = engine.submit(engine.attach, attachment, request.weights_hash, scales, sinks)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)

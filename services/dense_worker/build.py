@@ -20,6 +20,7 @@ from services.dense_worker.backends.select import SelectedBackend, prepare_backe
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.model.attention_sinks import Sinks, random_sinks, read_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.linear import Linear
@@ -46,6 +47,7 @@ class LoadedModel:
     lora: LoraStore | None  # the adapters of the backend; None: they are off
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
+    sinks: Sinks  # of attention; empty: the model has none
 
     def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
@@ -96,6 +98,7 @@ def load_model(
     digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
     kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
     scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
+    sinks = _make_sinks(section, model)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     prepared = prepare_backend(config.dense, section, model, limits, report)
     weights = _load_weights(section, model)
@@ -105,7 +108,7 @@ def load_model(
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
         runner = _build_runner(config, model, selected, lora, takes_over)
-    return LoadedModel(model, digest, selected.name, runner, lora, kv_cache_dtype, scales)
+    return LoadedModel(model, digest, selected.name, runner, lora, kv_cache_dtype, scales, sinks)
 
 
 def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:
@@ -120,6 +123,13 @@ def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:
         )
     log.info("scales of the KV cache", source="the checkpoint" if scales else "none in the checkpoint: all are 1")
     return scales
+
+
+def _make_sinks(section: ModelSection, model: ResolvedModel) -> Sinks:
+    if section.load_format == "dummy" or not model.config.attention.has_sinks:
+        return random_sinks(model.config, section.dummy_seed)
+    with open_checkpoint(section.path, NAMES[model.config.family].canonical) as checkpoint:
+        return read_sinks(checkpoint, model.config)
 
 
 def with_stated_hash(model: LoadedModel, stated: str | None) -> LoadedModel:

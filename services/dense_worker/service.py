@@ -210,6 +210,7 @@ def attach_options(config: Config, model: LoadedModel) -> AttachOptions:
         wait_timeout_s=config.channel.wait_timeout_s,
         kv_cache_dtype=model.kv_cache_dtype,
         kv_scales=model.kv_scales,
+        sinks=model.sinks,
     )
 
 

@@ -105,6 +105,10 @@ class Pair:
         self.kernels = kernels.make(config, spec, dtype, device, MAX_MODEL_LEN, max_num_seqs=32, max_num_tokens=2048)
         for backend in (self.reference, self.kernels):
             backend.use_scales(scales or KVScales.ones(config.num_layers))
+            if config.attention.has_sinks:
+                generator = torch.Generator().manual_seed(seed)
+                sinks = 3 * torch.randn(config.num_layers, config.num_heads, generator=generator)
+                backend.use_sinks(sinks.tolist())
         self.generator = torch.Generator().manual_seed(seed)
         self.free_blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
         self.sequences: dict[str, Sequence] = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
-from tests.gpu.test_attention_kernels import MAX_MODEL_LEN, Kernels, Pair, make_config
+from tests.gpu.attention_pair import MAX_MODEL_LEN, Kernels, Pair, make_config, relative_error
 
 HEAD_DIM = 32
 PLAIN = RopeConfig("default", 10000.0, HEAD_DIM, MAX_MODEL_LEN)
@@ -35,6 +35,8 @@ CASES: dict[str, tuple[AttentionOptions, RopeConfig]] = {
     "a part of each head by longrope": (AttentionOptions(layer_ropes=(LONGROPE, None)), LONGROPE),
     "two embeddings": (AttentionOptions(layer_ropes=(replace(PLAIN, theta=50.0), PLAIN)), PLAIN),
     "a layer without rotation": (AttentionOptions(layer_ropes=(None, PLAIN)), PLAIN),
+    "learned sinks": (AttentionOptions(has_sinks=True), PLAIN),
+    "learned sinks and a soft cap": (AttentionOptions(has_sinks=True, softcap=2.0), PLAIN),
     "dynamic scaling of a part": (AttentionOptions(), RopeConfig("dynamic", 10000.0, 16, 12, factor=2.0)),
 }
 
@@ -59,7 +61,7 @@ def test_every_option_in_every_kind_of_step(kernels: Kernels, case: str) -> None
     pair.check({"c": 1, "a": 1, "b": 1})
 
 
-@pytest.mark.parametrize("case", ["softcap", "ALiBi"])
+@pytest.mark.parametrize("case", ["softcap", "ALiBi", "learned sinks"])
 def test_options_of_long_contexts_that_are_split(kernels: Kernels, case: str) -> None:
     pair = Pair(config_of(case), kernels)
     pair.check({"long": 300})
@@ -68,7 +70,19 @@ def test_options_of_long_contexts_that_are_split(kernels: Kernels, case: str) ->
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_options_in_16_bits(kernels: Kernels, dtype: torch.dtype) -> None:
-    for case in ("softcap and scale", "ALiBi", "neighbouring pairs of a part"):
+    for case in ("softcap and scale", "ALiBi", "neighbouring pairs of a part", "learned sinks"):
         pair = Pair(config_of(case), kernels, dtype)
         pair.check({"a": 19, "b": 3})
         pair.check({"a": 1, "b": 1})
+
+
+@pytest.mark.parametrize("num_heads", [6, 64], ids=str)  # 6: the sinks of a layer are padded
+def test_sinks_of_an_8_bit_cache_and_of_large_groups(kernels: Kernels, num_heads: int) -> None:
+    config = make_config(num_heads, 2, HEAD_DIM, windows=(None, 7))
+    config = replace(config, attention=AttentionOptions(has_sinks=True))
+    for cache_dtype in (None, torch.int8):
+        pair = Pair(config, kernels, cache_dtype=cache_dtype)
+        pair.run(pair.plan({"a": 19, "b": 300}))
+        for _ in range(2):
+            for out, expected in pair.run(pair.plan({"a": 1, "b": 1})):
+                assert relative_error(out, expected) < (kernels.tolerance if cache_dtype is None else 1e-2)

@@ -26,6 +26,10 @@ class AttentionBackend(Protocol):
         """Sets the scales of layers that store FP8, for later steps. Other layers have none, or their own."""
         ...
 
+    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
+        """Sets the learned sinks, [num_layers][num_heads], for later steps. Called for models that have them."""
+        ...
+
     def begin_step(self, step: StepMetadata) -> None:
         """Prepares the data that all layers of a step share."""
         ...

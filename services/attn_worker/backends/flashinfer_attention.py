@@ -120,6 +120,10 @@ class FlashInferAttention:
         """Sets scales that no layer reads, because this backend refuses FP8."""
         self._storage.use_scales(scales)
 
+    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
+        """Never called: `select_backend` refuses models with sinks."""
+        raise AssertionError("these kernels have no sinks")
+
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
         """Runs FlashInfer's `plan` on the host and sends the plan to the device."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)

@@ -83,6 +83,7 @@ def _check_options(config: ModelConfig) -> None:
         "a scale of scores of its own": options.scale is not None,
         "rotation of neighbouring pairs": options.rotates_pairs,
         "different rotary embeddings in its layers": len(ropes) > 1,
+        "learned sinks": options.has_sinks,
         "layers without rotation": None in ropes,
         "rotation of a part of each head": any(rope and rope.rotary_dim != config.head_dim for rope in ropes),
     }

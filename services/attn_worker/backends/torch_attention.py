@@ -76,6 +76,7 @@ class TorchAttention:
         self._device = device
         ropes = {rope for rope in config.layer_ropes if rope is not None}
         self._ropes = {rope: RotaryEmbedding(rope, max_model_len, device) for rope in ropes}
+        self._sinks: torch.Tensor | None = None  # float32 [num_layers, num_heads], of models that have them
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
         self._windows = set(spec.windows)
         self._storage = BlockStorage(spec, spec.token_major_block, device)
@@ -91,6 +92,10 @@ class TorchAttention:
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
         self._storage.use_scales(scales)
+
+    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
+        """Sets the learned sinks of all layers."""
+        self._sinks = torch.tensor(sinks, dtype=torch.float32, device=self._device)
 
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
@@ -126,13 +131,17 @@ class TorchAttention:
         is_slice = group.out_rows is None
         query = self._query[group.rows] if is_slice else self._query.index_select(0, group.rows)
         group_size, num_kv_heads, _, head_dim = group.keys.shape
+        sinks = None
+        if self._config.attention.has_sinks:
+            sinks = self._sinks[layer].view(num_kv_heads if group.max_tokens == 1 else self._config.num_heads, -1, 1)
         if group.max_tokens == 1:
             # The q heads of a kv head are passed as query positions, so keys and values need not be repeated.
             query = query.view(group_size, num_kv_heads, -1, head_dim)
-            attended = self._attention(query, group.keys, group.values, mask)
+            attended = self._attention(query, group.keys, group.values, mask, sinks)
         else:
             query = query.view(group_size, group.max_tokens, -1, head_dim).transpose(1, 2)
-            attended = self._attention(query, group.keys, group.values, mask, is_causal=mask is None).transpose(1, 2)
+            attended = self._attention(query, group.keys, group.values, mask, sinks, is_causal=mask is None)
+            attended = attended.transpose(1, 2)
         if is_slice:
             out[group.rows].view(attended.shape).copy_(attended)
         else:
@@ -147,11 +156,15 @@ class TorchAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """query [group_size, heads, queries, head_dim], mask as by `_masks` -> the same shape as query."""
+        """query [group_size, heads, queries, head_dim], mask as by `_masks` -> the same shape as query.
+
+        sinks: logits that broadcast to the scores, [heads, queries or 1, 1]; None: the model has none.
+        """
         options, has_groups = self._config.attention, query.shape[1] > keys.shape[1]
-        if options.softcap is None:
+        if options.softcap is None and sinks is None:
             return scaled_dot_product_attention(
                 query,
                 keys,
@@ -166,12 +179,18 @@ class TorchAttention:
             keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))
         scale = options.scale or query.shape[-1] ** -0.5
         scores = query.float() @ keys.float().transpose(-1, -2) * scale
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
         if is_causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=self._device).triu(1)
             scores = scores.masked_fill_(hidden, float("-inf"))
         elif mask is not None:
             scores += mask
+        if sinks is not None:
+            highest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+            weights = scores.sub_(highest).exp_()
+            total = weights.sum(dim=-1, keepdim=True) + (sinks - highest).exp()
+            return (weights @ values.float() / total).to(query.dtype)
         return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
 
     def _rotation(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> _Rotation:

@@ -7,7 +7,7 @@ Everything that the kernels read about a step lies in one int32 buffer on the de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,7 +77,12 @@ class TritonAttention:
         options = config.attention
         slopes = torch.tensor(options.alibi_slopes, device=device) if options.alibi_slopes else None
         assert slopes is None or set(config.layer_ropes) == {None}, "with ALiBi, angle rows are positions"
-        self._scores = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
+        plain = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
+        self._sinks: torch.Tensor | None = None
+        self._scores = [plain] * config.num_layers
+        if options.has_sinks:  # rows of a multiple of 16 bytes, so that kernels are compiled once
+            self._sinks = torch.zeros(config.num_layers, -(-config.num_heads // 4) * 4, device=device)
+            self._scores = [replace(plain, sinks=each) for each in self._sinks]
         is_plain = config.rope.rotary_dim == config.head_dim and not options.rotates_pairs
         self._pairs = None if is_plain else RotaryPairs(config.rope.rotary_dim, options.rotates_pairs)
         self._config = config
@@ -127,6 +132,10 @@ class TritonAttention:
         """Sets the scales of FP8 layers."""
         self._storage.use_scales(scales)
 
+    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
+        """Sets the learned sinks of all layers, in place: captured graphs read them."""
+        self._sinks[:, : self._config.num_heads].copy_(torch.tensor(sinks))
+
     def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
         """Splits the kernels' work into items and sends them to the device."""
         num_seqs, num_tokens = len(step.num_tokens), len(step.positions)
@@ -158,7 +167,7 @@ class TritonAttention:
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
-        cache, scales = self._caches[layer], self._storage.scales[layer]
+        cache, scales, scores = self._caches[layer], self._storage.scales[layer], self._scores[layer]
         window, angles = self._spec.windows[layer], self._angles.tables[layer]
         if self._decode_items is not None:
             items = self._decode_items[window]
@@ -172,7 +181,7 @@ class TritonAttention:
                 self._block_tables,
                 self._workspace,
                 self._decode_tiles,
-                self._scores,
+                scores,
                 self._pairs,
             )
         if (prefill := self._prefill) is not None:
@@ -189,7 +198,7 @@ class TritonAttention:
                 self._block_tables,
                 window,
                 prefill.tiles,
-                self._scores,
+                scores,
                 self._pairs,
             )
 

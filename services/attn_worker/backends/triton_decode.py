@@ -23,7 +23,7 @@ from services.attn_worker.backends.triton_cache_layout import (
 )
 from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
 from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
-from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores
+from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
 
@@ -84,6 +84,7 @@ def decode_attention(
         workspace.log_sums,
         workspace.counters,
         scores.slopes,
+        scores.sinks,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
@@ -121,6 +122,7 @@ def _decode_kernel(
     partial_log_sums,
     counters,
     slopes,
+    sinks,
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
@@ -291,6 +293,9 @@ def _decode_kernel(
         acc = acc * decay[:, None] + weight[:, None] * attended_value[None, :]
         log_max = new_max
 
+    if sinks is not None:  # noqa: SIM102  this is known when the kernel is compiled
+        if num_items == 1:  # else it joins the sum of all pieces
+            exp_sum = exp_sum + sink_weight(sinks, heads, offs_g < GROUP, log_max)
     acc = acc / exp_sum[:, None]
     if FORMAT == "fp8":
         acc = acc * value_scale
@@ -312,6 +317,7 @@ def _decode_kernel(
         merged = _merge(
             partial_outputs + rows.to(tl.int64) * HEAD_DIM,
             partial_log_sums + rows,
+            None if sinks is None else sinks + kv_head * GROUP,
             num_items,
             NUM_KV_HEADS * GROUP,
             GROUP,
@@ -329,6 +335,7 @@ def _decode_kernel(
 def _merge(
     outputs,  # float32, at the first item and head; items lie item_stride heads apart
     log_sums,
+    sinks,  # at the first head; None: the model has none
     num_items,
     item_stride,
     GROUP: tl.constexpr,
@@ -359,4 +366,6 @@ def _merge(
         total = total * decay + tl.sum(weights, axis=0)
         acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * output, axis=0)
         log_max = new_max
+    if sinks is not None:
+        total = total + sink_weight(sinks, offs_r, offs_r < GROUP, log_max)
     return acc / total[:, None]

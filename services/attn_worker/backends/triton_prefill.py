@@ -21,7 +21,7 @@ from services.attn_worker.backends.triton_cache_layout import (
 )
 from services.attn_worker.backends.triton_quantized import kv_format
 from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
-from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores
+from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
 SHORT_CONTEXT = 512  # up to this length half-empty tiles on the diagonal cost more than small tiles
@@ -72,6 +72,7 @@ def prefill_attention(
         items,
         block_tables,
         scores.slopes,
+        scores.sinks,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
@@ -106,6 +107,7 @@ def _prefill_kernel(
     items,
     block_tables,
     slopes,
+    sinks,
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
@@ -190,6 +192,8 @@ def _prefill_kernel(
     )  # fmt: skip
 
     target = out + rows.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + offs_d[None, :]
+    if sinks is not None:
+        exp_sum = exp_sum + sink_weight(sinks, tl.full([BLOCK_M], 0, tl.int32) + head, mask_m, log_max)
     acc = acc / exp_sum[:, None]
     if FORMAT == "fp8":
         acc = acc * tl.load(scales + 1)

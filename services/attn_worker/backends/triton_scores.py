@@ -1,4 +1,4 @@
-"""What some families do to the scaled scores of attention, in the Triton kernels: a soft cap, and ALiBi."""
+"""What some families do to the scores of attention, in the Triton kernels: a soft cap, ALiBi, learned sinks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class ScoreOptions:
     scale: float  # of the products of q and k
     softcap: float = 0.0  # 0: none
     slopes: torch.Tensor | None = None  # float32 [num_heads], of ALiBi
+    sinks: torch.Tensor | None = None  # float32 [num_heads], the learned ones of the layer
 
     @property
     def softmax_scale(self) -> float:
@@ -39,3 +40,10 @@ def adjust_scores(scores, slope, distance, RAW_SCALE: tl.constexpr, SOFTCAP: tl.
     if HAS_ALIBI:
         scores = scores - slope * distance.to(tl.float32)
     return scores
+
+
+@triton.jit
+def sink_weight(sinks, heads, mask, log_max):
+    """The part of the sinks in sums of exponentials relative to 2 ** `log_max`; `heads` has the shape of `log_max`."""
+    sink = tl.load(sinks + heads, mask=mask, other=0.0) * 1.4426950408889634  # log2(e)
+    return tl.exp2(sink - log_max)

@@ -33,14 +33,16 @@ class CudaLayerRunner:
         self._stream = torch.cuda.Stream()
         self._graphs: dict[Channel, StepGraphs[int]] = {}
 
-    def attach(self, channels: Iterable[Channel], scales: KVScales) -> None:
-        """Passes the scales on, and captures one graph per bucket for each channel, unless `captures_lazily` is on.
+    def attach(self, channels: Iterable[Channel], scales: KVScales, sinks: Sequence[Sequence[float]]) -> None:
+        """Passes scales and sinks on, and captures a graph per bucket for each channel, unless `captures_lazily` is on.
 
         Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
             self._backend.use_scales(scales)
+            if sinks:
+                self._backend.use_sinks(sinks)
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)

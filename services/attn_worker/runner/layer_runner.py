@@ -30,8 +30,11 @@ class FinishedStep:
 class LayerRunner(Protocol):
     """Runs steps in the order of their launches."""
 
-    def attach(self, channels: Iterable[Channel], scales: KVScales) -> None:
-        """Makes later steps run on these channels only, with these scales of FP8 layers. No step may be running."""
+    def attach(self, channels: Iterable[Channel], scales: KVScales, sinks: Sequence[Sequence[float]]) -> None:
+        """Makes later steps run on these channels only, with these scales of FP8 layers and these learned sinks.
+
+        `sinks` are [num_layers][num_heads], or empty for a model without them. No step may be running.
+        """
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks of the KV cache, given as (from, to), after all steps launched so far and before the next."""
@@ -47,9 +50,11 @@ class EagerLayerRunner:
         self._backend = backend
         self._num_layers = num_layers
 
-    def attach(self, channels: Iterable[Channel], scales: KVScales) -> None:
-        """Passes the scales on."""
+    def attach(self, channels: Iterable[Channel], scales: KVScales, sinks: Sequence[Sequence[float]]) -> None:
+        """Passes scales and sinks on."""
         self._backend.use_scales(scales)
+        if sinks:
+            self._backend.use_sinks(sinks)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

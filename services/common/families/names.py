@@ -52,6 +52,7 @@ class CheckpointNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    sinks: str = ""  # a tensor: the learned sinks of attention
     norm_after_attention: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one: fused, or without a gate

@@ -73,6 +73,7 @@ class AttentionOptions:
     alibi_slopes: tuple[float, ...] = ()  # per q head: slope * (j - i) is added to the scaled score; empty: no ALiBi
     rotates_pairs: bool = False  # RoPE turns dimensions (2d, 2d + 1), not (d, d + rotary_dim / 2)
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
+    has_sinks: bool = False  # a learned logit per layer and head joins each softmax and adds no value
 
 
 @dataclass(frozen=True, slots=True)

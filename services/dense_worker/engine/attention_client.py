@@ -7,7 +7,9 @@ methods pass them to the engine thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -67,6 +69,7 @@ class AttachOptions:
     wait_timeout_s: float
     kv_cache_dtype: KVCacheFormat = "model"
     kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
+    sinks: Sequence[Sequence[float]] = ()  # of attention, [num_layers][num_heads]; empty: the model has none
 
 
 class AttentionClient:
@@ -136,6 +139,7 @@ class AttentionClient:
             kv_cache_dtype=options.kv_cache_dtype,
             key_scales=scales.keys if scales else (),
             value_scales=scales.values if scales else (),
+            sinks=itertools.chain.from_iterable(options.sinks),
         )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:

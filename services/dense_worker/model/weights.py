@@ -20,6 +20,7 @@ from services.common.errors import ModelError
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.attention_sinks import sink_names
 from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.families import build_decoder
@@ -42,7 +43,7 @@ _HASH_SAMPLE_BYTES = 4096
 _HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes memory
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 # Small tensors that change what all others mean; samples could miss them.
-_HASHED_WHOLE = re.compile(r"scale|zero|g_idx")
+_HASHED_WHOLE = re.compile(r"scale|zero|g_idx|\.sinks$")
 
 
 def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
@@ -93,10 +94,12 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
     It covers config.json, `config.num_layers` and, for each safetensors file, its name, size, header (names, dtypes,
     shapes) and 64 evenly spaced pieces of 4 KiB, including the first and last bytes. Retrained or converted weights
     differ everywhere, so samples suffice; it is not a checksum of the whole file. For quantized weights it also covers
-    the schemes of `config.quantization`, and all scales, zero points and orders of features whole. With `dummy_seed`
-    (random weights) no weight file is read. Raises ModelError for a missing or damaged file.
+    the schemes of `config.quantization`, and all scales, zero points and orders of features whole, and for a model with
+    learned sinks these. With `dummy_seed` (random weights) no weight file is read. Raises ModelError for a missing or
+    damaged file.
     """
     digest = hashlib.blake2b(digest_size=32)
+    hashes_small = config.quantization is not None or config.attention.has_sinks
     try:
         digest.update((path / "config.json").read_bytes())
         digest.update(f"\0num_layers={config.num_layers} dummy_seed={dummy_seed}".encode())
@@ -104,13 +107,13 @@ def weights_hash(path: Path, config: ModelConfig, dummy_seed: int | None = None)
             digest.update(repr(config.quantization).encode())
         if dummy_seed is None:
             for file in checkpoint_files(path):
-                _hash_file(digest, file, hashes_scales=config.quantization is not None)
+                _hash_file(digest, file, hashes_small)
     except OSError as error:
         raise ModelError(f"weights of {path} cannot be read: {error}") from error
     return digest.hexdigest()
 
 
-def _hash_file(digest: hashlib.blake2b, file: Path, hashes_scales: bool) -> None:
+def _hash_file(digest: hashlib.blake2b, file: Path, hashes_small: bool) -> None:
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         digest.update(f"\0{file.name} {size}\0".encode())
@@ -120,8 +123,8 @@ def _hash_file(digest: hashlib.blake2b, file: Path, hashes_scales: bool) -> None
         for i in range(_HASH_SAMPLES):
             stream.seek(last * i // (_HASH_SAMPLES - 1))
             digest.update(stream.read(_HASH_SAMPLE_BYTES))
-        if hashes_scales:
-            for start, end in _places_of_scales(header, size, file):
+        if hashes_small:
+            for start, end in _places_of_small(header, size, file):
                 stream.seek(start)
                 for left in range(end - start, 0, -_HASH_PIECE_BYTES):
                     digest.update(stream.read(min(left, _HASH_PIECE_BYTES)))
@@ -134,7 +137,7 @@ def _read_header(stream: BinaryIO, size: int, file: Path) -> bytes:
     return stream.read(num_bytes)
 
 
-def _places_of_scales(header: bytes, size: int, file: Path) -> list[tuple[int, int]]:
+def _places_of_small(header: bytes, size: int, file: Path) -> list[tuple[int, int]]:
     """Where the tensors begin and end in a file of `size` bytes, in the order of the file."""
     first = 8 + len(header)
     try:
@@ -159,6 +162,7 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         names = ", ".join(missing[:3])
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
+    known.update(sink_names(config))  # the attention worker gets them
     for name in checkpoint.names:
         layer = names_of(config).layer_of(name)
         if name in known or layer is None or layer >= config.num_layers:

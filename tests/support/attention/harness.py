@@ -47,6 +47,7 @@ class Harness:
         windows: tuple[int | None, ...] | None = None,
         exceptions: Mapping[int, torch.dtype] | None = None,
         scales: KVScales | None = None,
+        sinks: torch.Tensor | None = None,  # learned ones, [num_layers, num_heads]
         **overrides: Any,
     ) -> None:
         num_heads, num_kv_heads = heads
@@ -62,6 +63,9 @@ class Harness:
         self.hf_config = AutoConfig.for_model(fields.pop("family", "llama"), **fields)
         self.hf_config.to_json_file(path / "config.json", use_diff=False)
         self.config: ModelConfig = load_model_config(path)
+        self.sinks = sinks
+        options = dataclasses.replace(self.config.attention, has_sinks=sinks is not None)
+        self.config = dataclasses.replace(self.config, attention=options)
         self.dtype = dtype
         self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
         self.spec = KVCacheSpec.of_model(self.config, cache_dtype or dtype, NUM_BLOCKS, BLOCK_SIZE)
@@ -71,6 +75,8 @@ class Harness:
         self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
         self.scales = scales or KVScales.ones(self.config.num_layers)
         self.backend.use_scales(self.scales)
+        if sinks is not None:
+            self.backend.use_sinks(sinks.tolist())
         self.inputs: dict[int, torch.Tensor] = {}  # [num_layers, prompt and output, qkv_size]
         self.prompt_lens: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
@@ -138,7 +144,12 @@ class Harness:
         window = self.spec.windows[layer] or length
         scores = q @ k.transpose(1, 2) / config.head_dim**0.5
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1).float()
+        if self.sinks is not None:  # a last column, whose weight goes to no value
+            column = self.sinks[layer].double()[:, None, None].expand(-1, length, 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return (weights @ v).transpose(0, 1).reshape(length, -1).float()
 
     def stored(self, heads: torch.Tensor, layer: int, scales: tuple[float, ...]) -> torch.Tensor:
         """Keys or values as the cache gives them back, float64 [num_kv_heads, length, head_dim]."""

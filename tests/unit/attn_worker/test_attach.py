@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.attn_worker import servicer as servicer_module
+from services.attn_worker.attach_request import read_sinks
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
@@ -19,6 +21,7 @@ from services.channel import Channel
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, InvalidRequest, PeerError
+from services.common.model_config import AttentionOptions
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2
 from services.rpc.spans import NoTracer
@@ -26,6 +29,7 @@ from services.rpc.spans import NoTracer
 EPOCH = 0x5EA1_ED5E_0000_0001
 TIMEOUT_S = 60.0
 MODEL = resolve_model(ModelSection(), "cpu")
+NUM_SINKS = MODEL.config.num_layers * MODEL.config.num_heads
 
 
 class FakeContext:
@@ -258,3 +262,26 @@ def test_wrong_scales_are_refused_with_their_layer_and_value(
             await make_servicer("fp8").Attach(request, FakeContext())
 
     asyncio.run(attach())
+
+
+@pytest.mark.parametrize(
+    ("has_sinks", "sinks", "words"),
+    [
+        (False, [0.5], "has 1 sinks, the model calls for 0"),
+        (True, [], f"has 0 sinks, the model calls for {NUM_SINKS}"),
+        (True, [0.5] * (NUM_SINKS + 1), f"has {NUM_SINKS + 1} sinks, the model calls for {NUM_SINKS}"),
+        (True, [0.5] * (NUM_SINKS - 1) + [math.nan], "sink of layer 3 and head [0-9]+ is nan, expected"),
+        (True, [-math.inf] * NUM_SINKS, "sink of layer 0 and head 0 is -inf"),
+    ],
+)
+def test_wrong_sinks_are_refused(has_sinks: bool, sinks: list[float], words: str) -> None:
+    config = dataclasses.replace(MODEL.config, attention=AttentionOptions(has_sinks=has_sinks))
+    with pytest.raises(InvalidRequest, match=words):
+        read_sinks(make_request(sinks=sinks), config)
+
+
+def test_sinks_are_read_by_layer() -> None:
+    config = dataclasses.replace(MODEL.config, attention=AttentionOptions(has_sinks=True))
+    rows = read_sinks(make_request(sinks=range(NUM_SINKS)), config)
+    assert [len(row) for row in rows] == [config.num_heads] * config.num_layers
+    assert [sink for row in rows for sink in row] == list(range(NUM_SINKS))

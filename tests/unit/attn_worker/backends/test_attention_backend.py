@@ -11,6 +11,7 @@ import torch
 from services.attn_worker.backends.select import select_backend
 from services.common.config import AttentionSection, ModelSection, load_config
 from services.common.errors import ConfigError
+from services.common.model_config import AttentionOptions
 from services.common.resolve import ResolvedModel, resolve_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -97,3 +98,11 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
         else:
             with pytest.raises(ConfigError, match=r"from compute capability 9\.0 on, this one has 8\.[09]"):
                 select_backend(AttentionSection(kv_cache_dtype="fp8"), make_model(GPU))
+
+
+def test_flashinfer_refuses_learned_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    Packages(monkeypatch, flashinfer="0.5.3")
+    model = make_model(GPU)
+    config = dataclasses.replace(model.config, attention=AttentionOptions(has_sinks=True))
+    with pytest.raises(ConfigError, match=r"'flashinfer', but its kernels lack what 'llama' needs: learned sinks"):
+        select_backend(AttentionSection(backend="flashinfer"), dataclasses.replace(model, config=config))
