@@ -177,6 +177,7 @@ def test_stop_ends_a_request_that_answers_with_what_it_has(tmp_path: Path, is_st
             assert output(await running, "sequence_length")[0, 0] < len(PROMPT_IDS) + 1900
             await until(lambda: len(ended) == 2)
             assert ended == ["stop", "request"], "TensorRT-LLM's client expects this order"
+        await until(lambda: bool(dense.cancelled_seq_ids))
         assert len(dense.cancelled_seq_ids) == 1
 
     with_stub(tmp_path, test, dense)
