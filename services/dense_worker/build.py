@@ -20,7 +20,7 @@ from services.dense_worker.backends.select import SelectedBackend, prepare_backe
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
-from services.dense_worker.model.attention_sinks import Sinks, random_sinks, read_sinks
+from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.linear import Linear
@@ -98,7 +98,7 @@ def load_model(
     digest = weights_hash(section.path, model.config, section.dummy_seed if is_dummy else None)
     kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
     scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
-    sinks = _make_sinks(section, model)
+    sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     prepared = prepare_backend(config.dense, section, model, limits, report)
     weights = _load_weights(section, model)
@@ -123,13 +123,6 @@ def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:
         )
     log.info("scales of the KV cache", source="the checkpoint" if scales else "none in the checkpoint: all are 1")
     return scales
-
-
-def _make_sinks(section: ModelSection, model: ResolvedModel) -> Sinks:
-    if section.load_format == "dummy" or not model.config.attention.has_sinks:
-        return random_sinks(model.config, section.dummy_seed)
-    with open_checkpoint(section.path, NAMES[model.config.family].canonical) as checkpoint:
-        return read_sinks(checkpoint, model.config)
 
 
 def with_stated_hash(model: LoadedModel, stated: str | None) -> LoadedModel:

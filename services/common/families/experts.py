@@ -8,7 +8,13 @@ from typing import Any
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
 from services.common.families.llama import read_mistral
-from services.common.families.shape import ExpertOptions, ModelConfig, SigmoidRouting
+from services.common.families.shape import (
+    AttentionOptions,
+    ClampedSwiglu,
+    ExpertOptions,
+    ModelConfig,
+    SigmoidRouting,
+)
 
 # What other mixtures do, with the values by which they do not.
 _OTHER_MIXTURES = {
@@ -66,6 +72,34 @@ def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
         layers=tuple(range(num_plain, config.num_layers)),
         shared_intermediate_size=size * fields.size("n_shared_experts"),
         sigmoid=_read_sigmoid_routing(fields),
+    )
+
+
+def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
+    """gpt-oss: experts with biases and an activation of their own in all layers, learned sinks, windows."""
+    fields.only("hidden_act", "silu")  # the class clamps this activation
+    config, num_per_token = read_base(fields), fields.size("num_experts_per_tok")
+    if fields.raw.get("experts_per_token") not in (None, num_per_token):  # another spelling
+        other = fields.raw["experts_per_token"]
+        raise fields.error("experts_per_token", other, f"but also num_experts_per_tok {num_per_token}")
+    has_bias = fields.flag("attention_bias")
+    config = replace(
+        config,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        mlp_bias=True,
+        sliding_windows=windows_of_layers(fields, read_window(fields)),
+        attention=AttentionOptions(has_sinks=True),
+    )
+    return _with_experts(
+        fields,
+        config,
+        "num_local_experts",
+        intermediate_size=config.intermediate_size,
+        renormalizes=True,
+        layers=tuple(range(config.num_layers)),
+        has_router_bias=True,
+        clamped=ClampedSwiglu(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
     )
 
 

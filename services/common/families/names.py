@@ -15,6 +15,10 @@ _CONSTANT = re.compile(
     r".*(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.attention\.bias|\.[qkv]_scale|\.[kv]_proj\.output_scale)$"
 )
 
+# Tensors of stacked experts, whose names end without a dot, and the names that such a tensor of a module has elsewhere.
+_STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)(|_bias|_blocks|_scales)$")
+_STACKED_TENSORS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
+
 
 class FusedHeads(enum.Enum):
     """The order of the heads in a fused projection of q, k and v."""
@@ -33,6 +37,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = ""  # one tensor of gates and ups of all experts, and `down` one of all experts; empty: one by one
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
 
@@ -68,6 +73,8 @@ class CheckpointNames:
         for wrapper, instead in _WRAPPERS.items():
             if name.startswith(wrapper):
                 name = instead + name.removeprefix(wrapper)
+        if self.of_experts.gate_up:
+            name = _STACKED.sub(lambda found: f"{found[1]}.{_STACKED_TENSORS[found[2]]}", name)
         return name if name.startswith((f"{self.base}.", f"{self.head}.")) else f"{self.base}.{name}"
 
     def layer_of(self, name: str) -> int | None:
@@ -102,6 +109,9 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "mixtral": CheckpointNames(of_experts=_MIXTRAL),
     "qwen2_moe": _LLAMA,
     "qwen3_moe": _LLAMA,
+    "gpt_oss": CheckpointNames(
+        sinks="self_attn.sinks", of_experts=ExpertNames(router="mlp.router", gate_up="gate_up_proj")
+    ),
     "smollm3": _LLAMA,
     "granite": _LLAMA,
     "seed_oss": _LLAMA,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
-from services.common.families.experts import read_glm4_moe, read_mixtral, read_qwen2_moe, read_qwen3_moe
+from services.common.families.experts import read_glm4_moe, read_gpt_oss, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from services.common.families.fields import ConfigFields
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.layer_norm import (
@@ -49,6 +49,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "mixtral": Family("MixtralForCausalLM", read_mixtral),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe),
+    "gpt_oss": Family("GptOssForCausalLM", read_gpt_oss),
     "smollm3": Family("SmolLM3ForCausalLM", read_smollm3),
     "granite": Family("GraniteForCausalLM", read_granite),
     "seed_oss": Family("SeedOssForCausalLM", read_seed_oss),

@@ -89,6 +89,14 @@ class SigmoidRouting:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The activation of gpt-oss: (u + 1) * g * sigmoid(alpha * g), of the clamped gate g and the clamped input u."""
+
+    alpha: float
+    limit: float  # g is at most this, u between its negative and it
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertOptions:
     """Layers in which a router chooses a few of many MLPs for each token (arXiv:1701.06538)."""
 
@@ -100,6 +108,8 @@ class ExpertOptions:
     shared_intermediate_size: int | None = None  # of an expert that all tokens use; None: there is none
     has_shared_gate: bool = False  # what that one gives is multiplied by the sigmoid of a product with the token
     sigmoid: SigmoidRouting | None = None  # None: the scores are the softmax of the router's logits
+    has_router_bias: bool = False  # is added to the router's logits; only with the softmax
+    clamped: ClampedSwiglu | None = None  # None: `LayerParts.activation` of the gate, times up
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from services.common.families.shape import Activation
+from services.common.families.shape import Activation, ClampedSwiglu
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -16,3 +16,9 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU: F.relu,
 }
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, options: ClampedSwiglu) -> torch.Tensor:
+    """The activation of gpt-oss, for tensors of one shape; see `ClampedSwiglu`."""
+    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * options.alpha))

@@ -8,7 +8,7 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.families.shape import NormKind
-from services.common.quantization.schemes import LM_HEAD, OnTheFlyFp8, QuantizationConfig, Scheme
+from services.common.quantization.schemes import LM_HEAD, Mxfp4Scheme, OnTheFlyFp8, QuantizationConfig, Scheme
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.linear import Cut, Linear, Projection, WeightFormat
 from services.dense_worker.model.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
@@ -16,6 +16,7 @@ from services.dense_worker.model.parameters import Conversion, Loaded, Parameter
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.create import create_quantized
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer
+from services.dense_worker.model.stored_layout import StackedExperts
 
 
 class WeightAllocator:
@@ -89,8 +90,9 @@ class WeightAllocator:
             raise ModelError(
                 f"{self._quantization.method} quantizes projections in different ways that are computed as one: {found}"
             )
+        is_stacked = isinstance(schemes[0], Mxfp4Scheme) and isinstance(merged_from[0].layout, StackedExperts)
         reordered = [each.name for each in merged_from if each.layout is not None]
-        if reordered and schemes[0] is not None and not isinstance(schemes[0], OnTheFlyFp8):
+        if reordered and schemes[0] is not None and not (is_stacked or isinstance(schemes[0], OnTheFlyFp8)):
             raise ModelError(f"{self._quantization.method} is not supported for {reordered[0]}, whose rows move")
         return schemes[0]
 

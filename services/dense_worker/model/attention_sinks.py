@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from services.common.errors import ModelError
 from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
-from services.dense_worker.model.checkpoint import Checkpoint
+from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
 from services.dense_worker.model.quantized.layer import FLOATS
 
 Sinks = tuple[tuple[float, ...], ...]  # [num_layers][num_heads]
@@ -19,6 +21,14 @@ def sink_names(config: ModelConfig) -> list[str]:
         return []
     names = names_of(config)
     return [f"{names.layers}.{layer}.{names.sinks}" for layer in range(config.num_layers)]
+
+
+def load_sinks(path: Path, config: ModelConfig) -> Sinks:
+    """The sinks in the Hugging Face directory `path`; empty for a model without sinks. Raises ModelError."""
+    if not config.attention.has_sinks:
+        return ()
+    with open_checkpoint(path, names_of(config).canonical) as checkpoint:
+        return read_sinks(checkpoint, config)
 
 
 def read_sinks(checkpoint: Checkpoint, config: ModelConfig) -> Sinks:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from services.common.families.names import CheckpointNames, FusedHeads, names_of
+from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, names_of
 from services.common.families.shape import ExpertOptions, QkNormKind, ResidualKind
 from services.common.model_config import ModelConfig
+from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, SharedExpert
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
@@ -30,7 +31,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm
 from services.dense_worker.model.parameters import Parameter, Source, StoredLayout
 from services.dense_worker.model.plain_weight import PlainWeight
-from services.dense_worker.model.stored_layout import GroupedHeads, Transposed
+from services.dense_worker.model.stored_layout import GroupedHeads, StackedExperts, Transposed
 
 
 def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
@@ -159,10 +160,14 @@ def build_experts(
 
     norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
     num_experts, size, has_bias = options.num_experts, options.intermediate_size, config.mlp_bias
-    modules = [f"{of_experts.experts}.{i}" for i in range(num_experts)]
-    gates_and_ups = tuple(each for module in modules for each in projections(module, size))
+    if of_experts.gate_up:
+        gates_and_ups, of_down = _stacked_projections(config, options, of_experts, f"{layer}.{of_experts.experts}")
+    else:
+        modules = [f"{of_experts.experts}.{i}" for i in range(num_experts)]
+        gates_and_ups = tuple(each for module in modules for each in projections(module, size))
+        of_down = tuple(map(down, modules))
     gate_up = allocator.experts("experts_gate_up", num_experts, hidden, gates_and_ups, has_bias)
-    downs = allocator.experts("experts_down", num_experts, size, tuple(map(down, modules)), has_bias)
+    downs = allocator.experts("experts_down", num_experts, size, of_down, has_bias)
     shared, shared_size = None, options.shared_intermediate_size
     if shared_size is not None:
         merged = projections(of_experts.shared, shared_size)
@@ -171,12 +176,33 @@ def build_experts(
         gate = matrix("shared_expert_gate", 1, of_experts.shared_gate) if options.has_shared_gate else None
         shared = SharedExpert(GatedMlp(None, first, last, parts.activation), gate)
     weight = matrix("router", options.num_experts, of_experts.router)
-    router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes)
+    bias = None
+    if options.has_router_bias:
+        sources = (Source(f"{layer}.{of_experts.router}.bias", options.num_experts),)
+        bias = allocator.parameter("router_bias", options.num_experts, sources=sources)
+    router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes, bias)
     if options.sigmoid is not None:
         sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
         bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
         router = SigmoidRouter(weight, bias, options.num_per_token, options.renormalizes, options.sigmoid)
-    return ExpertMlp(norm, RoutedExperts(router, gate_up, downs, parts.activation), shared)
+    return ExpertMlp(norm, RoutedExperts(router, gate_up, downs, parts.activation, options.clamped), shared)
+
+
+def _stacked_projections(
+    config: ModelConfig, options: ExpertOptions, names: ExpertNames, module: str
+) -> tuple[tuple[Projection], tuple[Projection]]:
+    """Gates with ups, and downs, of all experts of a layer: one tensor each."""
+    gate_up, down = f"{module}.{names.gate_up}", f"{module}.{names.down}"
+    quantization = config.quantization
+    is_quantized = quantization is not None and isinstance(quantization.scheme_of(gate_up), Mxfp4Scheme)
+
+    def layout(is_interleaved: bool) -> StackedExperts:
+        return StackedExperts(options.num_experts, is_interleaved, is_transposed=not is_quantized)
+
+    num_rows = 2 * options.num_experts * options.intermediate_size
+    return (Projection(gate_up, num_rows, layout(True)),), (
+        Projection(down, options.num_experts * config.hidden_size, layout(False)),
+    )
 
 
 def build_residual(

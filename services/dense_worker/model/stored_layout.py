@@ -1,4 +1,4 @@
-"""How some checkpoints store a tensor: transposed, or with the heads of q, k and v in another order."""
+"""How some checkpoints store a tensor: transposed, with heads in another order, or with all experts in one."""
 
 from __future__ import annotations
 
@@ -39,3 +39,28 @@ class GroupedHeads:
         groups = stored.view(self.num_kv_heads, -1, self.head_dim, *stored.shape[1:])
         q, k, v = groups.split([groups.shape[1] - 2, 1, 1], dim=1)
         return torch.cat([part.reshape(-1, *stored.shape[1:]) for part in (q, k, v)])
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A StoredLayout of one layer of all experts: [num_experts, rows of an expert, ...]; biases [num_experts, rows].
+
+    Here the rows of all experts follow one another, and in each expert the rows of `gate` come before those of `up`.
+    """
+
+    num_experts: int
+    is_interleaved: bool  # the rows of gate and up take turns
+    is_transposed: bool  # weights are [num_experts, in_features, rows of an expert]; quantized ones never are
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with a dimension for the experts."""
+        rows, *others = shape
+        own = (rows // self.num_experts, *others)
+        return (self.num_experts, *(own[::-1] if self.is_transposed else own))
+
+    def restore(self, stored: torch.Tensor) -> torch.Tensor:
+        """A tensor of rows."""
+        rows = stored.transpose(1, 2) if self.is_transposed and stored.dim() == 3 else stored
+        if self.is_interleaved:
+            rows = rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return rows.flatten(0, 1)

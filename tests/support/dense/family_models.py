@@ -79,6 +79,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "granite": (
         "granite",
         {
@@ -169,8 +190,8 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
         torch.manual_seed(seed)
         config = AutoConfig.for_model(family, **(_COMMON | _TOKENS | {"initializer_range": 0.15} | fields | changes))
         model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):  # stacked experts have biases in two dimensions
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

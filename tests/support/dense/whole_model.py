@@ -14,6 +14,7 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
 from tests.support.plans import make_plan
@@ -35,6 +36,8 @@ class WholeModel:
         self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, max_model_len, length_dependent_beyond=beyond)
         spec = KVCacheSpec.of_model(self.config, torch.float32, NUM_BLOCKS, BLOCK_SIZE)
         self.attention = TorchAttention(self.config, spec, torch.float32, CPU, max_model_len)
+        if sinks := load_sinks(path, self.config):
+            self.attention.use_sinks(sinks)
         self._token_ids: dict[int, list[int]] = {}
 
     def open(self, seq_id: int, prompt: list[int]) -> int:

@@ -17,7 +17,7 @@ from services.common.families.alibi import alibi_slopes, bfloat16, mpt_alibi_slo
 from services.common.families.names import NAMES
 from services.common.families.registry import FAMILIES, TEXT_PARTS
 from services.common.model_config import load_model_config
-from services.dense_worker.model.weights import load_weights
+from services.dense_worker.model.weights import empty_weights, load_weights
 from tests.support.dense.family_models import VARIANTS, make_family_model
 
 CPU = torch.device("cpu")
@@ -54,6 +54,10 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("gpt2", {"activation_function": "mish"}, "activation_function 'mish', supported: silu"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False, supported: True"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim 16, supported: 32"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit 0.0, expected a number above 0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu', supported: silu"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_token 2, but also num_experts_per_tok 3"),
+        ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok 6, expected at most its 5 experts"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2, supported: 1"),
         ("falcon-new", {"parallel_attn": False}, "parallel_attn False, supported: True"),
         ("gpt_neox", {"hidden_size": 30}, "hidden size is not divisible"),
@@ -139,3 +143,57 @@ def test_names_without_their_first_part_are_found(variant: str, tmp_path: Path) 
     save_file(tensors, file)
     for name, tensor in load_weights(path, config, torch.float32, CPU).named_tensors():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """The config.json of the model of 20 billion parameters, in the spelling of its publication."""
+    published = {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = load_model_config(tmp_path)
+    experts, rope = config.parts.experts, config.rope
+    assert (experts.num_experts, experts.num_per_token, experts.intermediate_size) == (32, 4, 2880)
+    assert (experts.clamped.alpha, experts.clamped.limit, experts.has_router_bias) == (1.702, 7.0, True)
+    assert config.sliding_windows == (128, None) * 12 and config.attention.has_sinks
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+    assert (rope.rope_type, rope.theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
+    assert (rope.original_max_position_embeddings, config.eos_token_ids) == (4096, (200002,))
+    weights = empty_weights(config, torch.bfloat16, torch.device("meta"))
+    num_bytes = sum(tensor.nbytes for _, tensor in weights.named_tensors())
+    assert 13.6e9 < num_bytes < 13.8e9  # the published files have 13.76e9 bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.families.shape import Activation
-from services.dense_worker.model.activation import ACTIVATIONS
+from services.common.families.shape import Activation, ClampedSwiglu
+from services.dense_worker.model.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.router import Router
 
@@ -20,6 +20,7 @@ class RoutedExperts:
     gate_up: ExpertLinear  # of each expert: gate rows, then up rows
     down: ExpertLinear
     activation: Activation
+    clamped: ClampedSwiglu | None = None  # instead of `activation`
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> the sum, [n, hidden] in float32: the reference for kernels, in torch.
@@ -42,4 +43,6 @@ class RoutedExperts:
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [n, 2 * intermediate] -> the input of `down`, [n, intermediate]."""
         gate, up = gate_up.chunk(2, dim=1)
+        if self.clamped is not None:
+            return clamped_swiglu(gate, up, self.clamped)
         return ACTIVATIONS[self.activation](gate) * up

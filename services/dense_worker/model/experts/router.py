@@ -29,10 +29,12 @@ class SoftmaxRouter:
     weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
     num_per_token: int
     renormalizes: bool
+    bias: Parameter | None = None  # [num_experts]
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""
-        scores = F.linear(x, self.weight.data).softmax(dim=-1, dtype=torch.float32)
+        bias = None if self.bias is None else self.bias.data
+        scores = F.linear(x, self.weight.data, bias).softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self.num_per_token, dim=-1)
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.renormalizes else weights
 

@@ -66,18 +66,27 @@ def create_mxfp4(scheme: Mxfp4Scheme, layer: QuantizedLayer) -> Mxfp4Weight:
     def packed(projection: Projection) -> Source:
         size = projection.out_features
         shape = (size, layer.in_features // 2) if scheme.is_compressed_tensors else (size, num_groups, GROUP_SIZE // 2)
-        stored = StoredTensor((f"{projection.name}.{names[0]}",), ("U8",), (shape,))
-        return converted(size, lambda loaded: loaded.tensor.flatten(1), stored)
+        stored = StoredTensor((f"{projection.name}.{names[0]}",), ("U8",), (_stored_shape(projection, shape),))
+        return converted(size, lambda loaded: _restored(projection, loaded.tensor).flatten(1), stored)
 
     def exponent(projection: Projection) -> Source:
         size = projection.out_features
-        stored = StoredTensor((f"{projection.name}.{names[1]}",), ("U8", "F8_E8M0"), ((size, num_groups),))
-        return converted(size, _checked_exponents, stored)
+        shape = _stored_shape(projection, (size, num_groups))
+        stored = StoredTensor((f"{projection.name}.{names[1]}",), ("U8", "F8_E8M0"), (shape,))
+        return converted(size, lambda loaded: _restored(projection, _checked_exponents(loaded)), stored)
 
     return Mxfp4Weight(
         layer.parameter("", (layer.out_features, layer.in_features // 2), torch.uint8, packed),
         layer.parameter("_exponent", (layer.out_features, num_groups), torch.uint8, exponent),
     )
+
+
+def _stored_shape(projection: Projection, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if projection.layout is None else projection.layout.stored_shape(shape)
+
+
+def _restored(projection: Projection, stored: torch.Tensor) -> torch.Tensor:
+    return stored if projection.layout is None else projection.layout.restore(stored)
 
 
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
