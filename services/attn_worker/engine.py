@@ -164,8 +164,11 @@ class AttentionEngine:
 
 
 def _cache_key(new: NewSequence) -> bytes:
-    """What sequences that share blocks have in common besides their tokens: the salt, and the adapter."""
-    salt = new.cache_salt.encode()
-    if new.adapter is None:
-        return salt
-    return b"\xff" + bytes.fromhex(new.adapter.hash) + salt  # no text in UTF-8 begins with this byte
+    """What sequences that share blocks have in common besides their tokens: the salt, adapter, and prompt table."""
+    key = new.cache_salt.encode()
+    # No text in UTF-8 has these bytes, and the hashes have fixed lengths: equal keys mean that all three are equal.
+    if new.adapter is not None:
+        key = b"\xff" + bytes.fromhex(new.adapter.hash) + key
+    if new.prompt_table_hash:
+        key = b"\xfe" + bytes.fromhex(new.prompt_table_hash) + key
+    return key

@@ -117,7 +117,7 @@ class GatewaySection(Section):
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = "auto"
     # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
-    # LoRA adapters that are served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
+    # adapters (LoRA, prompt tuning) served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
     lora_modules: tuple[LoraModule, ...] = ()
     # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not
     lora_directory: Path | None = None

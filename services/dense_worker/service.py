@@ -27,6 +27,7 @@ from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.lora.adapter_slots import AdapterSlots
 from services.dense_worker.lora.loader import AdapterLoader
 from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.prompts.table_loader import TableLoader
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
@@ -178,7 +179,9 @@ class DenseWorker:
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
         servicer, state = self._servicer, dense_pb2.DenseStatus
-        servicer.set_engine(self._engine, self._watchdog)
+        model = self._model.resolved
+        tables = TableLoader(model.dtype, model.config.hidden_size, self._model.runner.takes_prompt_tables)
+        servicer.set_engine(self._engine, self._watchdog, tables)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
         servicer.status.state = state.STANDBY

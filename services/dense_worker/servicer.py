@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from collections.abc import Sequence as SequenceOf
 
 import grpc
@@ -22,6 +22,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.prompts.table_loader import ReceivedTable, TableLoader
 from services.lora.adapter import decode_adapter
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
@@ -51,19 +52,21 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._metrics = metrics
         self._tracer = tracer
         self._grammars = grammars
-        self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that wait for their grammars
+        # Of sequences that wait for their grammars or prompt tables.
+        self._preparing: dict[asyncio.Task[None], _Outbox] = {}
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self._engine: Engine | None = None
         self._watchdog: Watchdog | None = None
+        self._tables: TableLoader | None = None
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
         self._streams: set[_Outbox] = set()
         self._readers: set[asyncio.Task[None]] = set()
 
-    def set_engine(self, engine: Engine, watchdog: Watchdog) -> None:
+    def set_engine(self, engine: Engine, watchdog: Watchdog, tables: TableLoader) -> None:
         """Called when the model is loaded."""
-        self._engine, self._watchdog = engine, watchdog
+        self._engine, self._watchdog, self._tables = engine, watchdog, tables
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
@@ -217,6 +220,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def _handle_all(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox
     ) -> None:
+        received = ReceivedTable()
         async for request in until_over(requests):
             if outbox not in self._streams:
                 return
@@ -229,12 +233,19 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._owned[sequence.seq_id] = sequence, outbox
                 self._metrics.on_submitted(sequence)
                 self._tracer.begin(sequence, request.submit.traceparent)
-                if sequence.sampling.structured_output is None:
-                    engine.submit(sequence)
-                else:
-                    task = asyncio.create_task(self._submit_with_grammar(sequence, engine))
+                preparations: list[Awaitable[None]] = []
+                if sequence.sampling.structured_output is not None:
+                    preparations.append(self._grammars.prepare(sequence))
+                if request.submit.HasField("prompt_table"):
+                    preparations.append(self._load_table(sequence, request.submit.prompt_table, received))
+                if preparations:
+                    task = asyncio.create_task(self._submit_prepared(sequence, preparations, engine))
                     self._preparing[task] = outbox
                     task.add_done_callback(self._preparing.pop)
+                else:
+                    engine.submit(sequence)
+            elif kind == "prompt_table_part":
+                received = received.with_part(request.prompt_table_part)
             elif kind == "resumed":
                 preparing = [task for task, owner in self._preparing.items() if owner is outbox]
                 if preparing:  # their blocks are claimed, too
@@ -245,14 +256,24 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._tracer.end(request.cancel.seq_id, "cancelled")
                 engine.cancel(request.cancel.seq_id)
 
-    async def _submit_with_grammar(self, sequence: Sequence, engine: Engine) -> None:
-        """Submits a sequence when its grammar is ready. An error ends only this sequence."""
+    async def _load_table(
+        self, sequence: Sequence, table: dense_pb2.PromptTable, received: ReceivedTable
+    ) -> None:
+        assert self._tables is not None, "the worker serves"
+        sequence.prompt_table = await self._tables.load(table, received)
+
+    async def _submit_prepared(
+        self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: Engine
+    ) -> None:
+        """Submits a sequence when its grammar and prompt table are ready. An error ends only this sequence."""
         try:
-            await self._grammars.prepare(sequence)
-        except Exception as error:  # whatever a form does, it concerns no other sequence
+            for result in await asyncio.gather(*preparations, return_exceptions=True):
+                if result is not None:
+                    raise result
+        except Exception as error:  # whatever a form or a table does, it concerns no other sequence
             if not isinstance(error, TwostrokeError):
-                log.exception("no grammar", request_id=sequence.request_id)
-                error = RequestAborted(f"the form of the output cannot be used: {error}")
+                log.exception("a sequence cannot be prepared", request_id=sequence.request_id)
+                error = RequestAborted(f"the form of the output or the prompt cannot be used: {error}")
             self.deliver(StepReport(0, outputs=[SequenceOutput(sequence, (), FinishReason.ERROR, error)]))
             return
         if self._outbox_of(sequence) is not None:

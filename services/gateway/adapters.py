@@ -1,8 +1,8 @@
-"""`Adapters`: the LoRA adapters that this gateway serves, by name. The gateway owns this list.
+"""`Adapters`: the adapters that this gateway serves, by name. The gateway owns this list.
 
-A dense worker has no list: every sequence carries its adapter's directory and hash, and the worker loads what it needs.
-So a new dense worker needs nothing but the sequences. An adapter that is unloaded stays usable for the requests that
-have it already.
+A dense worker has no list: every sequence carries its LoRA adapter's directory and hash, and the worker loads what it
+needs; virtual tokens of prompt tuning are sent with the prompt. So a new dense worker needs nothing but the sequences.
+An adapter that is unloaded stays usable for the requests that have it already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from services.common.errors import CapacityError, ConfigError, InvalidRequest, N
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
 from services.lora.adapter import Adapter
-from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter
+from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter, read_config
+from services.lora.prompt_tuning import read_virtual_tokens
 
 log = structlog.get_logger()
 
@@ -31,10 +32,13 @@ MAX_LOADS = 8  # at the same time; one of them runs
 class Adapters:
     """Adds to and removes from `names.adapters`. Runs in the event loop; files are read in a thread."""
 
-    def __init__(self, names: ModelNames, shapes: Shapes, max_rank: int, directory: Path | None) -> None:
+    def __init__(
+        self, names: ModelNames, shapes: Shapes, hidden_size: int, max_rank: int, directory: Path | None
+    ) -> None:
         """shapes: of the served model's layers; directory: below which clients may load adapters; None: they may not"""
         self._names = names
         self._shapes = shapes
+        self._hidden_size = hidden_size
         self._max_rank = max_rank
         self._directory = directory
         self._loading = asyncio.Lock()
@@ -114,12 +118,19 @@ class Adapters:
 
     async def _load(self, name: str, path: Path) -> Adapter:
         try:
-            found = await asyncio.to_thread(check_adapter, path, self._shapes, self._max_rank)
+            adapter = await asyncio.to_thread(self._read, name, path)
         except InvalidRequest as error:
             raise InvalidRequest(f"Loading lora {name} failed: {error}", "lora_path") from error
-        adapter = self._names.adapters[name] = Adapter(name, found, str(path))
-        log.info("adapter loaded", adapter=name, path=str(path), hash=found[:16])
+        self._names.adapters[name] = adapter
+        num_virtual_tokens = {} if adapter.table is None else {"num_virtual_tokens": adapter.table.num_rows}
+        log.info("adapter loaded", adapter=name, path=str(path), hash=adapter.hash[:16], **num_virtual_tokens)
         return adapter
+
+    def _read(self, name: str, path: Path) -> Adapter:
+        table = read_virtual_tokens(read_config(path), path / WEIGHTS_FILE, self._hidden_size)
+        if table is not None:
+            return Adapter(name, table.hash, str(path), table)
+        return Adapter(name, check_adapter(path, self._shapes, self._max_rank), str(path))
 
 
 def find_below(directory: Path, path: str) -> Path:

@@ -275,4 +275,4 @@ class _Answer:
 def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
     if request.prompt_text is not None:
         return request.prompt_text
-    return tokenizer.decode(request.prompt_token_ids, request.skip_special_tokens)
+    return tokenizer.decode(request.text_token_ids, request.skip_special_tokens)

@@ -6,11 +6,12 @@ import secrets
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 
-from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, SamplingParams
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
+from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
 from services.gateway.text.answer_form import answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
@@ -19,6 +20,7 @@ from services.gateway.text.read_chat import read_chat
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.lora.adapter import Adapter
+from services.lora.prompt_table import PromptTable
 from services.pb import gateway_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -75,7 +77,16 @@ class GenerationRequest:
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
     return_context_logits: bool = False  # report the logits after each prompt token
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
-    adapter: Adapter | None = None  # that the request names as its model
+    adapter: Adapter | None = None  # the LoRA adapter that the request names as its model
+    prompt_table: PromptTable | None = None  # vectors for some of its prompt tokens; None: all are of the vocabulary
+    first_table_id: int = 0  # the token id that stands for the first row of the table
+
+    @property
+    def text_token_ids(self) -> list[int]:
+        """The prompt's tokens that have text."""
+        if self.prompt_table is None:
+            return self.prompt_token_ids
+        return [token_id for token_id in self.prompt_token_ids if token_id < self.first_table_id]
 
     @property
     def returns_prompt(self) -> bool:
@@ -123,15 +134,26 @@ async def read_request(
     else:
         check_size(message, tokenizer, limits)
         given, chat = await read_text_or_chat(message, tokenizer)
+    adapter = limits.names.adapters.get(message.model)
+    table = None if adapter is None else adapter.table
+    if table is not None:
+        _check_virtual_tokens(message, table, limits)
+    num_virtual_tokens = 0 if table is None else table.num_rows
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens"):
-        num_kept = min(num_kept, _num_kept_tokens(message, limits.max_model_len))
+        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_virtual_tokens))
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(num_kept, limits.max_model_len)
+    check_prompt_length(num_virtual_tokens + num_kept, limits.max_model_len)
     prompt_token_ids = list(given[-num_kept:])
     check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name)
-    max_tokens = _read_max_tokens(message, len(prompt_token_ids), sampling.min_tokens, limits)
+    max_tokens = read_max_tokens(
+        message,
+        num_virtual_tokens + num_kept,
+        sampling.min_tokens,
+        limits.max_model_len,
+        is_strict=limits.strict_max_tokens,
+    )
     _check_min_tokens(sampling.min_tokens, max_tokens)
     is_text = message.WhichOneof("input") == "prompt"
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
@@ -143,6 +165,8 @@ async def read_request(
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
+    if table is not None:
+        prompt_token_ids = [*table.token_ids(limits.vocab_size), *prompt_token_ids]
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
@@ -162,7 +186,9 @@ async def read_request(
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
         priority=message.priority if message.HasField("priority") else None,
-        adapter=limits.names.adapters.get(message.model),
+        adapter=adapter if table is None else None,
+        prompt_table=table,
+        first_table_id=0 if table is None else limits.vocab_size,
         user=message.user,
         traceparent=message.traceparent,
         parsing=parsing,
@@ -188,6 +214,15 @@ async def read_text_or_chat(
     size = len(message.chat.tools) + len(message.chat.messages)
     chat = await tokenizer.off_loop(size, read_chat, message.chat, tokenizer.chat_formats)
     return await tokenizer.encode_chat(chat, adds_special_tokens), chat
+
+
+def _check_virtual_tokens(message: gateway_pb2.GenerateRequest, table: PromptTable, limits: ModelLimits) -> None:
+    if message.HasField("prompt_logprobs"):
+        raise InvalidRequest(
+            f"prompt_logprobs cannot be used with the adapter {message.model!r}: its virtual tokens have none",
+            "prompt_logprobs",
+        )
+    check_prompt_length(table.num_rows + 1, limits.max_model_len)
 
 
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:
@@ -220,7 +255,7 @@ def check_size(
         num_characters += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
     most = limits.max_model_len * tokenizer.max_token_characters
     if num_characters > most:
-        raise _too_long(
+        raise too_long(
             limits.max_model_len,
             f"the text has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
             "messages" if message.WhichOneof("input") == "chat" else "prompt",
@@ -297,29 +332,6 @@ def _check_strings(field: str, strings: Sequence[str]) -> None:
             )
 
 
-def _num_kept_tokens(message: gateway_pb2.GenerateRequest, max_model_len: int) -> int:
-    """How many of a prompt's tokens `truncate_prompt_tokens` keeps at most."""
-    if message.truncate_prompt_tokens:
-        return message.truncate_prompt_tokens
-    max_tokens = message.max_tokens if message.HasField("max_tokens") else message.default_max_tokens
-    if max_tokens >= max_model_len:
-        raise InvalidRequest(
-            f"max_tokens is {max_tokens}, max_model_len is {max_model_len}: no prompt can be cut to leave so much room",
-            "max_tokens",
-        )
-    return max_model_len - max(1, max_tokens)
-
-
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raises `ContextLengthExceeded` if a prompt leaves no room for one token of an answer."""
-    if num_tokens >= max_model_len:
-        raise _too_long(
-            max_model_len,
-            f"at least {num_tokens + 1} were requested: {num_tokens} of the prompt and 1 for the answer",
-            "prompt",
-        )
-
-
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, what: str = "") -> None:
     """Raises `InvalidRequest` for the first id outside `[0, vocab_size)`; the message names `what`, else `field`."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
@@ -341,34 +353,6 @@ def _check_max_tokens(message: gateway_pb2.GenerateRequest, best_of: int) -> Non
             "return_context_logits",
             "max_tokens",
         )
-
-
-def _read_max_tokens(
-    message: gateway_pb2.GenerateRequest, num_prompt_tokens: int, min_tokens: int, limits: ModelLimits
-) -> int:
-    """The given max_tokens, lowered to the rest of the context. `min_tokens` is never lowered."""
-    room = limits.max_model_len - num_prompt_tokens
-    if min_tokens > room:
-        raise _asks_too_much(num_prompt_tokens, "min_tokens", min_tokens, limits.max_model_len)
-    if not message.HasField("max_tokens"):
-        return min(room, message.default_max_tokens or room)
-    if message.max_tokens > room and limits.strict_max_tokens:
-        raise _asks_too_much(num_prompt_tokens, "max_tokens", message.max_tokens, limits.max_model_len)
-    return min(room, message.max_tokens)
-
-
-def _asks_too_much(num_prompt_tokens: int, field: str, value: int, max_model_len: int) -> ContextLengthExceeded:
-    return _too_long(
-        max_model_len,
-        f"{num_prompt_tokens + value} were requested: {num_prompt_tokens} of the prompt and {value} by {field}",
-        field,
-    )
-
-
-def _too_long(max_model_len: int, what: str, param: str) -> ContextLengthExceeded:
-    # Clients that shorten a chat and retry look for these first words; LangChain looks for the code, also in the text.
-    text = f"This model's maximum context length is {max_model_len} tokens, but {what}"
-    return ContextLengthExceeded(f"{text} ({ContextLengthExceeded.code})", param)
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:

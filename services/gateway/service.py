@@ -161,7 +161,9 @@ class Gateway:
             section.max_request_logprobs,
             self._form_trials,
             LogitsBudget(section.max_logits_bytes),
-            Adapters(names, shapes, self._config.dense.max_lora_rank, section.lora_directory),
+            Adapters(
+                names, shapes, model_config.hidden_size, self._config.dense.max_lora_rank, section.lora_directory
+            ),
         )
 
     def _make_server(

@@ -1,1 +1,1 @@
-"""LoRA adapters: their identity, and their checkpoints. No torch, so that gateways can check them."""
+"""Adapters: their identity, and their checkpoints; vectors in prompts. No torch, so that gateways can check them."""

@@ -1,19 +1,21 @@
-"""`Adapter`: the identity of a LoRA adapter, which travels with every sequence that uses it, and its message."""
+"""`Adapter`: the identity of an adapter. That of a LoRA adapter travels with every sequence that uses it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.lora.prompt_table import PromptTable
 from services.pb import adapter_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Deltas of linear layers. Equal hashes mean equal tensors and scales, whatever the names are."""
+    """Deltas of linear layers, or virtual tokens. Equal hashes mean equal tensors and scales, whatever the names."""
 
     name: str  # for messages and logs
     hash: str  # of its tensors and scales, hexadecimal
     path: str  # absolute directory of its checkpoint
+    table: PromptTable | None = None  # its virtual tokens, which gateways send with the prompts; None: it is LoRA
 
 
 def encode_adapter(adapter: Adapter | None) -> adapter_pb2.Adapter | None:

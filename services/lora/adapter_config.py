@@ -15,6 +15,8 @@ import regex
 from services.common.errors import InvalidRequest
 from services.common.shorten import show
 
+# Kinds of adapters that consist of virtual tokens. P-tuning (arXiv:2103.10385) stores the output of its encoder.
+PROMPT_TUNING = ("PROMPT_TUNING", "P_TUNING")
 MAX_RANK = 256
 MAX_PATTERNS = 1024  # in rank_pattern and in alpha_pattern
 MAX_MATCHING_S = 1.0  # for all patterns of an adapter together: a pattern may take exponential time
@@ -91,11 +93,23 @@ class AdapterConfig:
         return matcher.layer_index(self.layers_patterns, name) in self.layer_indexes
 
 
+def read_object(text: bytes) -> dict[str, Any]:
+    """The object in adapter_config.json. Raises `InvalidRequest` if its text is anything else."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"adapter_config.json is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"adapter_config.json holds a JSON {type(raw).__name__}, expected an object")
+    return raw
+
+
 def parse_adapter_config(text: bytes, max_rank: int) -> AdapterConfig:
     """The config of a file's text. Raises `InvalidRequest`, naming the setting that is wrong or not supported."""
-    raw = _read_object(text)
+    raw = read_object(text)
     if raw.get("peft_type") != "LORA":
-        raise InvalidRequest(f"adapter_config.json has peft_type {show(raw.get('peft_type'))}, supported: 'LORA'")
+        supported = ", ".join(map(repr, ("LORA", *PROMPT_TUNING)))
+        raise InvalidRequest(f"adapter_config.json has peft_type {show(raw.get('peft_type'))}, supported: {supported}")
     for name in REFUSED:
         if raw.get(name):
             raise InvalidRequest(f"adapter_config.json has {name} {show(raw[name])}, which is not supported")
@@ -166,16 +180,6 @@ class _Matcher:
         except regex.error as error:
             raise InvalidRequest(f"adapter_config.json has the pattern {show(pattern)}: {error}") from error
         raise InvalidRequest(f"the patterns of adapter_config.json take longer than {MAX_MATCHING_S:g} s")
-
-
-def _read_object(text: bytes) -> dict[str, Any]:
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"adapter_config.json is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequest(f"adapter_config.json holds a JSON {type(raw).__name__}, expected an object")
-    return raw
 
 
 def _read_names(raw: dict[str, Any], field: str) -> str | tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import show
-from services.lora.adapter_config import AdapterConfig, LayerSettings, parse_adapter_config
+from services.lora.adapter_config import LayerSettings, parse_adapter_config
 from services.lora.safetensors_file import SafetensorsFile, open_regular, read_exactly
 
 CONFIG_FILE = "adapter_config.json"
@@ -59,7 +59,7 @@ def adapter_hash(tensors: Iterable[tuple[str, LoraTensors]]) -> str:
 
 
 def _read(path: Path, shapes: Shapes, max_rank: int) -> Iterator[tuple[str, LoraTensors]]:
-    config = _read_config(path, max_rank)
+    config = parse_adapter_config(read_config(path), max_rank)
     modules = config.modules(shapes)
     if not modules:
         raise InvalidRequest(f"target_modules {show(config.target_modules)} are none of the model's linear layers")
@@ -71,12 +71,13 @@ def _read(path: Path, shapes: Shapes, max_rank: int) -> Iterator[tuple[str, Lora
             yield module, LoraTensors(file.read(a), file.read(b), modules[module].scale)
 
 
-def _read_config(path: Path, max_rank: int) -> AdapterConfig:
+def read_config(path: Path) -> bytes:
+    """The text of adapter_config.json in the directory `path`. Raises `InvalidRequest`."""
     file, size = open_regular(path / CONFIG_FILE)
     try:
         if size > MAX_CONFIG_BYTES:
             raise InvalidRequest(f"{CONFIG_FILE} has {size} bytes, at most {MAX_CONFIG_BYTES} allowed")
-        return parse_adapter_config(read_exactly(file, 0, size, CONFIG_FILE), max_rank)
+        return read_exactly(file, 0, size, CONFIG_FILE)
     finally:
         os.close(file)
 

@@ -112,6 +112,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         return_context_logits=sequence.return_context_logits,
         return_generation_logits=sequence.return_generation_logits,
         adapter=encode_adapter(sequence.adapter),
+        prompt_table_hash=sequence.prompt_table_hash,
     )
 
 
@@ -130,6 +131,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
         adapter=decode_adapter(message.adapter),
+        prompt_table_hash=message.prompt_table_hash,
     )
 
 

@@ -34,6 +34,7 @@ class NewSequence:
     return_context_logits: bool = False  # whether the logits after each prompt token are reported
     return_generation_logits: bool = False  # whether those from which each output token was sampled are
     adapter: Adapter | None = None  # computes all its tokens; only sequences with equal hashes share blocks
+    prompt_table_hash: str = ""  # of the vectors for some of its prompt tokens; the same holds for it; empty: none
 
 
 class PlanEntry(NamedTuple):

@@ -16,7 +16,12 @@ def read_gemma(fields: ConfigFields, activation: str = "hidden_act", rope: RopeC
     config = read_base(fields, activation=activation, rope=rope)
     has_bias = fields.flag("attention_bias")
     multiplier = config.hidden_size**0.5
-    parts = replace(config.parts, norm=NormKind.RMS_PLUS_ONE, embedding_multiplier=multiplier)
+    parts = replace(
+        config.parts,
+        norm=NormKind.RMS_PLUS_ONE,
+        embedding_multiplier=multiplier,
+        is_multiplier_of_table=True,
+    )
     return replace(config, qkv_bias=has_bias, o_bias=has_bias, parts=parts)
 
 

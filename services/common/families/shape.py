@@ -130,6 +130,7 @@ class LayerParts:
     has_embedding_norm: bool = False  # the embedding is normalised before layer 0
     head_bias: bool = False
     embedding_multiplier: float = 1.0  # rounded to the model's dtype
+    is_multiplier_of_table: bool = False  # vectors that a client gives in place of rows are not multiplied
     residual_multiplier: float = 1.0  # of what attention and the MLP add to the residual
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None  # logits z become softcap * tanh(z / softcap)

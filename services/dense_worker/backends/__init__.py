@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.step import StepPlan
 
 
@@ -21,6 +22,7 @@ class DenseBackend(Protocol):
     """
 
     num_layers_to_warm_up: int  # 1 if all layers run the same kernels
+    takes_given_rows: bool  # whether `first` may be given vectors in place of embeddings
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
@@ -29,8 +31,13 @@ class DenseBackend(Protocol):
         adapter of each row, and copies it to where the graph reads it.
         """
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """token_ids int64 [n]; writes the qkv of layer 0 into qkv_out [n, qkv_size] -> a new residual [n, hidden]."""
+    def first(
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+    ) -> torch.Tensor:
+        """token_ids int64 [n]; writes the qkv of layer 0 into qkv_out [n, qkv_size] -> a new residual [n, hidden].
+
+        given: rows of the step whose vectors are given; their token ids are any valid ones. Never during a capture.
+        """
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

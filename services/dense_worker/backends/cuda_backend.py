@@ -20,6 +20,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.segments import segments_of
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
 
@@ -43,6 +44,7 @@ class CudaBackend:
     """
 
     num_layers_to_warm_up = 1
+    takes_given_rows = True
 
     def __init__(
         self, weights: ModelWeights, config: ModelConfig, max_num_tokens: int, lora: CudaLora | None = None
@@ -68,9 +70,11 @@ class CudaBackend:
         if self._reads_positions:
             self._operations.set_positions(upload(positions_of(plan, num_tokens), self._device))
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def first(
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+    ) -> torch.Tensor:
         """Enqueues the first segment -> a new residual."""
-        return self._segments.first.forward(self._operations, token_ids, qkv_out)[1]
+        return self._segments.first.forward(self._operations, token_ids, qkv_out, given)[1]
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

@@ -20,6 +20,7 @@ class OnnxRuntimeBackend:
     """
 
     num_layers_to_warm_up = 1
+    takes_given_rows = False  # the network looks the embeddings up
 
     def __init__(self, networks: Mapping[str, bytes], weights: ModelWeights) -> None:
         if weights.dtype == torch.bfloat16:
@@ -41,7 +42,7 @@ class OnnxRuntimeBackend:
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Does nothing."""
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: None = None) -> torch.Tensor:
         """Runs the first segment, copies its qkv -> the residual."""
         qkv, residual = self._run("first", 0, token_ids=token_ids.int())
         qkv_out.copy_(qkv)

@@ -8,6 +8,7 @@ from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.step import StepPlan, positions_of
 
 
@@ -19,6 +20,7 @@ class TorchBackend:
     """
 
     num_layers_to_warm_up = 1
+    takes_given_rows = True
 
     def __init__(self, weights: ModelWeights, lora: LoraStore | None = None) -> None:
         self._segments = segments_of(weights)
@@ -30,9 +32,11 @@ class TorchBackend:
         if self._reads_positions:
             self._operations.set_positions(torch.from_numpy(positions_of(plan, num_tokens)).to(self._device))
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def first(
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+    ) -> torch.Tensor:
         """Writes qkv in place -> a new residual."""
-        return self._segments.first.forward(self._operations, token_ids, qkv_out)[1]
+        return self._segments.first.forward(self._operations, token_ids, qkv_out, given)[1]
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

@@ -60,9 +60,12 @@ class DraftCounts:
 def may_have_drafts(sequence: Sequence) -> bool:
     """Whether the options of a sequence allow drafts.
 
-    Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft.
+    Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft. A
+    prompt with vectors has token ids that no output can have.
     """
     sampling = sequence.sampling
+    if sequence.prompt_table is not None:
+        return False
     return not (sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None)
 
 

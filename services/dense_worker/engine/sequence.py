@@ -14,8 +14,9 @@ from services.grammar.matcher import GrammarMatcher
 from services.lora.adapter import Adapter
 from services.step import NewSequence
 
-if TYPE_CHECKING:  # it needs numpy
+if TYPE_CHECKING:  # they need numpy and torch
     from services.dense_worker.engine.speculation.predictor import Predictor
+    from services.dense_worker.prompts.loaded_table import LoadedTable
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
 
@@ -58,6 +59,7 @@ class Sequence:
     return_context_logits: bool = False  # report the logits after each prompt token; False after all were reported
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
     adapter: Adapter | None = None  # computes all its tokens; None: the model alone
+    prompt_table: LoadedTable | None = None  # vectors for some of its prompt tokens; None: it has tokens only
     priority: int = 0  # lower numbers go first
     tenant: int = 0  # number of the API key; tenants share evenly
     client: int = 0  # number of the client's address; the clients of a tenant share evenly
@@ -146,6 +148,7 @@ class Sequence:
             return_context_logits=self.return_context_logits,
             return_generation_logits=self.return_generation_logits,
             adapter=self.adapter,
+            prompt_table_hash="" if self.prompt_table is None else self.prompt_table.hash,
             traceparent=self.traceparent,
         )
 

@@ -65,7 +65,7 @@ def build_embedding(
     if parts.has_embedding_norm:
         norm = allocator.norm("embedding_norm", names.embedding_norm, hidden, config.norm_eps, parts.norm)
     multiplier = torch.tensor(parts.embedding_multiplier, dtype=allocator.dtype).item()  # rounded as by transformers
-    return Embedding(table, multiplier, positions, norm)
+    return Embedding(table, multiplier, positions, norm, parts.is_multiplier_of_table)
 
 
 def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:

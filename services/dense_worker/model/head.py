@@ -11,6 +11,7 @@ from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.prompts.given_rows import GivenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,20 @@ class Embedding:
     multiplier: float = 1.0
     positions: LearnedPositions | None = None
     norm: Norm | None = None
+    is_multiplier_of_table: bool = False  # vectors that are given in place of rows are not multiplied
 
-    def forward(self, operations: Operations, token_ids: torch.Tensor) -> Residual:
-        """token_ids int64 [n] -> residual [n, hidden]."""
+    def forward(
+        self, operations: Operations, token_ids: torch.Tensor, given: GivenRows | None = None
+    ) -> Residual:
+        """token_ids int64 [n] -> residual [n, hidden]. `given` vectors take the place of rows of the table."""
         residual = operations.embed(self.table, token_ids)
         hidden = residual.hidden
+        if given is not None and not self.is_multiplier_of_table:
+            hidden.index_copy_(0, given.rows, given.vectors)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
+        if given is not None and self.is_multiplier_of_table:
+            hidden.index_copy_(0, given.rows, given.vectors)
         if self.positions is not None:
             rows = operations.positions(len(token_ids)) + self.positions.offset
             hidden = hidden + F.embedding(rows, self.positions.table.data)

@@ -17,6 +17,7 @@ from services.dense_worker.model.layer import AfterAttention, BeforeAttention
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import tensors_by_name
+from services.dense_worker.prompts.given_rows import GivenRows
 
 Weights = dict[str, torch.Tensor]  # by name of the parameter
 
@@ -29,13 +30,17 @@ class First:
     before: BeforeAttention
 
     def forward(
-        self, operations: Operations, token_ids: torch.Tensor, qkv_out: torch.Tensor | None = None
+        self,
+        operations: Operations,
+        token_ids: torch.Tensor,
+        qkv_out: torch.Tensor | None = None,
+        given: GivenRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids int64 [n] -> qkv [n, qkv_size], residual [n, hidden].
 
-        If `qkv_out` is given, qkv is that tensor, written in place.
+        If `qkv_out` is given, qkv is that tensor, written in place. `given` vectors replace embeddings.
         """
-        residual = self.embedding.forward(operations, token_ids)
+        residual = self.embedding.forward(operations, token_ids, given)
         qkv, residual = self.before.forward(operations, residual, qkv_out)
         return qkv, operations.settle(residual)
 

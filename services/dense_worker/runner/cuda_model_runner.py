@@ -18,6 +18,7 @@ from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
@@ -157,7 +158,8 @@ class CudaModelRunner(ModelRunner):
         """Enqueues all layers; returns what enqueues the sampling."""
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
         # Logits of further rows need another call of `last`, but a graph's residual is in memory that graphs share.
-        is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual
+        # And vectors in place of embeddings are in no graph.
+        is_captured = num_tokens <= self._buckets[-1] and not step.needs_residual and step.given is None
         num_rows = bucket_for(self._buckets, num_tokens) if is_captured else num_tokens
         has_adapters = any(each.adapter_slot is not None for each in step.bound.sequences)
         graph = self._find_graph(channel, num_rows, num_sampled, has_adapters) if is_captured else None
@@ -175,7 +177,8 @@ class CudaModelRunner(ModelRunner):
             graph.replay()
             logits, residual = self._logits, None
         else:
-            logits, residual = self._run_rows(channel, num_rows, num_sampled)
+            given = None if step.given is None else step.given.upload(self._input.device)
+            logits, residual = self._run_rows(channel, num_rows, num_sampled, given)
         outputs = self._outputs[stage][:num_sampled]
         return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs)
 
@@ -186,13 +189,13 @@ class CudaModelRunner(ModelRunner):
         return self._graphs[channel].find(_Size(num_rows, bucket, has_adapters))
 
     def _run_rows(
-        self, channel: Channel, num_rows: int, num_sampled: int
+        self, channel: Channel, num_rows: int, num_sampled: int, given: GivenRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits float32 [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
-        return run_layers(self._backend, channel, self._num_layers, token_ids, sampled_rows[:num_sampled])
+        return run_layers(self._backend, channel, self._num_layers, token_ids, sampled_rows[:num_sampled], given)
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
         """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row."""

@@ -18,6 +18,8 @@ import torch
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
+from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.runner.row_slots import row_slots
 from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
 from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
@@ -51,6 +53,7 @@ class StepInput:
     spans: list[PromptSpan]  # of prompts whose log-probabilities are requested
     has_unknown_tokens: bool  # a sequence with a grammar lacks its last token, which the step before samples
     wanted_logits: WantedLogits  # that are reported
+    given: GivenRows | None  # rows whose vectors are given, on the host; None: there are none
 
     @property
     def needs_residual(self) -> bool:
@@ -88,6 +91,11 @@ class ModelRunner:
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
         self._used_slots: set[int] = set()
 
+    @property
+    def takes_prompt_tables(self) -> bool:
+        """Whether sequences may have vectors in place of some of their prompt tokens."""
+        return self._backend.takes_given_rows
+
     def attach(self, channels: Iterable[Channel]) -> None:
         """Makes later steps run on these channels only; forgets all sequences."""
         for slot in list(self._used_slots):
@@ -95,12 +103,18 @@ class ModelRunner:
         self._sequences.clear()
 
     def open(
-        self, new: NewSequence, grammar: GrammarMatcher | None = None, adapter_slot: int | None = None
+        self,
+        new: NewSequence,
+        grammar: GrammarMatcher | None = None,
+        adapter_slot: int | None = None,
+        table: LoadedTable | None = None,
     ) -> None:
         """Adds a sequence, which later plans may name until one closes it. Its adapter stays in its slot meanwhile."""
         if grammar is not None:
             grammar.sync(new.token_ids[new.num_prompt_tokens :])
-        self._sequences[new.seq_id] = KnownSequence(new, list(new.token_ids), grammar, adapter_slot=adapter_slot)
+        self._sequences[new.seq_id] = KnownSequence(
+            new, list(new.token_ids), grammar, adapter_slot=adapter_slot, table=table
+        )
 
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Launches a step on the channel of its lane.
@@ -116,7 +130,7 @@ class ModelRunner:
             parent = self._sequences[fork.parent_seq_id]
             assert parent.grammar is None, "a fork would need a grammar of its own"
             self._sequences[fork.child_seq_id] = KnownSequence(
-                parent.new, list(parent.token_ids), adapter_slot=parent.adapter_slot
+                parent.new, list(parent.token_ids), adapter_slot=parent.adapter_slot, table=parent.table
             )
         return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
 
@@ -128,6 +142,7 @@ class ModelRunner:
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
         spans: list[PromptSpan] = []
+        given = GivenRowsOfStep()
         has_unknown_tokens = False
         wanted_logits = WantedLogits()
         for entry, sequence in zip(bound.plan.entries, bound.sequences, strict=True):
@@ -143,6 +158,8 @@ class ModelRunner:
                 wanted_logits.sampled.extend(range(len(sampled_rows), len(sampled_rows) + entry.num_logits))
             _, position, num_tokens, num_logits, drafts = entry
             known = sequence.token_ids[position : position + num_tokens - len(drafts)]
+            if sequence.table is not None:
+                known = given.take(sequence.table, known, len(token_ids))
             token_ids += known
             if drafts:
                 assert len(known) + len(drafts) == num_tokens, "drafts follow tokens that are known"
@@ -166,6 +183,7 @@ class ModelRunner:
             spans,
             has_unknown_tokens,
             wanted_logits,
+            given.gather(),
         )
 
     @torch.inference_mode()
@@ -174,7 +192,9 @@ class ModelRunner:
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step.bound, len(token_ids))
-        logits, residual = run_layers(self._backend, channel, self._num_layers, token_ids, step.sampled_rows)
+        logits, residual = run_layers(
+            self._backend, channel, self._num_layers, token_ids, step.sampled_rows, step.given
+        )
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         return self.finish(step, logits, residual, channel, host_token_ids).read()
 
@@ -223,10 +243,13 @@ class ModelRunner:
         slot = sequence.slot = self._free_slots.pop()
         self._used_slots.add(slot)
         new, num_prompt_tokens = sequence.new, sequence.new.num_prompt_tokens
+        prompt_token_ids = sequence.token_ids[:num_prompt_tokens]
+        if sequence.table is not None:  # the sampler knows only tokens of the vocabulary
+            prompt_token_ids = sequence.table.without_rows(prompt_token_ids)
         self._sampler.add(
             slot,
             new.sampling,
-            sequence.token_ids[:num_prompt_tokens],
+            prompt_token_ids,
             sequence.token_ids[num_prompt_tokens:],
             new.stop_token_ids,
             new.num_logprobs,
@@ -246,16 +269,18 @@ def run_layers(
     num_layers: int,
     token_ids: torch.Tensor,
     sampled_rows: torch.Tensor,
+    given: GivenRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all segments, with one handoff in each direction between two segments.
 
-    token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled] -> logits float32 [num_sampled, vocab_size],
-    and the residual [num_tokens, hidden], from which `DenseBackend.last` can compute further rows.
+    token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled]; given: rows with vectors in place of tokens ->
+    logits float32 [num_sampled, vocab_size], and the residual [num_tokens, hidden], from which `DenseBackend.last` can
+    compute further rows.
     """
     num_tokens = len(token_ids)
     qkv = channel.qkv[:num_tokens]
     qkv_ready = qkv_flag(num_tokens)
-    residual = backend.first(token_ids, qkv)
+    residual = backend.first(token_ids, qkv, given)
     for layer in range(num_layers):
         channel.signal(qkv_ready)
         channel.wait(Flag.ATTENTION_READY)

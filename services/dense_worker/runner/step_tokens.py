@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
@@ -25,6 +26,7 @@ class KnownSequence:
     grammar: GrammarMatcher | None = None  # of the form of its output, if that has one
     slot: int | None = None  # of the sampler; None until it runs
     adapter_slot: int | None = None  # where its adapter is; None if it has none
+    table: LoadedTable | None = None  # vectors for some of its prompt tokens; None: it has tokens only
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,8 @@ class Sampler:
             params.seed,
             num_logprobs or 0,
         )
-        self.last_token[slot].fill_(output_token_ids[-1] if output_token_ids else prompt_token_ids[-1])
+        last = output_token_ids or prompt_token_ids
+        self.last_token[slot].fill_(last[-1] if last else 0)  # a prompt of vectors alone has no tokens
         sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, grammar)
         self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
 

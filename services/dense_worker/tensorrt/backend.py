@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.step import StepPlan
 
 # Microseconds by segment, number of tokens (of `last`: of rows), and "tensorrt" or "torch".
@@ -29,6 +30,7 @@ class TensorRTBackend:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
         self.num_layers_to_warm_up = by_tensorrt.num_layers_to_warm_up
+        self.takes_given_rows = by_torch is not None
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Both backends prepare, for they may take turns within the step."""
@@ -36,9 +38,14 @@ class TensorRTBackend:
         if self._torch is not None:
             self._torch.begin_step(plan, num_tokens)
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """Runs the faster backend for this number of tokens."""
-        return self._faster("first", len(token_ids)).first(token_ids, qkv_out)
+    def first(
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
+    ) -> torch.Tensor:
+        """Runs the faster backend for this number of tokens; torch, if vectors are given."""
+        if given is None:
+            return self._faster("first", len(token_ids)).first(token_ids, qkv_out)
+        assert self._torch is not None, "only torch takes vectors"
+        return self._torch.first(token_ids, qkv_out, given)
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

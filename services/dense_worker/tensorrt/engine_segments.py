@@ -29,6 +29,8 @@ class TensorRTSegments:
     No method waits for the device.
     """
 
+    takes_given_rows = False  # the engine looks the embeddings up
+
     def __init__(
         self,
         api: TensorRT,
@@ -69,7 +71,7 @@ class TensorRTSegments:
         profile, num_profiles = profile_index(self._profiles, num_tokens), self._num_profiles["first"]
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
-    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: None = None) -> torch.Tensor:
         """Enqueues the engine of the first segment -> a new residual."""
         residual = self._new_residual(qkv_out)
         inputs = [("token_ids", token_ids.to(torch.int32))]

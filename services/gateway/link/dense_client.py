@@ -17,7 +17,13 @@ import structlog
 from services.common.config import PeerSection
 from services.common.errors import PeerError
 from services.gateway.link.crash_record import CrashRecord
-from services.gateway.link.dense_messages import encode_submit, keep_logits, keep_output, keep_prompt_logprobs
+from services.gateway.link.dense_messages import (
+    encode_submit,
+    keep_logits,
+    keep_output,
+    keep_prompt_logprobs,
+    table_parts,
+)
 from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.link.served_model import ServedModel, ask_info, peer_error, served_model, wait_info
 from services.gateway.link.stream_sequences import StreamSequences
@@ -185,6 +191,7 @@ class DenseClient:
 
     async def _write(self, call: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
         """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond."""
+        table_hash = ""  # of the prompt table that the worker has
         while True:
             message = await outbox.get()
             if message is None:
@@ -192,13 +199,13 @@ class DenseClient:
             if isinstance(message, JournalEntry):
                 if message.is_ended or self.sequences.get(message.seq_id) is None:
                     continue  # its request has ended
+                table = message.request.prompt_table
+                if table is not None and table.hash != table_hash:
+                    for part in table_parts(table):
+                        await _write_message(call, part)
+                    table_hash = table.hash
                 message = encode_submit(message)
-            try:
-                await call.write(message)
-            except grpc.aio.AioRpcError as error:
-                raise peer_error(error) from error
-            except asyncio.InvalidStateError as error:
-                raise PeerError("the dense worker ended the stream") from error
+            await _write_message(call, message)
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         try:
@@ -235,6 +242,15 @@ class DenseClient:
             write = log.info if self.worker is None else log.warning  # expected at the start
             write("no dense worker", address=self._address, reason=reason)
         self._absence_reason = reason
+
+
+async def _write_message(call: grpc.aio.StreamStreamCall, message: dense_pb2.GatewayMessage) -> None:
+    try:
+        await call.write(message)
+    except grpc.aio.AioRpcError as error:
+        raise peer_error(error) from error
+    except asyncio.InvalidStateError as error:
+        raise PeerError("the dense worker ended the stream") from error
 
 
 @contextlib.contextmanager

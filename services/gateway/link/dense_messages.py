@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from services.common.errors import (
     CapacityError,
@@ -19,7 +19,9 @@ from services.common.sampling_messages import encode_sampling
 from services.common.token_logprobs import decode_logprobs
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.link.stream_sequences import StreamSequences
+from services.gateway.request import GenerationRequest
 from services.lora.adapter import encode_adapter
+from services.lora.prompt_table import PromptTable
 from services.pb import dense_pb2
 
 FINISH_REASONS = {
@@ -31,6 +33,7 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
     for error_class in (InvalidRequest, CapacityError, NotFound, PeerError, QueueTimeout, RequestAborted)
 }
 
+MAX_PART_BYTES = 2**20  # of a prompt table in one message: about a millisecond
 MAX_DECODED_TOKENS = 512  # prompt tokens with log-probabilities in one iteration of the event loop: about 3 ms
 
 
@@ -56,9 +59,30 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             return_context_logits=entry.wants_context_logits,
             return_generation_logits=request.return_generation_logits,
             adapter=encode_adapter(request.adapter),
+            prompt_table=_encode_table(request),
             tenant=request.tenant,
             client=request.client,
         )
+    )
+
+
+def table_parts(table: PromptTable) -> Iterator[dense_pb2.GatewayMessage]:
+    """The messages that a worker needs before the first sequence with this table."""
+    for start in range(0, len(table.values), MAX_PART_BYTES):
+        part = dense_pb2.PromptTablePart(hash=table.hash, values=table.values[start : start + MAX_PART_BYTES])
+        yield dense_pb2.GatewayMessage(prompt_table_part=part)
+
+
+def _encode_table(request: GenerationRequest) -> dense_pb2.PromptTable | None:
+    table = request.prompt_table
+    if table is None:
+        return None
+    return dense_pb2.PromptTable(
+        hash=table.hash,
+        num_rows=table.num_rows,
+        hidden_size=table.hidden_size,
+        dtype=table.dtype,
+        first_token_id=request.first_table_id,
     )
 
 

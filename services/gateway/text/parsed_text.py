@@ -37,7 +37,7 @@ class ParsedText:
 
     def __init__(self, request: GenerationRequest, parsing: Parsing, tokenizer: Tokenizer) -> None:
         self._detokenizer = Detokenizer(
-            tokenizer.hf_tokenizer, request.prompt_token_ids, request.skip_special_tokens, parsing.markers
+            tokenizer.hf_tokenizer, request.text_token_ids, request.skip_special_tokens, parsing.markers
         )
         self._reasoning = ThinkTags(parsing.beginning or Beginning.CONTENT)
         self._calls: Parser | None = None

@@ -13,7 +13,7 @@ class TextBuilder:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._detokenizer = Detokenizer(
-            tokenizer.hf_tokenizer, request.prompt_token_ids, request.skip_special_tokens
+            tokenizer.hf_tokenizer, request.text_token_ids, request.skip_special_tokens
         )
         self._stop_strings: StopStrings | None = None  # most requests have none, and do not pay for them
         if request.stop:

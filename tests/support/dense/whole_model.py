@@ -17,6 +17,8 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.prompts.given_rows import GivenRowsOfStep
+from services.dense_worker.prompts.loaded_table import LoadedTable
 from tests.support.plans import make_plan
 
 CPU = torch.device("cpu")
@@ -39,10 +41,13 @@ class WholeModel:
         if sinks := load_sinks(path, self.config):
             self.attention.use_sinks(sinks)
         self._token_ids: dict[int, list[int]] = {}
+        self._tables: dict[int, LoadedTable] = {}
 
-    def open(self, seq_id: int, prompt: list[int]) -> int:
+    def open(self, seq_id: int, prompt: list[int], table: LoadedTable | None = None) -> int:
         """Opens a sequence; returns the number of its tokens that lie in the prefix cache."""
         self._token_ids[seq_id] = list(prompt)
+        if table is not None:
+            self._tables[seq_id] = table
         return self.cache.open_sequence(seq_id, prompt, len(prompt)).num_cached_tokens
 
     @torch.inference_mode()
@@ -55,17 +60,19 @@ class WholeModel:
         plan = make_plan(entries, confirmed=confirmed)
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
-        token_ids = [
-            token_id
-            for seq_id, num_tokens, position in entries
-            for token_id in self._token_ids[seq_id][position : position + num_tokens]
-        ]
+        token_ids: list[int] = []
+        given = GivenRowsOfStep()
+        for seq_id, num_tokens, position in entries:
+            known = self._token_ids[seq_id][position : position + num_tokens]
+            if seq_id in self._tables:
+                known = given.take(self._tables[seq_id], known, len(token_ids))
+            token_ids += known
         self.dense.begin_step(plan, len(token_ids))
         self.attention.copy_blocks(planned.block_copies)
         self.attention.begin_step(planned.metadata)
         qkv = torch.empty(len(token_ids), self.config.qkv_size)
         attn_out = torch.empty(len(token_ids), self.config.attn_size)
-        residual = self.dense.first(torch.tensor(token_ids), qkv)
+        residual = self.dense.first(torch.tensor(token_ids), qkv, given.gather())
         for layer in range(self.config.num_layers):
             self.attention.forward(layer, qkv, attn_out)
             if layer + 1 < self.config.num_layers:

@@ -1,4 +1,4 @@
-"""Keys and values belong to an adapter: only sequences with the same one share blocks."""
+"""Keys and values belong to an adapter and a prompt table: only sequences with the same ones share blocks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ class Worker:
         self._engine.attach(self._attachment, "00", KVScales.ones(1))
         self._num_steps = 0
 
-    def run(self, seq_id: int, adapter: Adapter | None, salt: str = "") -> int:
+    def run(self, seq_id: int, adapter: Adapter | None, salt: str = "", table: str = "") -> int:
         """Computes and closes a sequence of `TOKENS`; returns how many of them were cached."""
-        new = NewSequence(seq_id, "r", TOKENS, len(TOKENS), adapter=adapter, cache_salt=salt)
+        new = NewSequence(
+            seq_id, "r", TOKENS, len(TOKENS), adapter=adapter, cache_salt=salt, prompt_table_hash=table
+        )
         num_cached = self._engine.open_sequence(self._attachment, new).num_cached_tokens
         self._step(PlanEntry(seq_id, num_cached, len(TOKENS) - num_cached, 1))
         self._step(close=seq_id)
@@ -71,3 +73,17 @@ def test_no_salt_stands_for_an_adapter(salt: str) -> None:
     worker.run(1, A)
     assert worker.run(2, None, salt) == 0
     assert worker.run(3, A, salt) == 0, "a salt divides the sequences of an adapter, too"
+
+
+def test_only_sequences_of_one_prompt_table_share_blocks() -> None:
+    """Adapter, table and salt are told apart even where one has the bytes of another."""
+    cases: list[tuple[Adapter | None, str, str]] = [
+        (adapter, table, salt) for adapter in (None, A) for table in ("", A.hash, B.hash) for salt in ("", A.hash)
+    ]
+    cases += [(None, "\xfe" + A.hash, ""), (None, "\xff" + A.hash, "")]
+    worker = Worker()
+    for num_cached in (0, 2 * BLOCK_SIZE):
+        for case, (adapter, table, salt) in enumerate(cases):
+            is_hash = not table.startswith(("\xfe", "\xff"))
+            found = worker.run(100 * num_cached + case, adapter, salt if is_hash else table, table if is_hash else "")
+            assert found == num_cached, (adapter, table, salt)

@@ -39,7 +39,7 @@ class Front:
         self.grammars, self.engine = LateGrammars(), Mock()
         grammars: Any = self.grammars
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), grammars)
-        servicer.set_engine(self.engine, Mock())
+        servicer.set_engine(self.engine, Mock(), Mock())
         servicer.set_info(dense_pb2.DenseInfo())
         self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
         context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)

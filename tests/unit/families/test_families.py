@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
+from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.tensorrt.export_check import compare_with_hugging_face
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
@@ -69,6 +70,32 @@ def test_chunks_decoding_and_prefix_cache(path: Path, truth: PreTrainedModel) ->
         check_logits(last, expected[-1:])
 
 
+@torch.inference_mode()
+def prompt_with_vectors(truth: PreTrainedModel, vocab_size: int) -> tuple[list[int], LoadedTable, torch.Tensor]:
+    """A prompt of tokens and vectors, the table of its vectors, and its logits by transformers."""
+    embedding = truth.get_input_embeddings()
+    own = embedding(torch.tensor(PROMPT))
+    rows = own[:6] + own.std() * torch.randn(6, own.shape[1], generator=torch.Generator().manual_seed(8))
+    table = LoadedTable("", vocab_size, rows)
+    prompt = [vocab_size + 2, vocab_size, *PROMPT[2:8], vocab_size + 5, *PROMPT[9:12], vocab_size + 2, *PROMPT[13:]]
+    vectors = own.clone()
+    vectors[[0, 1, 8, 12]] = rows[[2, 0, 5, 2]]
+    return prompt, table, truth(inputs_embeds=vectors[None], use_cache=False).logits[0]
+
+
+def test_vectors_in_place_of_tokens(path: Path, truth: PreTrainedModel) -> None:
+    """As transformers' `inputs_embeds`: in chunks that begin and end within vectors, beside a sequence of tokens."""
+    model = WholeModel(path)
+    prompt, table, expected = prompt_with_vectors(truth, model.config.vocab_size)
+    model.open(1, prompt, table)
+    model.open(2, OTHER_PROMPT)
+    first, other = model.step((1, 1, 0), (2, len(OTHER_PROMPT), 0))
+    rows = [first, model.step((1, 8, 1))[0], model.step((1, 12, 9))[0]]
+    check_logits(torch.cat(rows), expected)
+    check_logits(other, true_logits(truth, OTHER_PROMPT))
+    assert (expected - true_logits(truth, PROMPT)).abs().max() > 100 * BOUND * expected.abs().max()
+
+
 # Together they have all parts and operations of all families.
 @pytest.mark.parametrize("variant", ["olmo2", "gemma2", "cohere", "phi", "mpt", "bloom", "granite"])
 def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
@@ -90,8 +117,12 @@ def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
         model = WholeModel(path, lambda weights: CudaBackend(weights, load_model_config(path), 64))
         model.open(1, PROMPT)
         rows = [model.step((1, 20, 0))[0], model.step((1, 1, 20))[0]]
-    expected = true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT)
-    check_logits(torch.cat(rows), expected)
+        truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        prompt, table, expected = prompt_with_vectors(truth, model.config.vocab_size)
+        model.open(2, prompt, table)
+        with_vectors = model.step((2, 9, 0))[0], model.step((2, 12, 9))[0]
+    check_logits(torch.cat(rows), true_logits(truth, PROMPT))
+    check_logits(torch.cat(with_vectors), expected)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

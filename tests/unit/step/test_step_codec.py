@@ -40,6 +40,7 @@ NEW_SEQUENCES = st.builds(
     traceparent=st.text(max_size=5),
     adapter=st.none()
     | st.builds(Adapter, st.text(max_size=5), st.text("0af", min_size=1, max_size=5), st.text(max_size=5)),
+    prompt_table_hash=st.text("0af", max_size=5),
 )
 PLANS = st.builds(
     StepPlan,

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
+from services.gateway.context_length import check_prompt_length
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.answer import Answer
 from services.gateway.http.answers.chat_format import ChatFormat
@@ -18,7 +19,6 @@ from services.gateway.http.json_route import json_route
 from services.gateway.http.schemas.chat import ChatObject, ChatRequest
 from services.gateway.http.schemas.completions import CompletionObject, CompletionRequest
 from services.gateway.http.to_message import chat_message, completion_messages
-from services.gateway.request import check_prompt_length
 from services.pb import gateway_pb2
 
 STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "If stream was set"}}}

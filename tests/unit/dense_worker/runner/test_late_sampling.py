@@ -47,7 +47,7 @@ class RandomLogits:
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None: ...
 
-    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, given: object = None) -> torch.Tensor:
         return token_ids[:, None]
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
