@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import regex
 
 from services.common.errors import InvalidRequest
+from services.common.json_files.patterns import PatternError, PatternMatcher
 from services.common.shorten import show
 
 # Kinds of adapters that consist of virtual tokens. P-tuning (arXiv:2103.10385) stores the output of its encoder.
 PROMPT_TUNING = ("PROMPT_TUNING", "P_TUNING")
 MAX_RANK = 256
+MAX_NAMES = 4096  # in a list, such as target_modules
 MAX_PATTERNS = 1024  # in rank_pattern and in alpha_pattern
-MAX_MATCHING_S = 1.0  # for all patterns of an adapter together: a pattern may take exponential time
+MAX_MATCHING_S = 5.0  # for all patterns of an adapter together
 # Settings with which an adapter is more than A and B of linear layers, or belongs to another base model.
 REFUSED = (
     "alora_invocation_tokens",
@@ -40,6 +41,7 @@ REFUSED = (
 )
 # Ways to initialise an adapter that also change the weights of the base model.
 CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
+_NAME = re.compile(r"[\w.]+")
 _LAYER_INDEX = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
@@ -131,6 +133,7 @@ def parse_adapter_config(text: bytes, max_rank: int) -> AdapterConfig:
         layer_indexes = (layer_indexes,)
     if not isinstance(layer_indexes, list | tuple) or not all(type(each) is int for each in layer_indexes):
         raise InvalidRequest(f"adapter_config.json has layers_to_transform {show(layer_indexes)}, expected integers")
+    _check_length("layers_to_transform", layer_indexes)
     layers_pattern = _read_names(raw, "layers_pattern") or ()
     return AdapterConfig(
         rank=_read_rank("r", raw.get("r", 8), max_rank),
@@ -149,7 +152,8 @@ class _Matcher:
     """Applies PEFT's patterns of module names, for at most `MAX_MATCHING_S` in all."""
 
     def __init__(self) -> None:
-        self._deadline = time.monotonic() + MAX_MATCHING_S
+        self._patterns = PatternMatcher(MAX_MATCHING_S)
+        self._ends: dict[str, str] = {}  # with which a name must end to match a key: the patterns are slower
 
     def matches(self, wanted: str | tuple[str, ...], name: str) -> bool:
         """Whether a pattern matches a whole name, or one of several names is its end."""
@@ -159,7 +163,13 @@ class _Matcher:
 
     def first_key(self, patterns: Mapping[str, Any], name: str) -> str | None:
         """The first key of rank_pattern or alpha_pattern that matches the end of a name."""
-        return next((key for key in patterns if self._match(rf"(.*\.)?({key})$", name) is not None), None)
+        for key in patterns:
+            end = self._ends.get(key)
+            if end is None:
+                end = self._ends[key] = key.rpartition(".")[2] if _NAME.fullmatch(key) else ""
+            if name.endswith(end) and self._match(rf"(.*\.)?({key})$", name) is not None:
+                return key
+        return None
 
     def layer_index(self, patterns: tuple[str, ...], name: str) -> int | None:
         """The number of a module's layer, after one of `patterns` or, without any, the first number."""
@@ -171,15 +181,10 @@ class _Matcher:
         return None if found is None else int(found[1])
 
     def _match(self, pattern: str, name: str) -> regex.Match[str] | None:
-        left_s = self._deadline - time.monotonic()
         try:
-            if left_s > 0:
-                return regex.match(pattern, name, timeout=left_s, concurrent=True)
-        except TimeoutError:
-            pass
-        except regex.error as error:
-            raise InvalidRequest(f"adapter_config.json has the pattern {show(pattern)}: {error}") from error
-        raise InvalidRequest(f"the patterns of adapter_config.json take longer than {MAX_MATCHING_S:g} s")
+            return self._patterns.match(pattern, name)
+        except PatternError as error:
+            raise InvalidRequest(f"adapter_config.json: {error}") from error
 
 
 def _read_names(raw: dict[str, Any], field: str) -> str | tuple[str, ...]:
@@ -188,7 +193,13 @@ def _read_names(raw: dict[str, Any], field: str) -> str | tuple[str, ...]:
         return value or ""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise InvalidRequest(f"adapter_config.json has {field} {show(value)}, expected a string or a list of strings")
+    _check_length(field, value)
     return tuple(value)
+
+
+def _check_length(field: str, values: Collection[object]) -> None:
+    if len(values) > MAX_NAMES:
+        raise InvalidRequest(f"adapter_config.json has {field} with {len(values)} entries, at most {MAX_NAMES} allowed")
 
 
 def _read_pattern(raw: dict[str, Any], field: str) -> Iterable[tuple[str, Any]]:

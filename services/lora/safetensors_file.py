@@ -20,6 +20,7 @@ from services.common.errors import InvalidRequest
 from services.common.shorten import show
 
 MAX_HEADER_BYTES = 16 * 2**20
+MAX_DIMENSIONS = 8  # of a tensor: the product of a million of them would take minutes
 # BF16 has no type in numpy; its bits are kept.
 DTYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -61,9 +62,12 @@ class SafetensorsFile:
         return values
 
     def _read_header(self, size: int) -> dict[str, TensorEntry]:
-        num_bytes = int.from_bytes(self._read(0, 8), "little")
-        if num_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise InvalidRequest(f"{self._name} is not safetensors, or truncated: its header has {num_bytes} bytes")
+        num_bytes, most = int.from_bytes(self._read(0, 8), "little"), min(size - 8, MAX_HEADER_BYTES)
+        if num_bytes > most:
+            raise InvalidRequest(
+                f"{self._name} is not safetensors, or truncated: its header has {num_bytes} bytes, at most {most} "
+                "expected"
+            )
         try:
             header = json.loads(self._read(8, num_bytes))
             if not isinstance(header, dict):
@@ -78,8 +82,10 @@ class SafetensorsFile:
         if dtype not in DTYPES:
             supported = ", ".join(DTYPES)
             raise InvalidRequest(f"{show(name)} in {self._name} has dtype {show(dtype)}, supported: {supported}")
-        if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
-            raise ValueError(f"{show(name)} has shape {show(shape)} at {start} to {end}")
+        if len(shape) > MAX_DIMENSIONS:
+            raise ValueError(f"{show(name)} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} allowed")
+        if not all(type(each) is int and 0 <= each <= size for each in (*shape, start, end)):
+            raise ValueError(f"{show(name)} has shape {show(shape)} at {show(start)} to {show(end)} of {size} bytes")
         num_bytes = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         if end - start != num_bytes or data_start + end > size:
             raise ValueError(f"{show(name)} lies at {start} to {end}, the file has {size} bytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from services.common.errors import InvalidRequest
@@ -65,7 +68,15 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {"q_proj": 100}}, "LoRA rank 100 of 'q_proj' is greater than max_lora_rank 64"),
     ({"rank_pattern": 3}, "rank_pattern 3, expected an object"),
     ({"lora_alpha": "x"}, "lora_alpha 'x', expected a number"),
-    ({"target_modules": "(q_proj"}, r"pattern '\(\?:\(q_proj"),
+    ({"target_modules": "(q_proj"}, r"the pattern '\(\?:\(q_proj"),
+    ({"target_modules": "(" * 5000}, "has 5006 characters, at most 4096 allowed"),
+    ({"target_modules": "(" * 1000 + ")" * 1000}, "is not valid"),  # nested too deeply
+    ({"target_modules": "(((a{1000}){1000}){1000}){1000}"}, r"may have \d+ characters or more .* most 100000"),
+    ({"target_modules": "(" * 60 + "a" + "+)" * 60}, r"may have \d+ characters or more"),
+    ({"target_modules": "(?R)*"}, "is not valid: unknown group at 3"),  # a pattern that contains itself
+    ({"rank_pattern": {"(": 4}}, r"pattern .* is not valid: missing \)"),
+    ({"target_modules": ["a"] * 4097}, "target_modules with 4097 entries, at most 4096 allowed"),
+    ({"layers_to_transform": [0] * 4097}, "layers_to_transform with 4097 entries, at most 4096 allowed"),
     ({"r": 4}, r"has shape \[8, 96\], the served model and the adapter's rank call for \[4, 96\]"),
     ({"target_modules": ["q_proj"]}, "is not A or B of a targeted linear layer"),
 ]
@@ -130,17 +141,25 @@ def header(size: int, text: bytes) -> bytes:
     return size.to_bytes(8, "little") + text
 
 
+def header_of(shape: str, end: int = 4) -> bytes:
+    text = f'{{"a":{{"dtype":"F32","shape":[{shape}],"data_offsets":[0,{end}]}}}}'
+    return header(len(text), text.encode())
+
+
 FILES: list[tuple[bytes, str]] = [
     (b"", "truncated"),
     (b"\0" * 7, "truncated"),
-    (header(2**62, b"{}"), "its header has 4611686018427387904 bytes"),
-    (header(9, b"{}"), "its header has 9 bytes"),
+    (header(2**62, b"{}"), "its header has 4611686018427387904 bytes, at most 2 expected"),
+    (header(9, b"{}"), "its header has 9 bytes, at most 2 expected"),
+    (header(2**24 + 1, b" " * 2**25), "its header has 16777217 bytes, at most 16777216 expected"),
     (header(2, b"[]"), "not safetensors"),
     (header(4, b'{"a"'), "not safetensors"),
     (header(8, b"\xff" * 8), "not safetensors"),
     (header(12, b'{"a":{"b":1}'), "not safetensors"),
-    (header(60, b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'.ljust(60)), "not safetensors"),
-    (header(60, b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}'.ljust(60)), "not safetensors"),
+    (header_of("9", 36), "not safetensors.* has shape .* of 62 bytes|lies at 0 to 36"),
+    (header_of("-1"), r"has shape \[-1\] at 0 to 4 of \d+ bytes"),
+    (header_of("1" * 4000 + ",0"), r"has shape \[1111"),
+    (header_of(",".join(["1"] * 9)), "has 9 dimensions, at most 8 allowed"),
     (header(100_000, b"[" * 100_000), "not safetensors"),
 ]
 
@@ -203,6 +222,22 @@ def test_the_hash_changes_with_every_value_and_with_the_scale(tmp_path: Path, mo
     change_tensors(tmp_path / "a", lambda tensors: tensors[Q].__setitem__((0, 0), 5.0))
     others.add(check(tmp_path / "a"))
     assert first not in others and len(others) == 6
+
+
+@given(key=st.text("ab.", min_size=1, max_size=5), name=st.text("ab.", max_size=7))
+def test_a_plain_key_of_rank_pattern_matches_what_its_pattern_matches(key: str, name: str) -> None:
+    text = json.dumps({"peft_type": "LORA", "r": 8, "target_modules": "all-linear", "rank_pattern": {key: 16}})
+    found = parse_adapter_config(text.encode(), MAX_RANK).modules([name])
+    assert found[name].rank == (16 if re.match(rf"(.*\.)?({key})$", name) else 8)
+
+
+def test_every_layer_of_a_large_model_may_have_a_key() -> None:
+    """More keys than the package regex keeps compiled patterns: compiling them anew for each name took minutes."""
+    names = [f"model.layers.{i}.mlp.{name}_proj" for i in range(200) for name in ("gate", "up", "down")]
+    ranks = {name: 1 + i % 64 for i, name in enumerate(names)}
+    raw = {"peft_type": "LORA", "target_modules": "all-linear", "rank_pattern": ranks, "alpha_pattern": ranks}
+    found = parse_adapter_config(json.dumps(raw).encode(), MAX_RANK).modules(names)
+    assert {name: module.rank for name, module in found.items()} == ranks
 
 
 # What PEFT 0.21.2 did with these settings and this model, by `get_peft_model` and its modules' `scaling`.
