@@ -6,13 +6,12 @@ What a family has not read must not change what transformers computes: `check_al
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
-from services.common.errors import ModelError
+from services.common.json_files.fields import Fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,12 +55,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class ConfigFields:
+class ConfigFields(Fields):
     """The fields of one config.json. `path` is the model's directory, for messages and generation_config.json."""
 
     def __init__(self, raw: Mapping[str, Any], hf: PretrainedConfig, path: Path) -> None:
-        """`raw` is the JSON object, `hf` what transformers made of it."""
-        self.raw, self.path = raw, path
+        """`raw` is the JSON object, `hf` what transformers made of it, from which values are read."""
+        super().__init__(raw, str(path))
+        self.path = path
         self._hf = hf
         self._read: set[str] = set()
 
@@ -87,28 +87,15 @@ class ConfigFields:
             raise self.error(name, value, "expected a whole number of at least 1")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float | None:
-        """A field that is a number above 0; `default` if it is missing or null."""
-        value = self.get(name, default)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(name, value, "expected a number above 0")
-        return float(value)
-
     def only(self, name: str, *supported: Any) -> None:
         """Refuses a value other than these of a field that would change the computation."""
         value = self.get(name)
         if value is not None and value not in supported:
-            raise self.error(name, value, f"supported: {', '.join(map(str, supported)) or 'none'}")
+            raise self.unsupported(name, value, ", ".join(map(str, supported)) or "none")
 
     def ignore(self, *names: str) -> None:
         """Says of fields that transformers' class of this family does not use them."""
         self._read |= set(names)
-
-    def error(self, name: str, value: Any, rest: str) -> ModelError:
-        """The error about a field, which names the directory and the value."""
-        return ModelError(f"{self.path} has {name} {value!r}, {rest}")
 
     def check_all_understood(self) -> None:
         """Refuses every field that was not read and may change the computation.

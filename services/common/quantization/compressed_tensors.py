@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.quantization.fields import Fields
+from services.common.json_files.fields import Fields
+from services.common.quantization.layer_lists import read_layers
 from services.common.quantization.schemes import (
     Activations,
     BlockFp8Scheme,
@@ -36,7 +37,7 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig | None:
     read = tuple(_read_group(groups.inner(name), file_format) for name in groups.names())
     if not read:
         raise fields.unsupported("config_groups", {}, "at least one group")
-    return QuantizationConfig("compressed-tensors", read, fields.layers("ignore"))
+    return QuantizationConfig("compressed-tensors", read, read_layers(fields, "ignore"))
 
 
 def _refuse_sparsity(fields: Fields) -> None:
@@ -57,7 +58,7 @@ def _read_group(group: Fields, default_format: str) -> SchemeGroup:
         scheme = _read_mxfp4(group, weights)
     else:
         scheme = _read_elementwise(group, weights)
-    return SchemeGroup(group.layers("targets"), scheme)
+    return SchemeGroup(read_layers(group, "targets"), scheme)
 
 
 def _read_elementwise(group: Fields, weights: Fields) -> Scheme:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.common.errors import ModelError
+from services.common.json_files.fields import Fields
 from services.common.quantization.compressed_tensors import BLOCK, GROUP_SIZES, read_compressed_tensors
-from services.common.quantization.fields import Fields
+from services.common.quantization.layer_lists import read_layers
 from services.common.quantization.schemes import (
     LM_HEAD,
     Activations,
@@ -57,7 +58,7 @@ def _read_fp8(fields: Fields) -> QuantizationConfig:
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.refuse("scale_fmt")
     activations = fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
-    ignored = fields.layers("modules_to_not_convert", "ignored_layers")
+    ignored = read_layers(fields, "modules_to_not_convert", "ignored_layers")
     block = fields.get("weight_block_size")
     if block is None:
         kind = Activations.STATIC if activations == "static" else Activations.TOKEN
@@ -69,11 +70,9 @@ def _read_fp8(fields: Fields) -> QuantizationConfig:
 
 
 def _read_fbgemm_fp8(fields: Fields) -> QuantizationConfig:
-    bound = fields.get("activation_scale_ub", 1200.0)
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < float("inf"):
-        raise fields.unsupported("activation_scale_ub", bound, "a number above 0")
-    scheme = ScaledScheme(Element.FP8, is_per_channel=True, activations=Activations.TOKEN, max_activation=float(bound))
-    return _everywhere("fbgemm_fp8", scheme, fields.layers("modules_to_not_convert"))
+    bound = fields.number("activation_scale_ub", 1200.0)
+    scheme = ScaledScheme(Element.FP8, is_per_channel=True, activations=Activations.TOKEN, max_activation=bound)
+    return _everywhere("fbgemm_fp8", scheme, read_layers(fields, "modules_to_not_convert"))
 
 
 def _read_awq(fields: Fields) -> QuantizationConfig:
@@ -82,7 +81,7 @@ def _read_awq(fields: Fields) -> QuantizationConfig:
     fields.one_of("zero_point", (True,), True)
     group_size = _group_size(fields, fields.first_of("group_size", "q_group_size"))
     scheme = GroupedIntScheme(Packing.AWQ, bits, group_size, is_symmetric=False, has_order=False)
-    return _everywhere("awq", scheme, fields.layers("modules_to_not_convert"))
+    return _everywhere("awq", scheme, read_layers(fields, "modules_to_not_convert"))
 
 
 def _read_gptq(fields: Fields) -> QuantizationConfig:
@@ -97,14 +96,14 @@ def _read_gptq(fields: Fields) -> QuantizationConfig:
         is_symmetric=fields.one_of("sym", (True, False), True),
         has_order=fields.one_of("desc_act", (True, False), False),
     )
-    ignored = fields.layers("modules_to_not_convert")
+    ignored = read_layers(fields, "modules_to_not_convert")
     blocks = fields.get("modules_in_block_to_quantize")
     if blocks is None:
         has_lm_head = fields.one_of("lm_head", (True, False), False)
         return _everywhere("gptq", scheme, ignored, has_lm_head)
     is_nested = isinstance(blocks, list) and all(isinstance(each, list) for each in blocks)
     names = [name for each in blocks for name in each] if is_nested else blocks
-    targets = Fields({"modules_in_block_to_quantize": names}, fields.where).layers("modules_in_block_to_quantize")
+    targets = read_layers(Fields({"modules_in_block_to_quantize": names}, fields.where), "modules_in_block_to_quantize")
     return QuantizationConfig("gptq", (SchemeGroup(targets, scheme),), ignored)
 
 
@@ -114,7 +113,7 @@ def _group_size(fields: Fields, name: str) -> int | None:
 
 
 def _read_mxfp4(fields: Fields) -> QuantizationConfig:
-    return _everywhere("mxfp4", Mxfp4Scheme(is_compressed_tensors=False), fields.layers("modules_to_not_convert"))
+    return _everywhere("mxfp4", Mxfp4Scheme(is_compressed_tensors=False), read_layers(fields, "modules_to_not_convert"))
 
 
 _MODELOPT_SCHEMES = {
@@ -130,7 +129,7 @@ def _read_modelopt(fields: Fields) -> QuantizationConfig | None:
     if fields.get("quant_algo") is None and fields.get("kv_cache_quant_algo") is not None:
         return None  # only the KV cache is quantized
     algorithm = fields.one_of("quant_algo", tuple(_MODELOPT_SCHEMES))
-    ignored = fields.layers("ignore", "exclude_modules")
+    ignored = read_layers(fields, "ignore", "exclude_modules")
     return _everywhere("modelopt", _MODELOPT_SCHEMES[algorithm], ignored)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-import fnmatch
-import re
 from dataclasses import dataclass
 
+from services.common.quantization.layer_lists import is_listed
+
 LM_HEAD = "lm_head"
-_WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.")  # of models with images
 
 
 class Element(enum.StrEnum):
@@ -107,23 +106,3 @@ class QuantizationConfig:
 def on_the_fly_fp8() -> QuantizationConfig:
     """FP8 for all linear layers of an unquantized checkpoint except lm_head."""
     return QuantizationConfig("fp8 on the fly", (SchemeGroup(("Linear",), OnTheFlyFp8()),), (LM_HEAD,))
-
-
-def is_listed(name: str, entries: tuple[str, ...]) -> bool:
-    """Whether a list of layers contains the layer of this name.
-
-    An entry is a regular expression that matches from the start ("re:.*q_proj"), a pattern with wildcards
-    ("model.layers.0.*"), whole parts of a name ("lm_head", "model.layers.0", "mlp.gate_proj"), or "Linear" for all.
-    """
-    return any(_matches(name, entry) for entry in entries)
-
-
-def _matches(name: str, entry: str) -> bool:
-    if entry == "Linear":
-        return True
-    entry = next((entry.removeprefix(each) for each in _WRAPPERS if entry.startswith(each)), entry)
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), name) is not None
-    if any(character in entry for character in "*?["):
-        return fnmatch.fnmatchcase(name, entry) or fnmatch.fnmatchcase(name, f"{entry}.*")
-    return f".{entry}." in f".{name}."

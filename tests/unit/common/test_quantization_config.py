@@ -11,6 +11,8 @@ import pytest
 
 from services.common.errors import ModelError
 from services.common.model_config import load_model_config
+from services.common.quantization import layer_lists
+from services.common.quantization.layer_lists import is_listed
 from services.common.quantization.read import read_quantization
 from services.common.quantization.schemes import (
     Activations,
@@ -22,7 +24,6 @@ from services.common.quantization.schemes import (
     QuantizationConfig,
     ScaledScheme,
     Scheme,
-    is_listed,
 )
 from tests.support.model_configs import write_config
 from tests.support.quantized.checkpoints import FORMATS
@@ -96,9 +97,7 @@ def test_modelopts_file_must_agree_with_the_quantization_config() -> None:
 def test_two_processes_with_and_without_quantization_run_the_same_model(tmp_path: Path) -> None:
     """The attention worker does not know what the dense worker makes of the weights."""
     plain = load_model_config(write_config(tmp_path / "a", "llama"))
-    quantized = load_model_config(
-        write_config(tmp_path / "b", "llama", quantization_config=FORMATS["awq g128"].config)
-    )
+    quantized = load_model_config(write_config(tmp_path / "b", "llama", quantization_config=FORMATS["awq g128"].config))
     assert plain != quantized and plain.fingerprint == quantized.fingerprint
 
 
@@ -119,6 +118,15 @@ def test_two_processes_with_and_without_quantization_run_the_same_model(tmp_path
 def test_lists_of_layers(entry: str, names: list[str], others: list[str]) -> None:
     assert all(is_listed(name, (entry,)) for name in names)
     assert not any(is_listed(name, (entry,)) for name in others)
+
+
+def test_a_pattern_that_takes_exponential_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the limit this test would hang."""
+    monkeypatch.setattr(layer_lists, "MAX_MATCHING_S", 0.1)
+    config = read(changed(CHANNEL, "ignore", value=["lm_head", r"re:(\w|\.|[a-z])*0$"]))
+    assert config.scheme_of("lm_head") is None, "it is not asked"
+    with pytest.raises(ModelError, match=rf"lists of layers, for {Q_PROJ}: patterns take longer than 0\.1 s, such as"):
+        config.scheme_of(Q_PROJ)
 
 
 def test_the_first_group_that_targets_a_layer_counts() -> None:
@@ -227,7 +235,9 @@ UNSUPPORTED = [
     (changed(CHANNEL, *INPUTS, "num_bits", value=16), "input_activations has num_bits 16"),
     (changed("int8 channel, token", *INPUTS, "symmetric", value=False), "symmetric False, supported: True"),
     (changed(CHANNEL, "config_groups", "group_0", "output_activations", value={"num_bits": 8}), "output_activations"),
-    (changed(CHANNEL, "ignore", value=["re:["]), r"lists 're:\[', which is no regular expression"),
+    (changed(CHANNEL, "ignore", value=["re:["]), r"lists 're:\[': the pattern '\[' is not valid"),
+    (changed(CHANNEL, "ignore", value=["re:" + "a" * 4097]), "has 4097 characters, at most 4096 allowed"),
+    (changed(CHANNEL, "ignore", value=["re:((a{1000}){1000}){1000}"]), r"may have \d+ characters or more"),
     (changed(CHANNEL, "ignore", value="lm_head"), "ignore 'lm_head', supported: a list of names"),
     (changed("fp8 blocks of compressed-tensors", *WEIGHTS, "block_structure", value=[64, 64]), "block_structure .*64"),
     (changed(PACKED, *WEIGHTS, "group_size", value=48), "group_size 48, supported: 32, 64, 128"),

@@ -1,8 +1,8 @@
-"""`Fields`: reads a JSON object of a checkpoint's quantization, with errors that name format, field and value."""
+"""`Fields`: reads a JSON object of a model's files, with errors that name file, field and value."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,16 +17,16 @@ class Fields:
     def __init__(self, values: object, where: str) -> None:
         if not isinstance(values, Mapping):
             raise ModelError(f"{where} is {values!r}, expected an object")
-        self._values, self.where = values, where
+        self.raw, self.where = values, where
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value as it is. A null is like an absent field."""
-        value = self._values.get(name)
+        value = self.raw.get(name)
         return default if value is None else value
 
     def names(self) -> tuple[str, ...]:
         """The names of all fields."""
-        return tuple(self._values)
+        return tuple(self.raw)
 
     def one_of(self, name: str, supported: Sequence[Value], default: Any = None) -> Value:
         """The value, which must be one of `supported`, also in its type. An absent field has the default."""
@@ -35,30 +35,22 @@ class Fields:
             raise self.unsupported(name, value, ", ".join(map(str, supported)))
         return value
 
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """A field that is a number above 0; `default` if it is missing or null."""
+        value = self.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(name, value, "expected a number above 0")
+        return float(value)
+
     def first_of(self, *names: str) -> str:
         """The name of the first field that is there; the first name if none is."""
         return next((name for name in names if self.get(name) is not None), names[0])
 
-    def layers(self, *names: str) -> tuple[str, ...]:
-        """A list of layers, from all of these fields. An absent one is empty."""
-        entries: list[str] = []
-        for name in names:
-            values = self.get(name, [])
-            if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-                raise self.unsupported(name, values, "a list of names")
-            entries += values
-        for entry in entries:
-            if entry.startswith("re:"):
-                self._check_pattern(entry)
-        return tuple(entries)
-
     def inner(self, name: str) -> Fields:
         """An object within this one."""
-        return Fields(self._values.get(name), f"{self.where}.{name}")
-
-    def unsupported(self, name: str, value: object, supported: str) -> ModelError:
-        """The error for a value that is not supported."""
-        return ModelError(f"{self.where} has {name} {value!r}, supported: {supported}")
+        return Fields(self.raw.get(name), f"{self.where}.{name}")
 
     def refuse(self, *names: str) -> None:
         """Raises ModelError if one of these fields says anything."""
@@ -66,8 +58,10 @@ class Fields:
             if self.get(name) not in (None, False, {}, []):
                 raise self.unsupported(name, self.get(name), "none")
 
-    def _check_pattern(self, entry: str) -> None:
-        try:
-            re.compile(entry.removeprefix("re:"))
-        except re.error as error:
-            raise ModelError(f"{self.where} lists {entry!r}, which is no regular expression: {error}") from error
+    def unsupported(self, name: str, value: object, supported: str) -> ModelError:
+        """The error for a value that is not supported."""
+        return self.error(name, value, f"supported: {supported}")
+
+    def error(self, name: str, value: object, rest: str) -> ModelError:
+        """The error about a field."""
+        return ModelError(f"{self.where} has {name} {value!r}, {rest}")
