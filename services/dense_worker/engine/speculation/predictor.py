@@ -1,6 +1,6 @@
 """`Predictor`: guesses how one sequence goes on, from its own tokens and from earlier texts.
 
-It follows the sequence token by token, and learns how often its guesses are right also when nobody uses them.
+It follows the sequence, and learns how often its guesses are right also when nobody uses them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.ngram_index import NgramIndex
 
 SEPARATOR = 2**32 - 1  # between texts in one index; no token id
-_FEW = 8  # tokens that are followed one by one; before more of them, the place is lost
 MAX_TOKENS_AT_A_TIME = 16_384  # that `follow` takes: about a millisecond
 
 
@@ -49,13 +48,11 @@ class Predictor:
             new = output_token_ids[first : first + MAX_TOKENS_AT_A_TIME]
         if not new:
             return
-        if len(new) > _FEW:
-            self._own.extend(new)
-            self._position = None
-        else:
-            for token_id in new:
-                self._check(token_id)
-                self._own.append(token_id)
+        self._own.extend(new)
+        for token_id in new:
+            if self._position is None:
+                break
+            self._check(self._position, token_id)
         is_complete = len(self._own.tokens) == num_prompt_tokens + len(output_token_ids)
         if self._position is None and is_complete:
             self._find()
@@ -81,11 +78,8 @@ class Predictor:
             return (found * -(-num_tokens // len(found)))[:num_tokens]
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
-    def _check(self, token_id: int) -> None:
-        """Compares a token with the guess, and goes on behind it."""
-        position = self._position
-        if position is None:
-            return
+    def _check(self, position: int, token_id: int) -> None:
+        """Compares a token with the guess at a position, and goes on behind it."""
         is_right = self._source.tokens[position] == token_id
         self._acceptance.observe(is_first=self._is_first, is_right=is_right)
         self._is_first = False

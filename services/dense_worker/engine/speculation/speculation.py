@@ -1,12 +1,17 @@
 """`Speculation`: decides, before each step, which sequences get how many drafts, or whether the step has none.
 
 Drafts cost time: their step cannot be planned ahead, and it computes more tokens. What that costs is measured
-(`StepCosts`), and so is how often guesses are right (`Acceptance`). A step gets the drafts that promise the most tokens
-per second; while a step without drafts promises as many, steps are planned ahead, as without speculation.
+(`StepCosts`), and so is how often guesses are right (`Acceptance`). A step gets the drafts that promise the least time
+per token, as a mean over its sequences: so those that are copied do not make the others much slower. While a step
+without drafts promises as little, steps are planned ahead, as without speculation.
+
+What speculation has lost and gained so far is measured as well (`TimeBudget`). When the budget is spent, no text is
+looked at, and all steps are planned ahead.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -18,9 +23,9 @@ from services.dense_worker.engine.speculation.answer_history import AnswerHistor
 from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
 from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.step_costs import StepCosts
+from services.dense_worker.engine.speculation.time_budget import TimeBudget
 
-SEQS_PER_LOOK = 32  # of so many more sequences, texts are looked at one step less often
-MIN_GAIN = 1.05  # drafts must promise so many times the tokens per second: estimates have errors
+MIN_GAIN = 1.05  # a token must take so many times less time with drafts: estimates have errors
 
 
 class Speculation:
@@ -37,16 +42,20 @@ class Speculation:
         self._acceptance = Acceptance()
         self._allotted: dict[int, int] = {}  # number of drafts in the step being planned, by seq_id
         self._has_drafts = False  # whether the newest plan has drafts
-        self._num_unwatched = 0  # steps since texts were last looked at for guesses, if nothing came of it
+        self._budget = TimeBudget()
+        self._is_held_back = False  # whether the next plan waits for the end of the step under way
+        self._was_held_back = False  # whether the oldest plan under way did so
         self._was_busy = False  # whether sequences were running when the last step ended
 
     def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
-        """Whether the next step promises more tokens per second if it is planned later, with drafts."""
-        if self._has_drafts:
-            return True
-        if max_num_drafts <= 0:
+        """Whether a token promises to take less time if the next step is planned later, with drafts."""
+        self._is_held_back = self._has_drafts or self._promises_gain(running, max_num_drafts)
+        return self._is_held_back
+
+    def _promises_gain(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+        if max_num_drafts <= 0 or self._budget.is_spent:
             return False
-        decodes = []
+        begin_s, decodes = time.perf_counter(), []
         for sequence in running:
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1:
@@ -54,34 +63,37 @@ class Speculation:
             if num_remaining == 1:
                 decodes.append(sequence)
         ahead_s = self._costs.cost(len(decodes), is_ahead=True) if decodes else None
-        self._num_unwatched += 1
-        if ahead_s is None or self._num_unwatched <= len(decodes) // SEQS_PER_LOOK:
+        if ahead_s is None:
             return False
-        self._num_unwatched = 0
-        chances = []
+        savings = []
         for sequence in decodes:
             if (predictor := self._follow(sequence)) is not None:
                 # The first guess is the token that is being computed, the others would be drafts.
-                chances += predictor.chances(1 + self._num_drafts)[1:]
-        num_drafts, rate = self._choose(len(decodes), sorted(chances, reverse=True), max_num_drafts, ahead_s)
-        return num_drafts > 0 and rate * ahead_s > MIN_GAIN * len(decodes)
+                savings += _savings(predictor.chances(1 + self._num_drafts)[1:])
+        savings.sort(reverse=True)
+        num_drafts, time_s = self._choose(len(decodes), savings, max_num_drafts, ahead_s, is_careful=False)
+        self._budget.spend(time.perf_counter() - begin_s)
+        return num_drafts > 0 and MIN_GAIN * time_s < ahead_s and not self._budget.is_spent
 
     def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
         """Divides the drafts of a step among its sequences."""
         self._has_drafts = False
         self._allotted.clear()
-        if max_num_drafts <= 0 or any(sequence.num_pending_tokens for sequence in decodes):
+        if self._is_held_back:
+            self._is_held_back, self._was_held_back = False, True
+        if max_num_drafts <= 0 or self._budget.is_spent or any(sequence.num_pending_tokens for sequence in decodes):
             return
-        chances = []
+        savings = []
         for sequence in decodes:
             if (predictor := self._follow(sequence)) is not None:
-                chances += [(chance, sequence.seq_id) for chance in predictor.chances(self._num_drafts)]
-        chances.sort(key=lambda each: -each[0])
-        ahead_s = self._costs.cost(len(decodes), is_ahead=True) if chances else None
+                savings += [(saved, sequence.seq_id) for saved in _savings(predictor.chances(self._num_drafts))]
+        savings.sort(key=lambda each: -each[0])
+        ahead_s = self._costs.cost(len(decodes), is_ahead=True) if savings else None
         if ahead_s is None:
             return
-        num_drafts, _ = self._choose(len(decodes), [chance for chance, _ in chances], max_num_drafts, ahead_s)
-        for _, seq_id in chances[:num_drafts]:
+        falling = [saved for saved, _ in savings]
+        num_drafts, _ = self._choose(len(decodes), falling, max_num_drafts, ahead_s, is_careful=True)
+        for _, seq_id in savings[:num_drafts]:
             self._allotted[seq_id] = self._allotted.get(seq_id, 0) + 1
 
     def propose(self, sequence: Sequence, max_num_tokens: int) -> SequenceOf[int]:
@@ -102,13 +114,23 @@ class Speculation:
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
         """Notes what a step has cost, if it only decoded and followed another one without a pause."""
         was_busy, self._was_busy = self._was_busy, stats.num_running > 0
-        if stats.num_seqs and stats.num_tokens == stats.num_sampled and was_busy:
-            is_ahead = stats.gap_s == 0.0
-            self._costs.record(stats.num_tokens, stats.gap_s + stats.duration_s, is_ahead=is_ahead)
+        was_held_back, self._was_held_back = self._was_held_back, False
+        if not (stats.num_seqs and was_busy):
+            return
+        if stats.num_tokens != stats.num_sampled:  # it computed prompts
+            self._budget.spend(stats.gap_s if was_held_back else 0.0)
+            return
+        cost_s = stats.gap_s + stats.duration_s
+        self._costs.record(stats.num_tokens, cost_s, is_ahead=stats.gap_s == 0.0)
+        ahead_s = self._costs.cost(stats.num_seqs, is_ahead=True)
+        if ahead_s is not None:
+            num_new = sum(len(output.token_ids) for output in outputs)
+            gain_s = num_new / stats.num_seqs * ahead_s - cost_s if was_held_back else 0.0
+            self._budget.add_step(ahead_s, gain_s)
 
     def on_handoff_abort(self) -> None:
         """The plans under way are void."""
-        self._has_drafts = self._was_busy = False
+        self._has_drafts = self._was_busy = self._is_held_back = self._was_held_back = False
 
     def _follow(self, sequence: Sequence) -> Predictor | ForcedTokens | None:
         """The predictor of a sequence, which knows all of its tokens; None if it may have no drafts."""
@@ -125,25 +147,38 @@ class Speculation:
         return sequence.predictor
 
     def _choose(
-        self, num_seqs: int, chances: SequenceOf[float], max_num_drafts: int, ahead_s: float
+        self, num_seqs: int, savings: SequenceOf[float], max_num_drafts: int, ahead_s: float, *, is_careful: bool
     ) -> tuple[int, float]:
-        """The number of drafts with the most tokens per second, and these; the step is planned after the one before.
+        """The number of drafts with the least time per token, and this time, as a mean over the sequences.
 
-        chances: of the drafts to be accepted, falling. A size that has not been measured counts as much as the next
-        smaller one, so that it is measured, and larger ones only after it.
+        The step is planned after the one before. savings: of the drafts, falling, see `_savings`. A size that has not
+        been measured counts as much as the next smaller one, so that it is measured. is_careful: of such sizes only the
+        smallest; the larger ones come after it
         """
         cost_s = self._costs.cost(num_seqs, is_ahead=False) or ahead_s
-        best = 0, num_seqs / cost_s
-        num_tokens, num_drafts, limit = float(num_seqs), 0, min(len(chances), max_num_drafts)
+        best = 0, cost_s
+        num_steps, num_drafts, limit = float(num_seqs), 0, min(len(savings), max_num_drafts)
         while num_drafts < limit:
             size = self._costs.size_of(num_seqs + num_drafts + 1)
             stop = min(size - num_seqs, limit)  # a step of a size costs the same however full it is
-            num_tokens += sum(chances[num_drafts:stop])
+            num_steps -= sum(savings[num_drafts:stop])
             num_drafts = stop
             measured_s = self._costs.cost(size, is_ahead=False)
             cost_s = measured_s or cost_s
-            if num_tokens / cost_s > best[1]:
-                best = num_drafts, num_tokens / cost_s
-            if measured_s is None:
+            if cost_s * num_steps / num_seqs < best[1]:
+                best = num_drafts, cost_s * num_steps / num_seqs
+            if measured_s is None and is_careful:
                 break
         return best
+
+
+def _savings(chances: SequenceOf[float]) -> list[float]:
+    """What each draft of a sequence takes off from the number of steps per token, which is 1 without drafts; falling.
+
+    chances: of the drafts to be accepted, falling
+    """
+    savings, num_tokens = [], 1.0
+    for chance in chances:
+        savings.append(1.0 / num_tokens - 1.0 / (num_tokens + chance))
+        num_tokens += chance
+    return savings

@@ -13,7 +13,9 @@ from services.common.batch_buckets import bucket_for, token_buckets
 
 WINDOW = 9  # newest steps of a size and kind that count: the median
 MIN_STEPS = 3  # before that a cost is unknown
-VALID_STEPS = 256  # after so many further steps, of any kind, a cost is unknown again
+# After so many further steps, of any kind, a cost is unknown again, by whether it is that of steps planned ahead. Such
+# steps are measured again at no risk; to measure the others again is a trial that may lose time.
+VALID_STEPS = {True: 256, False: 1024}
 
 
 class StepCosts:
@@ -47,4 +49,4 @@ class StepCosts:
         return self._costs.get(key) if self._is_valid(key) else None
 
     def _is_valid(self, key: tuple[int, bool]) -> bool:
-        return self._num_steps - self._measured_at.get(key, 0) < VALID_STEPS
+        return self._num_steps - self._measured_at.get(key, 0) < VALID_STEPS[key[1]]

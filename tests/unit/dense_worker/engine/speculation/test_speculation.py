@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +13,12 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
+from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
+from services.dense_worker.engine.speculation.time_budget import MAX_LOSS_STEPS, MAX_STEPS, SHARE
 from services.step import StepPlan
 from tests.unit.dense_worker.engine import test_scheduler
 from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, requests
@@ -57,6 +62,7 @@ class TimedCluster(Cluster):
         self._is_ahead[plan.step_id] = self.in_flight is not None
 
     def _complete(self, published: test_scheduler.PublishedPlan) -> None:
+        num_outputs = len(self.outputs)
         super()._complete(published)
         plan = published.plan
         if not plan.entries:
@@ -75,7 +81,7 @@ class TimedCluster(Cluster):
                 "gap_s": 0.0 if is_ahead else self._late_s,
                 "duration_s": duration_s,
             }
-            self._speculation.on_step(StepStats(**(fields | given)), (), ())
+            self._speculation.on_step(StepStats(**(fields | given)), (), self.outputs[num_outputs:])
 
 
 def make_speculation(max_num_seqs: int = 32, history: AnswerHistory | None = None) -> Speculation:
@@ -117,12 +123,33 @@ def test_it_is_never_more_than_3_percent_slower(
     assert {output.sequence.seq_id for output in on.outputs} == set(range(1, 1 + NUM_ANSWERS))
 
 
+def test_one_copied_text_does_not_make_the_others_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts would give more tokens per second together, but seven sequences would wait longer for each token."""
+
+    def text(seq_id: int, position: int) -> int:
+        return (repeating if seq_id % 8 == 1 else unpredictable)(seq_id, position)
+
+    speculation = make_speculation()
+    run(monkeypatch, text, 8, speculation, *COSTS["cpu"])
+    full = [plan for plan in run(monkeypatch, text, 8, speculation, *COSTS["cpu"]).plans if len(plan.entries) == 8]
+    assert full and not any(plan.has_drafts for plan in full)
+
+
 def test_copies_are_fast_where_tokens_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_seqs in (1, 4):
         off = run(monkeypatch, repeating, num_seqs, None, *COSTS["gpu"])
         on = run(monkeypatch, repeating, num_seqs, make_speculation(), *COSTS["gpu"])
         assert off.time_s > 2.0 * on.time_s
     assert on.scheduler.draft_counts.num_accepted_tokens > 0.8 * on.scheduler.draft_counts.num_draft_tokens
+
+
+def test_many_drafts_are_tried_where_few_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wait costs as much as a step, and tokens cost hardly anything: 4 drafts for 8 sequences lose time, 24 win."""
+    speculation = make_speculation()
+    run(monkeypatch, repeating, 8, speculation, 1.0, 0.001)
+    off = run(monkeypatch, repeating, 8, None, 1.0, 0.001)
+    on = run(monkeypatch, repeating, 8, speculation, 1.0, 0.001)
+    assert on.time_s < 0.75 * off.time_s
 
 
 def test_without_matches_every_step_is_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +219,35 @@ def test_every_sequence_gets_its_tokens(
     for sequence in sequences:
         if sequence.seq_id in finished:
             assert sequence.output_token_ids == expected_output(sequence)
+
+
+class HopefulSteps(StepCosts):
+    """Believes that steps with drafts cost no more than others."""
+
+    def cost(self, num_tokens: int, *, is_ahead: bool) -> float | None:
+        return super().cost(num_tokens, is_ahead=True)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_wrong_estimates_lose_no_more_than_the_budget(monkeypatch: pytest.MonkeyPatch, num_seqs: int) -> None:
+    """Hardly a guess is right, but all are believed to be, and drafts are believed to cost nothing."""
+    monkeypatch.setattr(Acceptance, "observe", lambda *_, **__: None)
+    speculation = Speculation(LENGTHS, 7, HopefulSteps(32, 64))
+    off_s = sum(run(monkeypatch, misleading, num_seqs, None, *COSTS["dear"]).time_s for _ in range(3))
+    on = [run(monkeypatch, misleading, num_seqs, speculation, *COSTS["dear"]) for _ in range(3)]
+    counts = on[0].scheduler.draft_counts
+    assert counts.num_draft_tokens > 10 * counts.num_accepted_tokens
+    ahead_s = 1.0 + 0.9 * (num_seqs - 1)
+    assert sum(each.time_s for each in on) <= (1 + SHARE) * off_s + (MAX_STEPS + MAX_LOSS_STEPS) * ahead_s
+
+
+def test_texts_are_looked_at_less_often_where_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes a tenth of a step."""
+    clock, num_looks = itertools.count(), itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.1 * next(clock))
+    monkeypatch.setattr(Predictor, "chances", lambda *_: [0.0][: next(num_looks) * 0])
+    num_steps = len(run(monkeypatch, unpredictable, 1, make_speculation(), *COSTS["gpu"]).plans)
+    assert 0 < next(num_looks) <= (SHARE * num_steps + MAX_STEPS) / 0.1 + 1
 
 
 class FreeSteps(StepCosts):

@@ -1,0 +1,39 @@
+"""`TimeBudget`: how much time speculation may still lose. Part of the decision about drafts.
+
+Estimates of what drafts bring can be wrong, and trials of what they cost are a loss at first. The budget bounds both by
+what has really been measured, so that a server with speculation is never much slower than one without it.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.01  # of the time of decode steps that may be lost
+MAX_STEPS = 8  # as many steps' time is there at the beginning, and at most
+MAX_LOSS_STEPS = 4  # that one step may cost: a pause of the whole machine is no fault of drafts
+
+
+class TimeBudget:
+    """Seconds to lose. Gains fill it up, too, but only to its limit: so they do not pay for long losses later."""
+
+    def __init__(self) -> None:
+        self._left_s: float | None = None  # None before the first step
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing may be lost now."""
+        return self._left_s is not None and self._left_s <= 0.0
+
+    def add_step(self, ahead_s: float, gain_s: float) -> None:
+        """A decode step has ended.
+
+        ahead_s: what such a step costs without drafts, if it is planned ahead; gain_s: how much less time its tokens
+        have cost than they would have cost in such steps; below 0 it is a loss
+        """
+        limit_s = MAX_STEPS * ahead_s
+        left_s = limit_s if self._left_s is None else self._left_s
+        gain_s = max(gain_s, -MAX_LOSS_STEPS * ahead_s)
+        self._left_s = min(left_s + SHARE * ahead_s + gain_s, limit_s)
+
+    def spend(self, seconds: float) -> None:
+        """Time was lost in another way."""
+        if self._left_s is not None:
+            self._left_s -= seconds
