@@ -54,21 +54,23 @@ class CudaBackend:
         self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device, lora)
         self._segments = segments_of(weights)
         self._reads_positions = weights.reads_positions
-        self._choose_kernels(list(parts_of_type(Linear, (weights.layers[0], weights.head))))
-        for num_tokens in _step_sizes(max_num_tokens):  # so that no later step compiles a kernel or loads a library
+        self._choose_kernels(_linears_of_each_kind(weights))
+        for num_tokens in self._step_sizes():  # so that no later step compiles a kernel or loads a library
             self._random_step(num_tokens)()
             if lora is not None:
                 with lora.activated():
                     self._random_step(num_tokens)()
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
-        """Copies the positions, if the embedding needs them.
+        """Copies the positions, if the embedding needs them, and the number of tokens, if experts do.
 
         Refuses a step that the workspaces do not hold: the kernels would write beyond them.
         """
         assert num_tokens <= self._max_num_tokens, f"{num_tokens} tokens, workspaces for {self._max_num_tokens}"
         if self._reads_positions:
             self._operations.set_positions(upload(positions_of(plan, num_tokens), self._device))
+        if self._operations.experts is not None:
+            self._operations.experts.set_num_tokens(plan.num_tokens)
 
     def first(
         self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
@@ -100,11 +102,18 @@ class CudaBackend:
         choice = operations.linear.choice
         choice.set_all(linears, LinearKernel.STREAMED)
         with operations.launcher.compiling():
-            for num_tokens in _step_sizes(self._max_num_tokens):
+            for num_tokens in self._step_sizes():
                 self._random_step(num_tokens)()
         for num_tokens in ROW_BUCKETS:
             if num_tokens <= self._max_num_tokens:
                 choice.measure(linears, num_tokens, self._random_step(num_tokens))
+
+    def _step_sizes(self) -> list[int]:
+        """Numbers of tokens whose steps together run every kernel."""
+        sizes = {min(size, self._max_num_tokens) for size in (*ROW_BUCKETS, ROW_BUCKETS[-1] + 1)}
+        if self._operations.experts is not None:
+            sizes.update(self._operations.experts.variant_sizes())
+        return sorted(sizes)
 
     def _random_step(self, num_tokens: int) -> Callable[[], None]:
         """A decode step through some of the layers, on random inputs: a GPU computes faster on zeros."""
@@ -123,6 +132,9 @@ class CudaBackend:
         return run
 
 
-def _step_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens whose steps together run every kernel."""
-    return sorted({min(size, max_num_tokens) for size in (*ROW_BUCKETS, ROW_BUCKETS[-1] + 1)})
+def _linears_of_each_kind(weights: ModelWeights) -> list[Linear]:
+    """One linear layer of each name, in the order of a step. Layers with experts may have others than those without."""
+    found: dict[str, Linear] = {}
+    for linear in parts_of_type(Linear, (weights.layers, weights.head)):
+        found.setdefault(linear.name, linear)
+    return list(found.values())

@@ -12,10 +12,12 @@ import torch
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_linear import CudaLinear
+from services.dense_worker.backends.experts.cuda_experts import CudaExperts
 from services.dense_worker.backends.linear_choice import LinearKernel
 from services.dense_worker.backends.triton_activation import silu_mul
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.operations import Residual
@@ -46,14 +48,21 @@ class CudaOperations:
             return torch.empty(max_num_tokens, width, dtype=dtype, device=device)
 
         self._hidden = workspace(config.hidden_size)  # normalised, or about to be added to the residual
-        self._gate_up = workspace(2 * config.intermediate_size)
+        experts = config.parts.experts
+        shared_size = 0 if experts is None else experts.shared_intermediate_size or 0
+        self._gate_up = workspace(2 * max(config.intermediate_size, shared_size))
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
         self.linear = CudaLinear(self.launcher, device, dtype, lora)
+        self.experts = None  # None: the model has none
+        if experts is not None:
+            self.experts = CudaExperts(self.launcher, config, experts, max_num_tokens, dtype, device)
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """Copies a row of the table for each token into a new tensor. The first operation of a step."""
+        if self.experts is not None:
+            self.experts.skips_padding = True
         if self._lora is not None and self._lora.is_active:
             self._lora.start(len(token_ids))
         return Residual(torch.index_select(table.data, 0, token_ids))
@@ -79,7 +88,7 @@ class CudaOperations:
     def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
         """Like `norm_linear`, with the activation. The result lies in the left half of a workspace."""
         num_rows = len(residual.hidden)
-        both = self._gate_up[:num_rows]
+        both = self._gate_up[:num_rows, : gate_up.out_features]
         activation = both[:, : gate_up.out_features // 2]
         kernel = self.linear.choice.kernel(gate_up, num_rows)
         if kernel is LinearKernel.STREAMED and not self.linear.adds_deltas:
@@ -107,11 +116,31 @@ class CudaOperations:
             return Residual(hidden)
         delta = self._hidden[:num_rows]
         self.linear.multiply(kernel, linear, x, delta)
+        return self.add(Residual(hidden), delta, norm, multiplier)
+
+    def normalize(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
+        """Adds the delta in the norm's kernel. The result lies in a workspace, or is the residual itself."""
+        if norm is None:
+            hidden = self.settle(residual)
+            return Residual(hidden), hidden
+        normed = self._hidden[: len(residual.hidden)]  # may be `delta`
+        self._normalize(residual, norm, normed)
+        return Residual(residual.hidden), normed
+
+    def mix_experts(self, x: torch.Tensor, experts: RoutedExperts, shared: torch.Tensor | None) -> torch.Tensor:
+        """The kernels of `CudaExperts` -> a new tensor."""
+        assert self.experts is not None
+        return self.experts.mix(x, experts, shared)
+
+    def add(
+        self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0
+    ) -> Residual:
+        """Leaves `change`, normalised and multiplied in place, as the delta."""
         if norm is not None:
-            self._normalize(Residual(delta), norm, delta)
+            self._normalize(Residual(change), norm, change)
         if multiplier != 1.0:
-            delta.mul_(multiplier)
-        return Residual(hidden, delta)
+            change.mul_(multiplier)
+        return Residual(self.settle(residual), change)
 
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
@@ -132,6 +161,8 @@ class CudaOperations:
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:
         """Copies the rows of both into new tensors."""
+        if self.experts is not None:
+            self.experts.skips_padding = False
         if self._lora is not None and self._lora.is_active:
             self._lora.select(rows)
         selected = Residual(residual.index_select(0, rows))

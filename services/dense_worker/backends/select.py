@@ -11,12 +11,17 @@ import torch
 
 from services.common.config import DenseSection, ModelSection
 from services.common.errors import ConfigError, TwostrokeError
+from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.parameters import parts_of_type
+from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
 from services.dense_worker.tensorrt.backend import Measurements, TensorRTBackend
 from services.dense_worker.tensorrt.build_command import build_command
@@ -100,13 +105,10 @@ def prepare_backend(
     `auto` is torch if there is no GPU, no TensorRT for the GPU and the model's dtype, or no plan that can be had, and
     the log says so; otherwise the faster of the two, for each segment and size. Raises ConfigError, naming what is
     missing, if `dense.backend` is "tensorrt" and cannot be had, CapacityError if the disk has no space for a plan; and
-    ConfigError if the profiles are malformed or end below the limits, or if the model has experts and is not on a CPU.
+    ConfigError if the profiles are malformed or end below the limits, or if a GPU cannot run the model's experts.
     """
-    if model.config.parts.experts is not None and model.device.type != "cpu":
-        raise ConfigError(
-            f"mixtures of experts ({model.config.family!r}) run on a CPU only, and the dense worker's device is "
-            f"{str(model.device)!r}: set dense.device to cpu"
-        )
+    if model.device.type != "cpu":
+        _check_experts(model)
     tensorrt = None
     if section.max_loras:
         if section.backend == "tensorrt":
@@ -134,6 +136,21 @@ def prepare_backend(
     return PreparedBackend(section, model, limits, tensorrt)
 
 
+def _check_experts(model: ResolvedModel) -> None:
+    """Raises ConfigError, naming what is not supported, if the kernels for CUDA do not run the model's experts."""
+    config, instead = model.config, f"on {str(model.device)!r}: set dense.device to cpu"
+    if config.parts.experts is None:
+        return
+    if config.parts.activation is not Activation.SILU:
+        raise ConfigError(f"experts with the activation {config.parts.activation.value!r} do not run {instead}")
+    weights = empty_weights(config, model.dtype, torch.device("meta"))
+    for linear in parts_of_type(ExpertLinear, weights.layers):
+        if not isinstance(linear.weight, PlainWeight):
+            name, quantization = type(linear.weight).__name__, config.quantization
+            method = None if quantization is None else quantization.method
+            raise ConfigError(f"quantized experts ({method}, {linear.name}: {name}) do not run {instead}")
+
+
 def _log_fallback(section: DenseSection, error: Exception) -> None:
     """Logs why the backend is torch; raises the error if TensorRT was asked for."""
     if section.backend == "tensorrt":
@@ -159,6 +176,8 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
         raise ConfigError(
             f"TensorRT runs on a CUDA device, and the dense worker's device is {str(model.device)!r}{install}"
         )
+    if model.config.parts.experts is not None:
+        raise ConfigError(f"mixtures of experts ({model.config.family!r}) run only with dense.backend 'torch'")
     if model.config.quantization is not None:
         raise ConfigError(f"quantized weights ({model.config.quantization.method}) run only with dense.backend 'torch'")
     api = load_tensorrt()

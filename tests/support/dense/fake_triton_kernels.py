@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import prepare_input, skinny_quantized
 
 PACKAGE = "services.dense_worker.backends"
@@ -76,6 +77,7 @@ def fake_triton_kernels() -> Iterator[LaunchRecorder]:
 def _is_cuda_module(name: str) -> bool:
     """Whether it is a module of kernels, or one that imports kernels."""
     prefixes = ("triton_", "cuda_", "streamed_", "quantized.triton_", "quantized.streamed_", "quantized.multiplied_")
+    prefixes += ("experts.triton_", "experts.cuda_")
     return name.startswith(tuple(f"{PACKAGE}.{prefix}" for prefix in prefixes))
 
 
@@ -114,6 +116,7 @@ class _Kernels:
             "triton_launch": {"KernelLauncher": _Launcher},
             "triton_norm": {"add_rms_norm": self.add_rms_norm, "head_rms_norm": self.head_rms_norm},
             "triton_skinny": {"skinny_linear": self.skinny_linear, "SplitWorkspace": _SplitWorkspace},
+            **expert_kernels(self._own),
             "quantized.triton_prepare": {"prepare_input": prepare_input},
             "quantized.triton_skinny_quantized": {"skinny_quantized": skinny_quantized},
         }

@@ -18,6 +18,7 @@ import torch
 
 from services.common.config import Config, DenseSection, ModelSection, SchedulerSection
 from services.common.errors import ConfigError, TwostrokeError
+from services.common.families.shape import ExpertOptions
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel
@@ -136,6 +137,16 @@ def test_the_error_names_what_tensorrt_is_missing(
     with pytest.raises(
         ConfigError, match=r"runs on a CUDA device.*'cpu'; TensorRT is not installed: `pip install"
     ):
+        machine.select(backend="tensorrt")
+
+
+def test_mixtures_of_experts_run_by_torch_beside_tensorrt(machine: Machine) -> None:
+    experts = ExpertOptions(4, 2, 16, True, (0,))
+    machine.config = replace(machine.config, parts=replace(machine.config.parts, experts=experts))
+    with structlog.testing.capture_logs() as logs:
+        assert machine.select(backend="auto").name == "torch"
+    assert "mixtures of experts ('llama') run only with dense.backend 'torch'" in logs[0]["reason"]
+    with pytest.raises(ConfigError, match=r"dense\.backend is 'tensorrt', but mixtures of experts"):
         machine.select(backend="tensorrt")
 
 

@@ -1,0 +1,139 @@
+"""`CudaExperts`: mixtures of experts on CUDA, by kernels that choose and multiply without waiting for the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from services.common.families.shape import ExpertOptions
+from services.common.model_config import ModelConfig
+from services.dense_worker.backends.experts.triton_few import few_down, few_gate_up
+from services.dense_worker.backends.experts.triton_grouped import (
+    MAX_BLOCK_ROWS,
+    choose_block_rows,
+    grouped_linear,
+    sum_pairs,
+)
+from services.dense_worker.backends.experts.triton_router import (
+    PairBlocks,
+    Routing,
+    choose_experts,
+    router_logits,
+    router_tiles,
+)
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
+from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.plain_weight import PlainWeight
+from services.dense_worker.sampling.upload import upload
+
+_SHARED_BYTES = 192 << 10  # as in `streamed_plain`: what the tiles of `few_gate_up` are sized for
+_FEW_SHARE = 4  # pairs are few if they are at most this part of the experts: one pair in eight shares its expert
+
+
+class CudaExperts:
+    """The experts of steps of up to `max_num_tokens` tokens, on one stream. Workspaces keep their addresses."""
+
+    def __init__(
+        self,
+        launcher: KernelLauncher,
+        config: ModelConfig,
+        options: ExpertOptions,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._launcher, self._options, self._max_num_tokens = launcher, options, max_num_tokens
+        num_experts, num_per_token = options.num_experts, options.num_per_token
+        max_num_pairs = max_num_tokens * num_per_token
+
+        def workspace(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(rows, width, dtype=dtype, device=device)
+
+        # Blocks of fewer rows are at most as many as the experts, besides one that is not full for each expert.
+        max_num_blocks = num_experts + max(num_experts, max_num_pairs // MAX_BLOCK_ROWS)
+        self._blocks = PairBlocks(num_experts, max_num_tokens, max_num_blocks, device)
+        self._logits = workspace(max_num_tokens, num_experts, torch.float32)
+        self._chosen = workspace(max_num_tokens, num_per_token, torch.int32)
+        self._weights = workspace(max_num_tokens, num_per_token, torch.float32)
+        self._activation = workspace(max_num_pairs, options.intermediate_size, dtype)
+        self._products = workspace(max_num_pairs, config.hidden_size, dtype)
+        self._num_valid = torch.full((1,), max_num_tokens, dtype=torch.int32, device=device)  # of the step's rows
+        self.skips_padding = True  # whether the rows are those of the step, with its padding at the end
+
+    def set_num_tokens(self, num_tokens: int) -> None:
+        """Enqueues a copy of the step's number of tokens, without padding, to where captured graphs read it."""
+        self._num_valid.copy_(upload(np.array([num_tokens], np.int32), self._num_valid.device), non_blocking=True)
+
+    def variant_sizes(self) -> list[int]:
+        """Numbers of tokens whose steps together run every variant of the kernels."""
+        sizes: dict[tuple[bool, int, tuple[int, int]], int] = {}
+        num_experts = self._options.num_experts
+        for num_tokens in range(1, self._max_num_tokens + 1):
+            block_rows = choose_block_rows(num_tokens * self._options.num_per_token, num_experts)
+            variant = self._is_few(num_tokens), block_rows, router_tiles(num_tokens, num_experts)
+            sizes.setdefault(variant, num_tokens)
+        return list(sizes.values())
+
+    def mix(
+        self,
+        x: torch.Tensor,  # [n, hidden], rows contiguous
+        experts: RoutedExperts,
+        shared: torch.Tensor | None,  # float32 [n, hidden]: added
+    ) -> torch.Tensor:
+        """The sum of the experts of each token and of `shared`, a new tensor [n, hidden] in x's dtype.
+
+        Rows of padding become zero, where they are known: their experts would be read for nothing.
+        """
+        num_tokens, num_valid = len(x), self._num_valid if self.skips_padding else None
+        logits, chosen, weights = self._logits[:num_tokens], self._chosen[:num_tokens], self._weights[:num_tokens]
+        num_pairs = num_tokens * self._options.num_per_token
+        activation, out = self._activation[:num_pairs], torch.empty_like(x)
+        gate_up, down = experts.gate_up, experts.down
+        assert isinstance(gate_up.weight, PlainWeight) and isinstance(down.weight, PlainWeight), "refused at start"
+        up_matrix, down_matrix = gate_up.weight.matrix.data, down.weight.matrix.data
+        up_bias, down_bias = (None if each.bias is None else each.bias.data for each in (gate_up, down))
+        is_few = self._is_few(num_tokens)
+        block_rows = choose_block_rows(num_pairs, self._options.num_experts)
+        blocks = None if is_few else self._blocks
+        self._route(x, experts.router, num_valid, blocks, block_rows, (logits, chosen, weights))
+        launcher = self._launcher
+        if is_few:
+            few_gate_up(launcher, x, chosen, up_matrix, up_bias, num_valid, activation, experts.clamped)
+            few_down(launcher, activation, chosen, weights, down_matrix, down_bias, shared, num_valid, out)
+            return out
+        products = self._products[:num_pairs]
+        sizes = self._blocks, block_rows
+        num_per_token = self._options.num_per_token
+        grouped_linear(
+            launcher, x, num_per_token, up_matrix, up_bias, activation, *sizes, is_gated=True, clamped=experts.clamped
+        )
+        grouped_linear(launcher, activation, 1, down_matrix, down_bias, products, *sizes, is_gated=False)
+        sum_pairs(launcher, products, weights, shared, num_valid, out)
+        return out
+
+    def _route(
+        self,
+        x: torch.Tensor,
+        router: SoftmaxRouter | SigmoidRouter,
+        num_valid: torch.Tensor | None,
+        blocks: PairBlocks | None,
+        block_rows: int,
+        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # logits, choices and weights, of the step's rows
+    ) -> None:
+        bias = None if router.bias is None else router.bias.data
+        sigmoid, logit_bias, score_bias = None, bias, None
+        if isinstance(router, SigmoidRouter):
+            sigmoid, logit_bias, score_bias = router.routing, None, bias
+        routing = Routing(router.num_per_token, router.renormalizes, sigmoid)
+        logits, chosen, weights = out
+        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=sigmoid is None)
+        choose_experts(
+            self._launcher, logits, score_bias, routing, num_valid, chosen, weights, None, blocks, block_rows
+        )
+
+    def _is_few(self, num_tokens: int) -> bool:
+        """Whether each pair gets programs of its own: as long as few pairs share an expert."""
+        num_pairs = num_tokens * self._options.num_per_token
+        has_room = self._launcher.shared_memory_bytes >= _SHARED_BYTES
+        return has_room and (num_tokens == 1 or num_pairs * _FEW_SHARE <= self._options.num_experts)

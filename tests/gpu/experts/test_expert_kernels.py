@@ -1,0 +1,254 @@
+"""The kernels of mixtures of experts against the torch reference, a loop over experts on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.families.shape import Activation, ClampedSwiglu, ExpertOptions, SigmoidRouting
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
+from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.parameters import Parameter, tensors_by_name, with_tensors
+from services.dense_worker.model.plain_weight import PlainWeight
+from tests.support.model_configs import small_config
+
+pytest.importorskip("triton", reason="needs triton")
+
+from services.dense_worker.backends.experts.cuda_experts import CudaExperts
+from services.dense_worker.backends.experts.triton_router import PairBlocks, Routing, choose_experts
+from services.dense_worker.backends.triton_launch import KernelLauncher
+
+CPU = torch.device("cpu")
+# ‖out − reference‖ / ‖reference‖: the activation and each expert's product are rounded once, the sums differ in order.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+HOPPER_SHARED_BYTES = 227 << 10
+EPSILONS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+# Experts, experts of a token, hidden and intermediate size: multiples of all tiles, of none, loops of several steps.
+SHAPES = {"8x2": (8, 2, 64, 32), "12x3 odd": (12, 3, 88, 40), "64x8": (64, 8, 128, 1100), "1x1": (1, 1, 64, 64)}
+DEEPSEEK = SigmoidRouting(num_groups=4, num_groups_per_token=2, multiplier=2.5)
+
+
+def make_options(shape: str, sigmoid: SigmoidRouting | None = None) -> tuple[ExpertOptions, int]:
+    num_experts, num_per_token, hidden, intermediate = SHAPES[shape]
+    return ExpertOptions(num_experts, num_per_token, intermediate, sigmoid is None, (0,), sigmoid=sigmoid), hidden
+
+
+def make_experts(
+    options: ExpertOptions,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias: bool = False,
+    clamped: ClampedSwiglu | None = None,
+) -> RoutedExperts:
+    """On the CPU. With a clamped SwiGLU the router has a bias, too, as in gpt-oss."""
+    generator = torch.Generator().manual_seed(0)
+
+    def parameter(name: str, *shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> Parameter:
+        return Parameter(name, (torch.randn(shape, generator=generator) * std).to(dtype))
+
+    def linear(name: str, in_features: int, out_features: int) -> ExpertLinear:
+        rows = options.num_experts * out_features
+        weight = PlainWeight(parameter(f"{name}_weight", rows, in_features, std=in_features**-0.5))
+        bias = parameter(f"{name}_bias", rows) if has_bias else None
+        return ExpertLinear(name, options.num_experts, in_features, out_features, weight, bias)
+
+    weight = parameter("router", options.num_experts, hidden, std=4 * hidden**-0.5)
+    num_per_token, renormalizes = options.num_per_token, options.renormalizes
+    router: SoftmaxRouter | SigmoidRouter = SoftmaxRouter(
+        weight, num_per_token, renormalizes, parameter("logit_bias", options.num_experts) if clamped else None
+    )
+    if options.sigmoid is not None:
+        bias = parameter("router_bias", options.num_experts, dtype=torch.float32)
+        router = SigmoidRouter(weight, bias, num_per_token, renormalizes, options.sigmoid)
+    size = options.intermediate_size
+    return RoutedExperts(router, linear("up", hidden, 2 * size), linear("down", size, hidden), Activation.SILU, clamped)
+
+
+@dataclass(frozen=True)
+class FixedRouter:
+    """Chooses what it was told."""
+
+    num_per_token: int
+    chosen: torch.Tensor
+    weights: torch.Tensor
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.chosen, self.weights
+
+
+class Pair:
+    """The kernels and the reference, with the same weights."""
+
+    def __init__(
+        self, device: torch.device, options: ExpertOptions, hidden: int, dtype: torch.dtype, **more: Any
+    ) -> None:
+        self.reference = make_experts(options, hidden, dtype, **more)
+        moved = {name: tensor.to(device) for name, tensor in tensors_by_name(self.reference).items()}
+        self.experts = with_tensors(self.reference, moved)
+        self.device, self.dtype, self.hidden, self.options = device, dtype, hidden, options
+        config = replace(small_config("llama"), hidden_size=hidden)
+        self.kernels = CudaExperts(make_launcher(device), config, options, 300, dtype, device)
+
+    def check(self, found: torch.Tensor, x: torch.Tensor, shared: torch.Tensor | None = None) -> None:
+        """Checks choices, weights and result for x [n, hidden], on the CPU.
+
+        Two experts whose logits round to the same number may be exchanged: the result is that for the kernels' choice.
+        """
+        chosen = self.kernels._chosen[: len(x)].cpu().long()
+        weights = self.kernels._weights[: len(x)].cpu()
+        if self.options.sigmoid is None:
+            self._check_softmax(x, chosen, weights)
+        else:  # in float32
+            expected_choice, expected_weights = self.reference.router.choose(x)
+            assert torch.equal(chosen, expected_choice)
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+        router = FixedRouter(self.options.num_per_token, chosen, weights)
+        expected = replace(self.reference, router=router).mix(x)
+        if shared is not None:
+            expected = expected + shared
+        assert found.dtype == self.dtype
+        assert (found.cpu().float() - expected).norm() < TOLERANCES[self.dtype] * expected.norm()
+
+    def _check_softmax(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        router = self.reference.router
+        logits = x.double() @ router.weight.data.double().t() + (0 if router.bias is None else router.bias.data)
+        error = 2 * EPSILONS[self.dtype] * logits.abs().max()
+        others = logits.scatter(1, chosen, -torch.inf).max(1).values
+        assert (logits.gather(1, chosen).min(1).values >= others - error).all()
+        scores = logits.softmax(1).gather(1, chosen)
+        if self.options.renormalizes:
+            scores /= scores.sum(1, keepdim=True)
+        torch.testing.assert_close(weights.double(), scores, rtol=2 * error.item() + 1e-5, atol=0)
+
+    def mix(self, x: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
+        self.kernels.set_num_tokens(len(x))
+        return self.kernels.mix(x.to(self.device), self.experts, None if shared is None else shared.to(self.device))
+
+
+def make_launcher(device: torch.device) -> KernelLauncher:
+    launcher = KernelLauncher(device)
+    if device.type == "cpu":
+        launcher.shared_memory_bytes = HOPPER_SHARED_BYTES
+    return launcher
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest, kernel_device: torch.device) -> torch.dtype:
+    if kernel_device.type == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_of_the_chosen_experts_is_that_of_torch(
+    kernel_device: torch.device, shape: str, dtype: torch.dtype
+) -> None:
+    pair = Pair(kernel_device, *make_options(shape), dtype)
+    for num_tokens in (1, 2, 7, 40, 300) if kernel_device.type == "cuda" else (1, 2, 20):
+        x = torch.randn(num_tokens, pair.hidden).to(dtype)
+        pair.check(pair.mix(x), x)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 33])
+def test_clamped_swiglu_and_a_bias_of_the_router(
+    kernel_device: torch.device, dtype: torch.dtype, num_tokens: int
+) -> None:
+    pair = Pair(kernel_device, *make_options("12x3 odd"), dtype, clamped=ClampedSwiglu(alpha=1.7, limit=0.9))
+    x = 2 * torch.randn(num_tokens, pair.hidden)
+    pair.check(pair.mix(x.to(dtype)), x.to(dtype))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 33])
+def test_biases_and_a_shared_expert_are_added(kernel_device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    pair = Pair(kernel_device, *make_options("12x3 odd"), dtype, has_bias=True)
+    x, shared = torch.randn(num_tokens, pair.hidden).to(dtype), torch.randn(num_tokens, pair.hidden)
+    pair.check(pair.mix(x, shared), x, shared)
+
+
+@pytest.mark.parametrize("sigmoid", [DEEPSEEK, SigmoidRouting(1, 1, 1.0)], ids=["in groups", "in one group"])
+@pytest.mark.parametrize("renormalizes", [True, False])
+def test_the_router_is_that_of_torch(kernel_device: torch.device, sigmoid: SigmoidRouting, renormalizes: bool) -> None:
+    options, hidden = make_options("12x3 odd", sigmoid)
+    pair = Pair(kernel_device, replace(options, renormalizes=renormalizes), hidden, torch.float32)
+    for num_tokens in (1, 30):
+        x = torch.randn(num_tokens, pair.hidden)
+        pair.check(pair.mix(x), x)
+
+
+def test_every_pair_has_one_slot_whatever_the_choices(kernel_device: torch.device) -> None:
+    """Also if all tokens choose the same experts, and if logits are NaN or infinite."""
+    num_experts, num_tokens, num_per_token, block_rows = 12, 40, 3, 16
+    logits = torch.randn(num_tokens, num_experts)
+    logits[:20] = torch.arange(num_experts).flip(0)
+    logits[30] = float("nan")
+    logits[31, ::2] = float("-inf")
+    blocks = PairBlocks(num_experts, 50, 40, kernel_device)
+    chosen = torch.empty(num_tokens, num_per_token, dtype=torch.int32, device=kernel_device)
+    weights = torch.empty(num_tokens, num_per_token, device=kernel_device)
+    loads = torch.full((num_experts,), 5, dtype=torch.int64, device=kernel_device)
+    num_valid = torch.tensor([35], dtype=torch.int32, device=kernel_device)
+    for repeat in (1, 2):  # the counters begin at zero again
+        choose_experts(
+            make_launcher(kernel_device), logits.to(kernel_device), None, Routing(num_per_token, True, None), num_valid,
+            chosen, weights, loads, blocks, block_rows,
+        )  # fmt: skip
+        experts = chosen[:35].long().cpu()
+        assert all(len(set(row)) == num_per_token for row in experts.tolist())
+        counts = torch.bincount(experts.flatten(), minlength=num_experts)
+        assert torch.equal(blocks.counts.cpu().long(), counts)
+        assert torch.equal(loads.cpu(), 5 + repeat * counts)
+        for expert, count in enumerate(counts.tolist()):
+            pairs = (experts.flatten() == expert).nonzero()[:, 0].tolist()
+            assert sorted(blocks.slots[expert, :count].tolist()) == pairs
+        num_blocks = int(blocks.num_blocks)
+        listed = zip(blocks.experts[:num_blocks].tolist(), blocks.first_slots[:num_blocks].tolist(), strict=True)
+        expected = [(e, first) for e, count in enumerate(counts.tolist()) for first in range(0, count, block_rows)]
+        assert sorted(listed) == expected
+    assert weights[30].isnan().all() and torch.isfinite(weights[:30]).all()
+
+
+def test_padding_chooses_no_expert_and_becomes_zero(kernel_device: torch.device) -> None:
+    pair = Pair(kernel_device, *make_options("8x2"), torch.float32)
+    for num_tokens, num_rows in ((1, 1), (5, 16), (0, 1), (17, 32)):
+        x = torch.randn(num_rows, pair.hidden)
+        pair.kernels.set_num_tokens(num_tokens)
+        found = pair.kernels.mix(x.to(kernel_device), pair.experts, None)
+        if num_tokens:
+            pair.check(found[:num_tokens], x[:num_tokens])
+        assert not found[num_tokens:].any()
+        if num_rows > 1:
+            assert int(pair.kernels._blocks.counts.sum()) == 2 * num_tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 200])
+def test_one_graph_serves_every_routing(num_tokens: int, dtype: torch.dtype) -> None:
+    pair = Pair(torch.device("cuda"), *make_options("64x8"), dtype)
+    x = torch.randn(num_tokens, pair.hidden, device="cuda").to(dtype)
+    replay, found = capture(lambda: pair.kernels.mix(x, pair.experts, None))
+    for seed in range(4):
+        # The first rounds send all tokens to the same few experts, the others to different ones.
+        generator = torch.Generator().manual_seed(seed)
+        new = torch.randn(1 if seed < 2 else num_tokens, pair.hidden, generator=generator).to(dtype)
+        x.copy_(new.expand(num_tokens, -1))
+        pair.kernels.set_num_tokens(num_tokens)
+        replay()
+        pair.check(found, x.cpu())
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Captures `run`; returns what replays it, and its result."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            found = run()
+    torch.cuda.synchronize()
+    return graph.replay, found

@@ -1,0 +1,177 @@
+"""Computes the kernels of mixtures of experts by torch on a CPU, for `fake_triton_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from services.common.families.shape import ClampedSwiglu
+from services.dense_worker.model.activation import clamped_swiglu
+from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.parameters import Parameter
+
+Tensor = torch.Tensor
+Own = Callable[..., AbstractContextManager[None]]
+BLOCK_ROWS = 16
+
+
+class PairBlocks:
+    """Replaces the real one: the choices of the last step, for the grouped products."""
+
+    def __init__(self, num_experts: int, max_num_tokens: int, max_num_blocks: int, device: torch.device) -> None:
+        self.choices = torch.empty(0)
+
+
+class Routing:
+    """Replaces the real one."""
+
+    def __init__(self, num_per_token: int, renormalizes: bool, sigmoid: Any) -> None:
+        self.options = num_per_token, renormalizes, sigmoid
+
+
+def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
+    """The names that other modules import from each module of kernels."""
+    kernels = _Kernels(own)
+    router = {"router_logits": kernels.router_logits, "choose_experts": kernels.choose_experts}
+    router |= {"router_tiles": lambda *_: (16, 16), "PairBlocks": PairBlocks, "Routing": Routing}
+    grouped = {"grouped_linear": kernels.grouped_linear, "sum_pairs": kernels.sum_pairs, "MAX_BLOCK_ROWS": 128}
+    grouped |= {"choose_block_rows": lambda *_: BLOCK_ROWS}
+    few = {"few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
+    return {"experts.triton_router": router, "experts.triton_grouped": grouped, "experts.triton_few": few}
+
+
+class _Kernels:
+    """The kernels' functions with the signatures of the real ones."""
+
+    def __init__(self, own: Own) -> None:
+        self._own = own
+
+    def router_logits(
+        self, launcher: object, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, is_rounded: bool
+    ) -> None:
+        with self._own("router_logits", out, rounded=is_rounded):
+            out.copy_(F.linear(x, weight, bias) if is_rounded else F.linear(x.float(), weight.float()))
+
+    def choose_experts(
+        self,
+        launcher: object,
+        logits: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        num_valid: Tensor | None,
+        experts: Tensor,
+        weights: Tensor,
+        loads: Tensor | None,
+        blocks: PairBlocks | None,
+        block_rows: int,
+    ) -> None:
+        with self._own("choose_experts", experts, sorted=blocks):
+            num_per_token, renormalizes, sigmoid = routing.options
+            identity = Parameter("", torch.eye(logits.shape[1], device=logits.device))
+            router: Any = SoftmaxRouter(identity, num_per_token, renormalizes)
+            if sigmoid is not None:
+                assert bias is not None
+                router = SigmoidRouter(identity, Parameter("", bias), num_per_token, renormalizes, sigmoid)
+            chosen, its_weights = router.choose(logits)
+            experts.copy_(chosen)
+            weights.copy_(its_weights)
+            num_rows = _num_valid(num_valid, len(logits))
+            if loads is not None:
+                loads += torch.bincount(chosen[:num_rows].flatten(), minlength=len(loads))
+            if blocks is not None:
+                blocks.choices = chosen.clone()
+
+    def grouped_linear(
+        self,
+        launcher: object,
+        x: Tensor,
+        pairs_per_row: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        blocks: PairBlocks,
+        block_rows: int,
+        *,
+        is_gated: bool,
+        clamped: ClampedSwiglu | None = None,
+    ) -> None:
+        with self._own("grouped_linear", out, gated=is_gated):
+            assert block_rows == BLOCK_ROWS
+            rows = x.repeat_interleave(pairs_per_row, dim=0)
+            out.copy_(_products(rows, blocks.choices.flatten(), weight, bias, out.shape[1], is_gated, clamped))
+
+    def sum_pairs(
+        self,
+        launcher: object,
+        pairs: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        num_valid: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        with self._own("sum_pairs", out, shared=shared):
+            total = (pairs.float().view(len(out), -1, out.shape[1]) * weights[:, :, None]).sum(1)
+            out.copy_(total if shared is None else total + shared)
+            out[_num_valid(num_valid, len(out)) :] = 0
+
+    def few_gate_up(
+        self,
+        launcher: object,
+        x: Tensor,
+        experts: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        num_valid: Tensor | None,
+        out: Tensor,
+        clamped: ClampedSwiglu | None,
+    ) -> None:
+        with self._own("few_gate_up", out):
+            rows = x.repeat_interleave(experts.shape[1], dim=0)
+            out.copy_(_products(rows, experts.flatten(), weight, bias, out.shape[1], True, clamped))
+
+    def few_down(
+        self,
+        launcher: object,
+        activation: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shared: Tensor | None,
+        num_valid: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        with self._own("few_down", out, shared=shared):
+            pairs = _products(activation, experts.flatten(), weight, bias, out.shape[1], is_gated=False)
+            total = (pairs.float().view(len(out), -1, out.shape[1]) * weights[:, :, None]).sum(1)
+            out.copy_(total if shared is None else total + shared)
+            out[_num_valid(num_valid, len(out)) :] = 0
+
+
+def _num_valid(num_valid: Tensor | None, num_rows: int) -> int:
+    return num_rows if num_valid is None else int(num_valid)
+
+
+def _products(
+    x: Tensor,
+    experts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    is_gated: bool,
+    clamped: ClampedSwiglu | None = None,
+) -> Tensor:
+    """The product of each row with the matrix of its expert."""
+    size = out_features * (1 + is_gated)
+    matrices = weight.view(-1, size, x.shape[1])[experts.long()]
+    y = torch.bmm(matrices, x[:, :, None])[:, :, 0]
+    if bias is not None:
+        y = y + bias.view(-1, size)[experts.long()]
+    if not is_gated:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    return F.silu(gate) * up if clamped is None else clamped_swiglu(gate, up, clamped)

@@ -1,0 +1,133 @@
+"""Mixtures of experts on CudaBackend with kernels computed by torch: launches, logits, padding, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.config import DenseSection, ModelSection
+from services.common.errors import ConfigError
+from services.common.families.shape import Activation
+from services.common.model_config import ModelConfig, load_model_config
+from services.common.quantization.schemes import on_the_fly_fp8
+from services.common.resolve import ResolvedModel
+from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.backends.select import prepare_backend
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.weights import load_weights
+from services.dense_worker.tensorrt.profiles import Limits
+from services.step import PlanEntry, StepPlan
+from tests.support.dense.fake_triton_kernels import LaunchRecorder, fake_triton_kernels
+from tests.support.dense.family_models import make_family_model
+from tests.support.dense.steps import relative_error, run_step
+
+torch.set_num_threads(1)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MAX_NUM_TOKENS = 70
+VARIANTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-plain-layer", "glm4_moe", "glm4_moe-one-group", "gpt_oss")
+
+
+@pytest.fixture(autouse=True)
+def measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, LinearKernel.CUBLAS)
+    )
+
+
+def make(path: Path, variant: str) -> ModelConfig:
+    return load_model_config(make_family_model(path, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_torch_backend(tmp_path: Path, variant: str) -> None:
+    config = make(tmp_path, variant)
+    weights = load_weights(tmp_path, config, torch.float32, CPU)
+    with fake_triton_kernels():
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend, reference = CudaBackend(weights, config, MAX_NUM_TOKENS), TorchBackend(weights)
+        for num_tokens, rows in ((1, [0]), (5, [4, 1, 1]), (MAX_NUM_TOKENS, [7, 69])):
+            token_ids = [3 + token % 50 for token in range(num_tokens)]
+            expected = run_step(reference, config, torch.float32, token_ids, rows)
+            assert relative_error(run_step(backend, config, torch.float32, token_ids, rows), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kernels"),
+    [
+        (1, ("choose_experts {n}x2", "few_gate_up {p}x{i}", "few_down {n}x{h}")),
+        (
+            9,
+            (
+                "choose_experts sorted {n}x2",
+                "grouped_linear gated {p}x{i}",
+                "grouped_linear {p}x{h}",
+                "sum_pairs {n}x{h}",
+            ),
+        ),
+    ],
+)
+def test_few_tokens_are_not_sorted_and_no_kernel_depends_on_the_choices(
+    tmp_path: Path, num_tokens: int, kernels: tuple[str, ...]
+) -> None:
+    config = make(tmp_path, "mixtral")
+    assert config.parts.experts is not None
+    weights = load_weights(tmp_path, config, torch.float32, CPU)
+    sizes = {"n": num_tokens, "p": 2 * num_tokens, "h": config.hidden_size, "i": config.parts.experts.intermediate_size}
+    expected = [f"router_logits rounded {num_tokens}x4", *(kernel.format(**sizes) for kernel in kernels)]
+    with fake_triton_kernels() as recorder:
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, MAX_NUM_TOKENS)
+        qkv, attn_out = (torch.zeros(num_tokens, size) for size in (config.qkv_size, config.attn_size))
+        residual = backend.first(torch.arange(num_tokens), qkv)
+        assert launches_of_experts(recorder, lambda: backend.middle(0, attn_out, residual, qkv)) == expected
+
+
+def launches_of_experts(recorder: LaunchRecorder, run: object) -> list[str]:
+    recorder.launches.clear()
+    with recorder:
+        run()  # type: ignore[operator]
+    names = ("router_", "choose_", "few_", "grouped_", "sum_")
+    return [launch for launch in recorder.launches if launch.startswith(names)]
+
+
+def test_padding_gets_no_experts_and_changes_no_other_row(tmp_path: Path) -> None:
+    config = make(tmp_path, "qwen3_moe")
+    weights = load_weights(tmp_path, config, torch.float32, CPU)
+    with fake_triton_kernels():
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, MAX_NUM_TOKENS)
+        attn_out = torch.randn(16, config.attn_size, generator=torch.Generator().manual_seed(1))
+        results = []
+        for num_rows in (5, 16):  # the same five tokens, alone and padded
+            backend.begin_step(StepPlan(1, (PlanEntry(1, 0, 5, 1),)), num_rows)
+            qkv = torch.empty(num_rows, config.qkv_size)
+            residual = backend.first(torch.arange(num_rows), qkv)
+            residual = backend.middle(0, attn_out[:num_rows], residual, qkv)
+            results.append((residual, backend.last(attn_out[:num_rows], residual, torch.tensor([4, 0, 0]))))
+        (alone, logits), (padded, padded_logits) = results
+        assert torch.equal(padded[:5], alone) and torch.equal(padded_logits, logits)
+        assert torch.isfinite(padded).all()
+
+
+def test_what_the_kernels_lack_is_refused_by_name_before_weights_are_loaded(tmp_path: Path) -> None:
+    config = make(tmp_path, "qwen3_moe")
+    limits, section = Limits(8, 4), ModelSection(path=tmp_path)
+
+    def prepare(changed: ModelConfig, backend: str = "auto") -> str:
+        model = ResolvedModel(changed, torch.bfloat16, CUDA, 64)
+        return prepare_backend(DenseSection(backend=backend), section, model, limits, print).tensorrt
+
+    quantized = replace(config, quantization=on_the_fly_fp8())
+    with pytest.raises(
+        ConfigError, match=r"quantized experts \(fp8 on the fly, experts_gate_up: ScaledWeight\).*'cuda:0'"
+    ):
+        prepare(quantized)
+    with pytest.raises(ConfigError, match="experts with the activation 'gelu' do not run on 'cuda:0'"):
+        prepare(replace(config, parts=replace(config.parts, activation=Activation.GELU)))
+    assert prepare(config) is None, "torch"
