@@ -42,7 +42,7 @@ class Adapters:
         self._max_rank = max_rank
         self._directory = directory
         self._loading = asyncio.Lock()
-        self._num_waiting = 0
+        self._loads: set[asyncio.Task[Adapter]] = set()
 
     @property
     def can_change(self) -> bool:
@@ -65,7 +65,7 @@ class Adapters:
                 raise ConfigError(f"gateway.lora_modules has {module!r}: {error}") from error
 
     async def load(self, name: str, path: str, *, replaces: bool = False) -> Adapter:
-        """Loads an adapter for a client; one of the same name only if `replaces` is set.
+        """Loads an adapter for a client; one of the same name only if `replaces` is set. Goes on if it is cancelled.
 
         Raises `InvalidRequest`, `NotFound` for a directory that does not exist, or `CapacityError`.
         """
@@ -74,16 +74,12 @@ class Adapters:
             missing = "lora_path" if name else "lora_name"
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
         self._check_name(name, replaces)
-        if self._num_waiting == MAX_LOADS:
+        if len(self._loads) == MAX_LOADS:
             raise CapacityError(f"{MAX_LOADS} adapters are being loaded, which is the limit")
-        self._num_waiting += 1
-        try:
-            async with self._loading:
-                self._check_name(name, replaces)  # another call may have loaded it meanwhile
-                found = await asyncio.to_thread(find_below, directory, path)
-                return await self._load(name, found)
-        finally:
-            self._num_waiting -= 1
+        load = asyncio.create_task(self._load_in_turn(name, directory, path, replaces))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        return await asyncio.shield(load)  # a thread cannot be cancelled: also without a client it has its turn
 
     def unload(self, name: str) -> None:
         """Forgets an adapter; requests that have it go on. Raises `NotFound` if there is none with this name."""
@@ -115,6 +111,12 @@ class Adapters:
                 )
         elif len(self._names.adapters) >= MAX_ADAPTERS:
             raise InvalidRequest(f"{MAX_ADAPTERS} adapters are loaded, which is the limit; unload one", "lora_name")
+
+    async def _load_in_turn(self, name: str, directory: Path, path: str, replaces: bool) -> Adapter:
+        async with self._loading:
+            self._check_name(name, replaces)  # another call may have loaded it meanwhile
+            found = await asyncio.to_thread(find_below, directory, path)
+            return await self._load(name, found)
 
     async def _load(self, name: str, path: Path) -> Adapter:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import openai
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import ConfigError
+from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import load_model_config
+from services.gateway import adapters as adapters_module
+from services.gateway.adapters import Adapters
+from services.gateway.model_names import ModelNames
 from services.lora.checkpoint import check_adapter
 from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2, gateway_pb2
@@ -211,6 +215,39 @@ def test_several_loads_of_one_name_give_one_adapter(tmp_path: Path, adapters: Pa
         assert sorted(each.status_code for each in responses) == [200, 400, 400, 400, 400]
 
     with_gateway(tmp_path, test, lora_directory=adapters)
+
+
+def test_a_load_whose_client_has_gone_away_counts_until_its_thread_ends(
+    tmp_path: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread reads on. If others began meanwhile, clients that go away could occupy all threads."""
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def read_slowly(*arguments: Any) -> str:
+        is_reading.set()
+        assert may_end.wait(30)
+        return "00"
+
+    async def body() -> None:
+        monkeypatch.setattr(adapters_module, "MAX_LOADS", 1)
+        monkeypatch.setattr(adapters_module, "check_adapter", read_slowly)
+        names = ModelNames(("model",), accepts_any=False, root="/model")
+        loaded = Adapters(names, {}, 64, 64, adapters)
+        first = asyncio.create_task(loaded.load("a", "a"))
+        assert await asyncio.to_thread(is_reading.wait, 30)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(CapacityError, match="1 adapters are being loaded, which is the limit"):
+            await asyncio.wait_for(loaded.load("b", "b"), 5)
+        may_end.set()
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=30)
+        assert (await loaded.load("b", "b")).name == "b" and set(loaded.loaded) == {"a", "b"}
+
+    try:
+        run(body())
+    finally:
+        may_end.set()
 
 
 @pytest.mark.parametrize(
