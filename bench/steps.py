@@ -42,7 +42,8 @@ def measure(batch: int, num_steps: int) -> dict[str, float]:
     cache = KVCache(batch * 300, BLOCK_SIZE, PROMPT_LEN + MAX_TOKENS)
     limits = SchedulerLimits(batch, batch + PROMPT_LEN, PROMPT_LEN + MAX_TOKENS, batch, "guaranteed_no_evict")
     scheduler = Scheduler(limits)
-    scheduler.begin(Session(Attachment(1, 1, {}, BLOCK_SIZE, cache.num_blocks, cache.num_free_blocks, {})))
+    counts = (BLOCK_SIZE, cache.num_blocks, cache.num_free_blocks)
+    scheduler.begin(Session(Attachment(1, 1, {}, *counts, {}, cache.max_model_len)))
     runner = ModelRunner(None, Sampler(batch, VOCAB_SIZE, "cpu"), 1, batch)  # type: ignore[arg-type]
     runner.attach(())
     for seq_id in range(1, batch + 1):

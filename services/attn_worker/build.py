@@ -20,6 +20,7 @@ from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunn
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError
 from services.common.kv_cache.format import resolve_kv_cache_format
+from services.common.kv_cache.retention import Retention
 from services.common.resolve import ResolvedModel, use_device
 
 log = structlog.get_logger()
@@ -42,7 +43,13 @@ def build_engine(
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model)
+    window = spec.window
+    if window is not None and window >= model.max_model_len:
+        window = None  # it hides nothing
+    most = Retention(spec.block_size, window).max_blocks(limits.max_num_tokens)
     room = spec.num_blocks * spec.block_size
+    if most is not None and most <= spec.num_blocks:  # a sequence of any length fits
+        room = model.max_model_len
     max_model_len = min(model.max_model_len, room)
     if room < model.max_model_len:
         log.warning("the KV cache bounds a sequence", num_tokens=room, max_model_len=model.max_model_len)
@@ -52,6 +59,7 @@ def build_engine(
         max_model_len,
         enable_prefix_cache=section.enable_prefix_cache,
         length_dependent_beyond=length_dependent_beyond(config.rope),
+        window=window,
     )
     engine = AttentionEngine(cache, _build_runner(section, model, limits, spec, max_model_len), metrics)
     engine.start()

@@ -138,6 +138,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_free_blocks=cache.num_free_blocks,
             open_seq_ids=held_blocks.keys(),
             open_num_blocks=held_blocks.values(),
+            window=cache.retention.window,
+            max_model_len=cache.max_model_len,
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:
@@ -278,7 +280,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
         def accept(accepted: Accepted) -> None:
-            if accepted.plan.close_seq_ids or accepted.step.errors:
+            if accepted.plan.frees_blocks or accepted.step.errors:
                 put(encode_accepted(describe_accepted(accepted)))
 
         try:

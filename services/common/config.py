@@ -153,9 +153,9 @@ class SchedulerSection(Section):
 
     max_num_seqs: Count = 64  # maximum number of sequences in one step
     max_num_batched_tokens: Count = 512  # maximum number of tokens in one step
-    # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get. max_utilization: a
-    # sequence starts when there are blocks for the tokens it has; when blocks run out, the last sequence gives up its
-    # blocks and is computed again later
+    # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get, or for those that it
+    # keeps at a time if all layers have windows. max_utilization: a sequence starts when there are blocks for the
+    # tokens it has; when blocks run out, the last sequence gives up its blocks and is computed again later
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
     max_num_waiting: Count = 10_000  # maximum number of waiting sequences that never ran, of all gateways together
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens

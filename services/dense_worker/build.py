@@ -57,7 +57,7 @@ class LoadedModel:
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=config.vocab_size,
             num_layers=config.num_layers,
-            max_model_len=min(model.max_model_len, attachment.num_blocks * attachment.block_size),
+            max_model_len=min(model.max_model_len, attachment.max_model_len),
             weights_hash=self.weights_hash,
             backend=self.backend,
             device=str(model.device),

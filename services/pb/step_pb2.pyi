@@ -41,7 +41,7 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., cache_salt: _Optional[str] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., traceparent: _Optional[str] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table_hash: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "fork_parents", "fork_children", "fork_positions")
+    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "confirmed_seq_ids", "confirmed_token_ids", "fork_parents", "fork_children", "fork_positions", "drops_blocks")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class StepPlan(_message.Message):
     FORK_PARENTS_FIELD_NUMBER: _ClassVar[int]
     FORK_CHILDREN_FIELD_NUMBER: _ClassVar[int]
     FORK_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    DROPS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     lane: int
     new_sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -72,4 +73,5 @@ class StepPlan(_message.Message):
     fork_parents: _containers.RepeatedScalarFieldContainer[int]
     fork_children: _containers.RepeatedScalarFieldContainer[int]
     fork_positions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_logits: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ...) -> None: ...
+    drops_blocks: bool
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_logits: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_seq_ids: _Optional[_Iterable[int]] = ..., confirmed_token_ids: _Optional[_Iterable[int]] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., drops_blocks: _Optional[bool] = ...) -> None: ...

@@ -21,10 +21,10 @@ class SequenceOpened:
 @dataclass(frozen=True, slots=True)
 class PlanAccepted:
     """The worker has accepted a plan; its layers have not run yet. Sent only if the plan opened or closed
-    sequences, or if an entry could not take part.
+    sequences or dropped blocks, or if an entry could not take part.
     """
 
     step_id: int
-    num_freed_blocks: int = 0  # blocks of the sequences that the plan closed
+    num_freed_blocks: int = 0  # of the sequences that the plan closed, and of dropped blocks
     num_free_blocks: int = 0  # free blocks after the plan, cached prefixes included
     errors: Mapping[int, str] | None = None  # by seq_id: entries that could not take part; their rows are meaningless

@@ -33,6 +33,7 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         fork_parents=[fork.parent_seq_id for fork in plan.forks],
         fork_children=[fork.child_seq_id for fork in plan.forks],
         fork_positions=[fork.position for fork in plan.forks],
+        drops_blocks=plan.drops_blocks,
     )
 
 
@@ -51,6 +52,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
             forks=tuple(itertools.starmap(Fork, zip(*forks, strict=True))),
             new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
             lane=message.lane,
+            drops_blocks=message.drops_blocks,
         )
     except ValueError as error:
         raise InvalidRequest(f"columns of plan {message.step_id} differ in length: {error}") from error

@@ -70,10 +70,16 @@ class StepPlan:
     forks: tuple[Fork, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
     lane: int = 0
+    drops_blocks: bool = False  # entries drop the blocks that a window has left behind
 
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the attention worker answers how many blocks became free."""
+        return self.drops_blocks or bool(self.close_seq_ids)
 
     @property
     def has_drafts(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from services.attn_worker.backends.select import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.runner.step_metadata import build_step_metadata
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import ConfigError
+from services.common.kv_cache.retention import Retention
 from services.common.model_config import RopeConfig
 from tests.gpu.attention_pair import (
     MAX_MODEL_LEN,
@@ -24,6 +27,7 @@ from tests.gpu.attention_pair import (
 )
 
 pytestmark = pytest.mark.timeout(900)  # FlashInfer compiles kernels at first use
+DROPPING_WINDOWS = (20, 7)
 
 
 @pytest.fixture(params=["triton", "flashinfer"])
@@ -237,3 +241,37 @@ def test_a_forked_sequence_goes_on_in_a_copy_of_the_last_block(kernels: Kernels)
     pair.check({"a": 1, "c": 1, "b": 1})
     pair.check({"a": 12, "c": 3})
     pair.check({"c": 1, "a": 1})
+
+
+def without_dropped_blocks(step: StepMetadata, block_size: int) -> StepMetadata:
+    """The same step, as it is for sequences that dropped all blocks that they can drop."""
+    retention = Retention(block_size, max(DROPPING_WINDOWS))
+    first_positions = step.context_lens - step.num_tokens
+    num_dropped = [retention.num_dropped_blocks(int(position)) for position in first_positions]
+    context_lens = step.context_lens - np.array(num_dropped, np.int32) * block_size
+    tables = np.full((len(num_dropped), -(-int(context_lens.max()) // block_size)), NUM_BLOCKS, np.int32)
+    for row, old, first in zip(tables, step.block_tables, num_dropped, strict=True):
+        kept = old[first : first + len(row)]
+        row[: len(kept)] = kept
+    return dataclasses.replace(step, context_lens=context_lens, block_tables=tables)
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_dropped_blocks_change_nothing(kernels: Kernels, block_size: int) -> None:
+    pair = Pair(make_config(windows=DROPPING_WINDOWS), kernels, block_size=block_size)
+    steps = [{"a": 37, "b": 5, "c": 80}, {"a": 1, "b": 70, "d": 1, "c": 1}, {"c": 1, "a": 1, "d": 1}, {"b": 2, "a": 90}]
+    for num_tokens in [*steps, {"a": 1, "b": 1, "c": 1}]:
+        full = pair.plan(num_tokens)
+        short = without_dropped_blocks(full, block_size)
+        qkv = pair.make_qkv(len(full.positions))
+        with torch.inference_mode():
+            pair.reference.begin_step(full)
+            pair.kernels.begin_step(short)
+            for layer in range(len(DROPPING_WINDOWS)):
+                shape = (len(full.positions), pair.config.attn_size)
+                expected = torch.empty(shape, device=pair.device)
+                out = torch.full(shape, float("nan"), dtype=pair.dtype, device=pair.device)
+                pair.reference.forward(layer, qkv.float(), expected)
+                pair.kernels.forward(layer, qkv, out)
+                assert relative_error(out, expected) < kernels.tolerance
+    assert short.block_tables.shape[1] < full.block_tables.shape[1]

@@ -147,4 +147,4 @@ def started_engine(
 
 
 def make_attachment(attention: FakeAttention, attachment_id: int, num_blocks: int = 100) -> Attachment:
-    return Attachment(1, attachment_id, {0: attention.channel}, 4, num_blocks, num_blocks, {})
+    return Attachment(1, attachment_id, {0: attention.channel}, 4, num_blocks, num_blocks, {}, 4 * num_blocks)

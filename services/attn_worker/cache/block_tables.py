@@ -14,7 +14,8 @@ class BlockTables:
     """One row of numpy arrays per sequence. Rows are reused, and added when needed.
 
     The arrays are replaced when rows are added, so read them by name each time. An unused element of a table names the
-    null block, whose index is the pool's number of blocks.
+    null block, whose index is the pool's number of blocks. A row without its first blocks, which were dropped, begins
+    with the first one that is left.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, max_num_blocks: int) -> None:
@@ -23,7 +24,7 @@ class BlockTables:
         self._null_block = pool.num_blocks
         self._free_rows: list[int] = []
         self.block_ids = np.empty((0, max_num_blocks), np.int32)
-        self._counts = np.zeros((5, 0), np.int64)
+        self._counts = np.zeros((6, 0), np.int64)
         self._add_rows(_INITIAL_NUM_ROWS)
         self._free_rows.remove(NO_SEQUENCE)
 
@@ -50,14 +51,25 @@ class BlockTables:
         self.num_held_blocks[row] += num_blocks
 
     def share_blocks(self, row: int, other_row: int, num_blocks: int) -> None:
-        """Adds the first blocks of another row to an empty row; both then share them."""
+        """Adds the first blocks of another row to an empty row; both then share them, and lack the same ones."""
         self.block_ids[other_row, :num_blocks] = self.block_ids[row, :num_blocks]
         self.num_held_blocks[other_row] = num_blocks
+        self.num_dropped_blocks[other_row] = self.num_dropped_blocks[row]
         for block_id in self.block_ids[row, :num_blocks].tolist():
             self._pool.pin(block_id)
 
+    def drop_blocks(self, row: int, num_blocks: int) -> int:
+        """Releases a row's first blocks, which stay counted as dropped; returns how many became free."""
+        blocks = self.block_ids[row, : self.num_held_blocks[row]]
+        num_freed = self._pool.release(blocks[:num_blocks].tolist())
+        blocks[:-num_blocks] = blocks[num_blocks:].copy()
+        blocks[-num_blocks:] = self._null_block
+        self.num_held_blocks[row] -= num_blocks
+        self.num_dropped_blocks[row] += num_blocks
+        return num_freed
+
     def release_blocks(self, row: int, first: int) -> int:
-        """Releases a row's blocks from `first` on; returns how many became free."""
+        """Releases a row's blocks from place `first` on; returns how many became free."""
         blocks = self.block_ids[row, first : self.num_held_blocks[row]]
         num_freed = self._pool.release(blocks.tolist())
         blocks[:] = self._null_block
@@ -71,7 +83,7 @@ class BlockTables:
         ref_counts = [0] * self._pool.num_blocks
         for row, table in enumerate(self.block_ids):
             num_held = int(self.num_held_blocks[row])
-            assert num_held >= -(-self.num_computed[row] // self._block_size)
+            assert self.num_dropped_blocks[row] + num_held >= -(-self.num_computed[row] // self._block_size)
             assert (table[num_held:] == self._null_block).all()
             assert row in used_rows or num_held == 0
             for block_id in table[:num_held].tolist():
@@ -88,6 +100,7 @@ class BlockTables:
             self.num_prompt_tokens,
             self.num_computed,
             self.num_committed,
+            self.num_dropped_blocks,
             self.num_held_blocks,
             self.num_hashed_blocks,
         ) = self._counts

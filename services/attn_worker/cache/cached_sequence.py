@@ -25,7 +25,7 @@ class PlannedStep:
 
     metadata: StepMetadata
     block_copies: list[tuple[int, int]]  # (from, to); copy before the layers run and after all earlier steps
-    num_freed_blocks: int  # blocks freed by the sequences that this step closes
+    num_freed_blocks: int  # blocks freed by the sequences that this step closes, and dropped behind windows
     errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance, or were not forked
 
 

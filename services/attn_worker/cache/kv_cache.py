@@ -13,11 +13,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from services.attn_worker.cache.block_pool import BlockPool, block_digest, root_digest
+from services.attn_worker.cache.block_pool import BlockPool, root_digest
 from services.attn_worker.cache.block_tables import NO_SEQUENCE, BlockTables
 from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
+from services.attn_worker.cache.plan_errors import find_errors
+from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
+from services.common.kv_cache.retention import Retention
 from services.step import Fork, PlanEntry, StepPlan
 
 
@@ -25,7 +28,8 @@ class KVCache:
     """Block tables and lengths of all sequences, one numpy row each. Sequences share prefixes in full blocks.
 
     `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length
-    (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length.
+    (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `window`: no layer reads
+    further back, so sequences drop blocks behind it when a plan says so.
     """
 
     def __init__(
@@ -36,19 +40,21 @@ class KVCache:
         *,
         enable_prefix_cache: bool = True,
         length_dependent_beyond: int | None = None,
+        window: int | None = None,
     ) -> None:
         self.block_size = block_size
+        self.retention = Retention(block_size, window)
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks  # also the index of the null block
         self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
         self.num_recovered_tokens = 0  # total number of their tokens that were kept
         self._weights_hash = b""
-        self._enable_prefix_cache = enable_prefix_cache
         self._length_dependent_beyond = length_dependent_beyond
         self._pool = BlockPool(num_blocks)
         self._sequences: dict[int, CachedSequence] = {}
         self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
         self._tables = BlockTables(self._pool, block_size, -(-max_model_len // block_size))
+        self._prefixes = PrefixCache(self._pool, self._tables, self.retention, is_enabled=enable_prefix_cache)
         self._sequence_of_row: dict[int, CachedSequence] = {}
 
     @property
@@ -91,8 +97,9 @@ class KVCache:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
         At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
-        if `token_ids` agree with its tokens; otherwise it starts as a new one. With `ignores_prefix_cache` all tokens
-        are computed, even of a known sequence. Raises InvalidRequest for impossible lengths.
+        if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
+        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence. Raises InvalidRequest for
+        impossible lengths.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -103,22 +110,26 @@ class KVCache:
         root = self._root(num_prompt_tokens, cache_salt)
         num_pinned = num_freed = 0
         sequence = self._sequences.get(seq_id)
-        if sequence is not None and not ignores_prefix_cache and _continues(sequence, root, ids):
-            num_freed = self._truncate(sequence, len(ids) - 1)
+        if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids):
+            length = None
+        else:
+            length = self._kept_length(sequence, len(ids) - 1)
+        if sequence is not None and length is not None:
+            num_freed = self._truncate(sequence, length)
             sequence.token_ids = ids
             self.num_recovered_sequences += 1
             self.num_recovered_tokens += int(self._tables.num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
-            num_pinned = 0 if ignores_prefix_cache else self._pin_cached_prefix(sequence)
+            num_pinned = 0 if ignores_prefix_cache else self._prefixes.pin_longest(sequence)
         row = sequence.row
         self._tables.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._tables.num_computed[row]), int(self._tables.num_held_blocks[row])
         return OpenResult(num_cached, num_pinned, num_held, num_freed)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
-        """Confirms tokens, closes, forks, rolls back, and allocates blocks for all entries, as one batch in order.
+        """Confirms tokens, closes, forks, rolls back, drops and allocates blocks for all entries, in this order.
 
         A sequence that cannot run is reported in `errors` and not changed. Confirmed tokens of unknown sequences are
         ignored. Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
@@ -141,8 +152,12 @@ class KVCache:
         num_tokens = np.array([entry.num_tokens for entry in entries], np.int64)
         positions = np.array([entry.position for entry in entries], np.int64)
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
-        self._find_errors(seq_ids, rows, num_tokens, positions, errors)
+        num_held = self._tables.num_computed[rows]
+        found = find_errors(seq_ids, rows, num_held, num_tokens, positions, self.max_model_len)
+        errors = found | errors  # a fork that failed says why its child is not open
         self._roll_back(seq_ids, rows, positions, errors)
+        if plan.drops_blocks:
+            num_freed += sum(self._drop_blocks(each) for each in entries if each.seq_id not in errors)
         self._allocate_blocks(seq_ids, rows, positions + num_tokens, errors)
 
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
@@ -161,21 +176,27 @@ class KVCache:
             self._tables.num_committed[open_rows] = lengths
         rows = np.flatnonzero(self._tables.num_committed // self.block_size > self._tables.num_hashed_blocks)
         for row in rows.tolist():
-            self._register_full_blocks(self._sequence_of_row[row])
+            self._prefixes.register(self._sequence_of_row[row])
 
     def abort_steps(self) -> int:
-        """Drops all planned steps and returns to the last committed lengths. Returns num_freed_blocks."""
-        planned = {id(sequence): sequence for step in self._in_flight for sequence in step.sequences}
+        """Drops all planned steps and returns to the last committed lengths. Returns num_freed_blocks.
+
+        Forgets sequences that have dropped blocks that they would need again.
+        """
+        planned = {id(sequence) for step in self._in_flight for sequence in step.sequences}
         self._in_flight.clear()
-        is_open = (sequence for sequence in planned.values() if self._sequence_of_row.get(sequence.row) is sequence)
-        return sum(self._truncate(sequence, self.max_model_len) for sequence in is_open)
+        num_freed = 0
+        for seq_id, sequence in [each for each in self._sequences.items() if id(each[1]) in planned]:
+            length = self._kept_length(sequence, self.max_model_len)
+            num_freed += self._drop(seq_id) if length is None else self._truncate(sequence, length)
+        return num_freed
 
     def close_sequences(self, seq_ids: Iterable[int]) -> int:
         """Forgets sequences; unknown ones are ignored. Returns how many blocks became free."""
         num_freed = 0
         for seq_id in seq_ids:
             if (sequence := self._sequences.get(seq_id)) is not None:
-                self._register_full_blocks(sequence)
+                self._prefixes.register(sequence)
                 num_freed += self._drop(seq_id)
         return num_freed
 
@@ -188,7 +209,7 @@ class KVCache:
         for sequence in self._sequences.values():
             num_hashed = int(self._tables.num_hashed_blocks[sequence.row])
             assert num_hashed * self.block_size <= self._tables.num_committed[sequence.row]
-            assert sequence.digests == [self._digest(sequence, index) for index in range(num_hashed)]
+            assert sequence.digests == [self._prefixes.digest(sequence, index) for index in range(num_hashed)]
 
     # Opening a sequence
 
@@ -201,24 +222,6 @@ class KVCache:
         sequence = CachedSequence(self._tables.take_row(), root, token_ids, digests=[])
         self._sequence_of_row[sequence.row] = sequence
         return sequence
-
-    def _pin_cached_prefix(self, sequence: CachedSequence) -> int:
-        """Pins the longest cached prefix; returns how many of its blocks were free."""
-        if not self._enable_prefix_cache:
-            return 0
-        row, num_pinned = sequence.row, 0
-        for index in range((len(sequence.token_ids) - 1) // self.block_size):
-            digest = self._digest(sequence, index)
-            block_id = self._pool.lookup(digest)
-            if block_id is None:
-                break
-            num_pinned += self._pool.pin(block_id)
-            self._tables.block_ids[row, index] = block_id
-            sequence.digests.append(digest)
-        num_hits = len(sequence.digests)
-        self._tables.num_held_blocks[row] = self._tables.num_hashed_blocks[row] = num_hits
-        self._tables.num_computed[row] = self._tables.num_committed[row] = num_hits * self.block_size
-        return num_pinned
 
     def _drop(self, seq_id: int) -> int:
         """Forgets a sequence if it is known; returns how many blocks became free."""
@@ -236,15 +239,19 @@ class KVCache:
         if parent is None:
             errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
             return None
-        if child_id in self._sequences or not 1 <= fork.position <= self._tables.num_computed[parent.row]:
+        num_computed = int(self._tables.num_computed[parent.row])
+        has_position = 1 <= fork.position <= num_computed and self._can_return(parent, fork.position)
+        if child_id in self._sequences or not has_position:
             errors[child_id] = RequestAborted(
                 f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
-                f" {self._tables.num_computed[parent.row]} tokens, and the other one must be new"
+                f" {num_computed} tokens, without the first {self._num_dropped_tokens(parent)}, and the other one must"
+                " be new"
             )
             return None
         child = self._new_sequence(parent.root, parent.token_ids[:])
         tables, row = self._tables, child.row
-        num_shared, num_left = divmod(fork.position, self.block_size)
+        num_full, num_left = divmod(fork.position, self.block_size)
+        num_shared = num_full - int(tables.num_dropped_blocks[parent.row])
         tables.share_blocks(parent.row, row, num_shared)
         try:
             tables.add_blocks(row, int(num_left > 0))
@@ -254,7 +261,7 @@ class KVCache:
             errors[child_id] = error
             return None
         self._sequences[child_id] = child
-        child.digests = parent.digests[:num_shared]
+        child.digests = parent.digests[:num_full]
         tables.num_prompt_tokens[row] = tables.num_prompt_tokens[parent.row]
         tables.num_computed[row] = fork.position
         tables.num_committed[row] = min(fork.position, int(tables.num_committed[parent.row]))
@@ -277,31 +284,6 @@ class KVCache:
         sequence = self._sequences.get(seq_id)
         return NO_SEQUENCE if sequence is None else sequence.row
 
-    def _find_errors(
-        self,
-        seq_ids: list[int],
-        rows: np.ndarray,
-        num_tokens: np.ndarray,
-        positions: np.ndarray,
-        errors: dict[int, TwostrokeError],
-    ) -> None:
-        """Errors of entries that contradict the cache, by one vectorised check; messages are built only on failure."""
-        held = self._tables.num_computed[rows]
-        is_wrong = (rows == NO_SEQUENCE) | (held < positions)
-        is_wrong |= positions + num_tokens > self.max_model_len
-        if len(set(seq_ids)) < len(seq_ids):
-            is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
-        for index in np.flatnonzero(is_wrong).tolist():
-            seq_id = seq_ids[index]
-            if rows[index] == NO_SEQUENCE:
-                errors.setdefault(seq_id, NotFound(f"sequence {seq_id} is not open"))
-            else:
-                errors[seq_id] = RequestAborted(
-                    f"{seq_ids.count(seq_id)} entries of a step plan {num_tokens[index]} tokens after"
-                    f" {positions[index]} for sequence {seq_id}; it has {held[index]} tokens,"
-                    f" max_model_len is {self.max_model_len}"
-                )
-
     def _roll_back(
         self, seq_ids: list[int], rows: np.ndarray, positions: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
@@ -315,7 +297,14 @@ class KVCache:
             row, position = int(rows[index]), int(positions[index])
             sequence = self._sequence_of_row[row]
             first = position // self.block_size
-            held = self._tables.block_ids[row, first : self._tables.num_held_blocks[row]].tolist()
+            if not self._can_return(sequence, position):
+                errors[seq_ids[index]] = RequestAborted(
+                    f"sequence {seq_ids[index]} cannot go back to token {position}: it has dropped the first"
+                    f" {self._num_dropped_tokens(sequence)}"
+                )
+                continue
+            place = first - int(self._tables.num_dropped_blocks[row])
+            held = self._tables.block_ids[row, place : self._tables.num_held_blocks[row]].tolist()
             if any(self._pool.ref_count(block_id) > 1 for block_id in held):
                 errors[seq_ids[index]] = RequestAborted(
                     f"sequence {seq_ids[index]} cannot go back to token {position}: it shares blocks from there on"
@@ -328,11 +317,26 @@ class KVCache:
             self._tables.num_computed[row] = position
             self._tables.num_committed[row] = min(position, int(self._tables.num_committed[row]))
 
+    def _can_return(self, sequence: CachedSequence, position: int) -> bool:
+        """Whether the sequence has all blocks that the token at `position` reads."""
+        return self._tables.num_dropped_blocks[sequence.row] <= self.retention.first_needed_block(position)
+
+    def _num_dropped_tokens(self, sequence: CachedSequence) -> int:
+        return int(self._tables.num_dropped_blocks[sequence.row]) * self.block_size
+
+    def _drop_blocks(self, entry: PlanEntry) -> int:
+        """Drops the blocks that an entry's tokens and later ones do not read; returns how many became free."""
+        row = self._sequences[entry.seq_id].row
+        num_more = self.retention.num_dropped_blocks(entry.position) - int(self._tables.num_dropped_blocks[row])
+        return self._tables.drop_blocks(row, num_more) if num_more > 0 else 0
+
     def _allocate_blocks(
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
         """Gives each sequence the blocks for `lengths` tokens; sequences that do not fit are added to `errors`."""
         num_missing = -(-lengths // self.block_size) - self._tables.num_held_blocks[rows]
+        if self.retention.window is not None:
+            num_missing -= self._tables.num_dropped_blocks[rows]
         for index in np.flatnonzero(num_missing > 0).tolist():
             if seq_ids[index] in errors:
                 continue
@@ -344,50 +348,45 @@ class KVCache:
     def _metadata(self, rows: np.ndarray, num_tokens: np.ndarray, has_failed: np.ndarray) -> StepMetadata:
         """The metadata of the step. Lengths already include it; failed sequences use only the null block."""
         starts = np.where(has_failed, 0, self._tables.num_computed[rows] - num_tokens)
-        longest = int((starts + num_tokens).max(initial=0))
+        lengths, num_dropped = starts + num_tokens, None
+        if self.retention.window is not None:
+            num_dropped = np.where(has_failed, 0, self._tables.num_dropped_blocks[rows] * self.block_size)
+            lengths -= num_dropped
+        longest = int(lengths.max(initial=0))
         tables = self._tables.block_ids[rows, : -(-longest // self.block_size)]
         tables[has_failed] = self.num_blocks
-        return build_step_metadata(num_tokens, starts, self._tables.num_prompt_tokens[rows], tables, self.block_size)
+        num_prompt_tokens = self._tables.num_prompt_tokens[rows]
+        return build_step_metadata(num_tokens, starts, num_prompt_tokens, tables, self.block_size, num_dropped)
 
-    # After a step
+    # Going back
 
-    def _register_full_blocks(self, sequence: CachedSequence) -> None:
-        """Makes full blocks findable if all their tokens are committed and known."""
-        if not self._enable_prefix_cache:
-            return
-        row = sequence.row
-        num_known = min(int(self._tables.num_committed[row]), len(sequence.token_ids))
-        for index in range(len(sequence.digests), num_known // self.block_size):
-            digest = self._digest(sequence, index)
-            self._pool.register_hash(int(self._tables.block_ids[row, index]), digest)
-            sequence.digests.append(digest)
-        self._tables.num_hashed_blocks[row] = len(sequence.digests)
-
-    def _digest(self, sequence: CachedSequence, index: int) -> bytes:
-        """The digest of block `index`; the digest of its parent must be known."""
-        parent = sequence.digests[index - 1] if index else sequence.root
-        token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
-        return block_digest(parent, np.array(token_ids, "<u4").tobytes())
-
-    def _truncate(self, sequence: CachedSequence, max_tokens: int) -> int:
-        """Rolls back to the committed tokens, at most `max_tokens`; returns how many blocks became free.
+    def _kept_length(self, sequence: CachedSequence, max_tokens: int) -> int | None:
+        """The length that the sequence can go back to: its committed tokens, at most `max_tokens`.
 
         The block that is written next must be neither findable nor shared. If others share it, the whole block is given
-        up: recomputing a few tokens is cheaper than copying a block in every layer.
+        up: recomputing a few tokens is cheaper than copying a block in every layer. None: the next token would read
+        blocks that the sequence has dropped.
         """
         row = sequence.row
         num_tokens = min(int(self._tables.num_committed[row]), max_tokens)
         index, offset = divmod(num_tokens, self.block_size)
+        place = index - int(self._tables.num_dropped_blocks[row])
+        if offset and index < len(sequence.digests) and place >= 0:
+            is_shared = self._pool.ref_count(int(self._tables.block_ids[row, place])) > 1
+            num_tokens -= offset if is_shared else 0
+        return num_tokens if self._can_return(sequence, num_tokens) else None
+
+    def _truncate(self, sequence: CachedSequence, num_tokens: int) -> int:
+        """Goes back to `_kept_length` tokens; returns how many blocks became free."""
+        row = sequence.row
+        index, offset = divmod(num_tokens, self.block_size)
+        num_dropped = int(self._tables.num_dropped_blocks[row])
         if offset and index < len(sequence.digests):
-            block_id = int(self._tables.block_ids[row, index])
-            if self._pool.ref_count(block_id) > 1:
-                num_tokens -= offset
-            else:
-                self._pool.unregister(block_id)
+            self._pool.unregister(int(self._tables.block_ids[row, index - num_dropped]))
         del sequence.digests[index:]
         self._tables.num_hashed_blocks[row] = len(sequence.digests)
         self._tables.num_computed[row] = self._tables.num_committed[row] = num_tokens
-        return self._tables.release_blocks(row, first=-(-num_tokens // self.block_size))
+        return self._tables.release_blocks(row, first=-(-num_tokens // self.block_size) - num_dropped)
 
 
 def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:

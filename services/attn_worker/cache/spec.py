@@ -48,6 +48,12 @@ class KVCacheSpec:
         return len(self.windows)
 
     @property
+    def window(self) -> int | None:
+        """The longest window if all layers have one; None: some layer reads all keys."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def kv_size(self) -> int:
         """Number of elements of a token's keys in one layer, all heads together; the values have as many."""
         return self.num_kv_heads * self.head_dim

@@ -16,10 +16,13 @@ class StepMetadata:
 
     The rows of qkv are the tokens of sequence 0, then of sequence 1, and so on. A sequence that cannot
     run keeps its rows: they start at position 0 and lie in the null block, whose index is `num_blocks`.
+
+    A sequence may have dropped its first blocks, which no row reads. Its table and its length then begin behind them;
+    distances between tokens stay the same. Only `positions` and `rope_lens` count from its first token.
     """
 
     num_tokens: np.ndarray  # int32 [num_seqs], tokens of this step
-    context_lens: np.ndarray  # int32 [num_seqs], length including this step's tokens
+    context_lens: np.ndarray  # int32 [num_seqs], length including this step's tokens, without dropped ones
     block_tables: np.ndarray  # int32 [num_seqs, max_blocks_used], padded with the null block
     slot_mapping: np.ndarray  # int64 [total_tokens], block * block_size + offset in the block
     positions: np.ndarray  # int32 [total_tokens]
@@ -32,17 +35,21 @@ def build_step_metadata(
     num_prompt_tokens: np.ndarray,  # int64 [num_seqs]
     block_tables: np.ndarray,  # int32 [num_seqs, >= blocks needed]
     block_size: int,
+    num_dropped_tokens: np.ndarray | None = None,  # int64 [num_seqs], of blocks before the tables; None: nothing
 ) -> StepMetadata:
     """Expands counts per sequence to positions and slots per token."""
     seq_index = np.repeat(np.arange(len(num_tokens)), num_tokens)
     first_rows = np.cumsum(num_tokens) - num_tokens
     positions = np.arange(len(seq_index)) + (num_computed_tokens - first_rows)[seq_index]
-    blocks = block_tables[seq_index, positions // block_size].astype(np.int64)
+    context_lens, places = num_computed_tokens + num_tokens, positions  # without dropped tokens
+    if num_dropped_tokens is not None:
+        context_lens, places = context_lens - num_dropped_tokens, positions - num_dropped_tokens[seq_index]
+    blocks = block_tables[seq_index, places // block_size].astype(np.int64)
     return StepMetadata(
         num_tokens=num_tokens.astype(np.int32),
-        context_lens=(num_computed_tokens + num_tokens).astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
         block_tables=block_tables,
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=blocks * block_size + places % block_size,
         positions=positions.astype(np.int32),
         rope_lens=np.maximum(positions + 1, num_prompt_tokens[seq_index]).astype(np.int32),
     )

@@ -23,6 +23,8 @@ class Attachment:
     num_blocks: int
     num_free_blocks: int
     held_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
+    max_model_len: int  # tokens of the longest sequence that the model and the cache allow
+    window: int | None = None  # of the KV cache, see `Retention`
 
     def abort(self) -> None:
         """Releases all waits in the channels, for good. May be called from any thread."""

@@ -178,6 +178,8 @@ class AttentionClient:
             num_blocks=reply.num_blocks,
             num_free_blocks=reply.num_free_blocks,
             held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+            max_model_len=reply.max_model_len,
+            window=reply.window if reply.HasField("window") else None,
         )
 
     async def _serve(

@@ -6,16 +6,22 @@ still being sent, so the count here is never above the true one:
     opening     reserves blocks first; the answer says how many blocks really left the free pool
     plan        allocates from a sequence's reservation or from available blocks; both sides compute the same number
     closing     returns blocks only when the attention worker's answer says that they are free
+    dropping    (blocks that a sequence's window has left behind) likewise, because others may still hold them
 """
 
 from __future__ import annotations
+
+from services.common.kv_cache.retention import Retention
 
 
 class BlockLedger:
     """The counts of one attachment. Available blocks = free − reserved, never negative."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_free_blocks: int) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, num_free_blocks: int, window: int | None = None
+    ) -> None:
         self.block_size = block_size
+        self.retention = Retention(block_size, window)
         self.num_blocks = num_blocks
         self.num_free_blocks = num_free_blocks
         self.num_reserved_blocks = 0
@@ -27,6 +33,15 @@ class BlockLedger:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int, num_step_tokens: int) -> int:
+        """The most blocks that a sequence holds at a time until it has `num_tokens` tokens.
+
+        No step computes more than `num_step_tokens` of them.
+        """
+        limit = self.retention.max_blocks(num_step_tokens)
+        num_blocks = self.blocks_for(num_tokens)
+        return num_blocks if limit is None else min(num_blocks, limit)
 
     def reserve(self, num_blocks: int) -> None:
         """Promises free blocks, at most `num_available_blocks`."""

@@ -78,7 +78,8 @@ def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> 
     if sequence.num_pending_tokens or not may_have_drafts(sequence):
         return 0
     ledger, num_remaining = session.ledger, sequence.num_remaining_tokens
-    num_blocks = sequence.num_blocks + sequence.num_reserved_blocks + ledger.num_available_blocks
+    num_blocks = sequence.num_dropped_blocks + sequence.num_blocks + sequence.num_reserved_blocks
+    num_blocks += ledger.num_available_blocks
     num_others = len(session.running) - 1 - len(step.entries)  # that the step has no entry for yet
     num_forced = step.num_tokens if sequence.grammar is None else len(sequence.grammar.forced_tokens)
     return min(

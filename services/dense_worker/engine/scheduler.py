@@ -103,7 +103,7 @@ class Scheduler:
                 f"together {num_tokens}; max_model_len is {self.limits.max_model_len}"
             )
         ledger = self.session.ledger
-        num_blocks = ledger.blocks_for(sequence.max_num_cached_tokens)
+        num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
         if num_blocks > ledger.num_blocks:
             raise CapacityError(
                 f"{num_tokens} tokens need {num_blocks} KV cache blocks, the cache has {ledger.num_blocks}"
@@ -187,6 +187,7 @@ class Scheduler:
         sequence.num_reserved_blocks = min(num_missing, session.ledger.num_available_blocks)
         session.ledger.reserve(sequence.num_reserved_blocks)
         sequence.num_blocks = answer.num_held_blocks
+        sequence.num_dropped_blocks = session.ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_computed_tokens = answer.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens
@@ -204,11 +205,10 @@ class Scheduler:
         session, step = self.session, self._planner.plan_step(self._suspects.active())
         if step is None or not (step.entries or session.to_close):
             return None
-        plan = StepPlan(
-            self._next_step_id, tuple(step.entries), tuple(session.to_close), tuple(session.confirmed)
-        )
+        to_close, confirmed = tuple(session.to_close), tuple(session.confirmed)
+        plan = StepPlan(self._next_step_id, tuple(step.entries), to_close, confirmed, drops_blocks=step.drops_blocks)
         self._next_step_id += 1
-        session.num_closing_plans += bool(session.to_close)
+        session.num_freeing_plans += plan.frees_blocks
         session.to_close.clear()
         session.confirmed.clear()
         published = session.published[plan.step_id] = PublishedPlan(plan, tuple(step.planned))
@@ -216,17 +216,13 @@ class Scheduler:
 
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
         """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
-        session = self.session
-        published = session.published.pop(answer.step_id, None)
-        if published is None:
-            raise PeerError(f"step {answer.step_id} was not published, or has been answered")
-        errors = answer.errors or {}
-        session.num_errors[published.plan.lane] += len(errors)
-        session.ledger.give_back(answer.num_freed_blocks)
-        session.closing.difference_update(published.plan.close_seq_ids)
-        session.num_closing_plans -= bool(published.plan.close_seq_ids)
+        session, errors = self.session, answer.errors or {}
+        published = session.accept(answer)
         outputs = []
-        for sequence, num_taken_blocks in published.entries if errors else ():
+        is_for_entries = errors or published.plan.drops_blocks
+        for sequence, num_taken_blocks, has_dropped in published.entries if is_for_entries else ():
+            if has_dropped and sequence.status is SequenceStatus.RUNNING:
+                self._turns.reserve_again(sequence)
             if sequence.seq_id in errors:
                 session.ledger.give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
@@ -237,7 +233,7 @@ class Scheduler:
 
     def update(self, published: PublishedPlan, result: StepResult) -> list[SequenceOutput]:
         """Appends the tokens of a step; its sequences continue or end."""
-        if not published.plan.close_seq_ids:
+        if not published.plan.frees_blocks:
             self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
         outputs = []
         for entry, token_ids in zip(published.entries, result.token_ids, strict=True):
@@ -284,6 +280,7 @@ class Scheduler:
             self.session,
             self._waiting,
             self.limits.max_num_seqs,
+            self.limits.max_num_batched_tokens,
             self._preempt,
             is_guaranteed=self.limits.policy == "guaranteed_no_evict",
         )

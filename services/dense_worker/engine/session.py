@@ -12,7 +12,7 @@ from services.common.errors import PeerError
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.sequence import Sequence
-from services.step import NewSequence, StepPlan
+from services.step import NewSequence, PlanAccepted, StepPlan
 
 if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.channel import Channel
@@ -37,6 +37,7 @@ class PlannedEntry(NamedTuple):
 
     sequence: Sequence
     num_taken_blocks: int  # blocks taken from the ledger for the entry
+    has_dropped: bool = False  # whether the sequence drops blocks in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,14 @@ class InFlight:
 
 # The attachment of a worker that has not attached yet. It has no blocks, so that nothing runs.
 NO_ATTACHMENT = Attachment(
-    epoch=0, attachment_id=0, channels={}, block_size=1, num_blocks=0, num_free_blocks=0, held_blocks={}
+    epoch=0,
+    attachment_id=0,
+    channels={},
+    block_size=1,
+    num_blocks=0,
+    num_free_blocks=0,
+    held_blocks={},
+    max_model_len=0,
 )
 
 
@@ -73,7 +81,9 @@ class Session:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        self.ledger = BlockLedger(attachment.block_size, attachment.num_blocks, attachment.num_free_blocks)
+        self.ledger = BlockLedger(
+            attachment.block_size, attachment.num_blocks, attachment.num_free_blocks, attachment.window
+        )
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
@@ -91,14 +101,14 @@ class Session:
 
         self.to_close: list[int] = []  # seq_ids that the next plan closes
         self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them
-        self.num_closing_plans = 0  # published ones with closes, whose answer is still out
+        self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out
         self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
 
     @property
     def awaits_blocks(self) -> bool:
-        """Whether sequences are being closed, so that nobody has to give up blocks before theirs have come back."""
-        return bool(self.num_closing_plans or self.to_close)
+        """Whether blocks are about to come back, so that nobody has to give up any before that."""
+        return bool(self.num_freeing_plans or self.to_close)
 
     def ends_claims(self, now_s: float) -> bool:
         """Whether the time to claim sequences has passed; true once."""
@@ -122,13 +132,25 @@ class Session:
         self.num_completed += 1
         self.last_end_s = now_s
 
+    def accept(self, answer: PlanAccepted) -> PublishedPlan:
+        """Counts what the answer to a plan says. Raises `PeerError` for a plan that does not wait for one."""
+        published = self.published.pop(answer.step_id, None)
+        if published is None:
+            raise PeerError(f"step {answer.step_id} was not published, or has been answered")
+        plan = published.plan
+        self.num_errors[plan.lane] += len(answer.errors or ())
+        self.ledger.give_back(answer.num_freed_blocks)
+        self.closing.difference_update(plan.close_seq_ids)
+        self.num_freeing_plans -= plan.frees_blocks
+        return published
+
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> int | None:
         """Takes the blocks for `num_tokens` more tokens of a sequence, those first that are reserved for it.
 
         Returns how many; None: there are too few.
         """
-        ledger = self.ledger
-        num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks)
+        ledger, num_present = self.ledger, sequence.num_dropped_blocks + sequence.num_blocks
+        num_blocks = max(0, ledger.blocks_for(sequence.num_computed_tokens + num_tokens) - num_present)
         num_reserved = min(num_blocks, sequence.num_reserved_blocks)
         if num_blocks - num_reserved > ledger.num_available_blocks:
             return None
@@ -137,6 +159,16 @@ class Session:
         sequence.num_reserved_blocks -= num_reserved
         sequence.num_blocks += num_blocks
         return num_blocks
+
+    def drop_blocks(self, sequence: Sequence) -> bool:
+        """Counts the blocks that a sequence drops in the step that is being planned; returns whether there are any."""
+        num_dropped = self.ledger.retention.num_dropped_blocks(sequence.num_computed_tokens)
+        num_more = num_dropped - sequence.num_dropped_blocks
+        if num_more <= 0:
+            return False
+        sequence.num_blocks -= num_more
+        sequence.num_dropped_blocks = num_dropped
+        return True
 
     def release_reservation(self, sequence: Sequence) -> None:
         """Takes back what is reserved for a sequence."""

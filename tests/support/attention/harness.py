@@ -67,11 +67,11 @@ class Harness:
         options = dataclasses.replace(self.config.attention, has_sinks=sinks is not None)
         self.config = dataclasses.replace(self.config, attention=options)
         self.dtype = dtype
-        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
         self.spec = KVCacheSpec.of_model(self.config, cache_dtype or dtype, NUM_BLOCKS, BLOCK_SIZE)
         self.spec = dataclasses.replace(self.spec, exceptions=exceptions or {})
         if windows is not None:
             self.spec = dataclasses.replace(self.spec, windows=windows)
+        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, window=self.spec.window)
         self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
         self.scales = scales or KVScales.ones(self.config.num_layers)
         self.backend.use_scales(self.scales)
@@ -103,7 +103,7 @@ class Harness:
             self.inputs[child][:, :length] = self.inputs[parent][:, :length]
             forks = [(parent, child, length)]
         entries = [(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]
-        planned = self.cache.plan_step(make_plan(entries, forks=forks))
+        planned = self.cache.plan_step(dataclasses.replace(make_plan(entries, forks=forks), drops_blocks=True))
         assert planned.errors == {}
         self.backend.copy_blocks(planned.block_copies)
         self.backend.begin_step(planned.metadata)

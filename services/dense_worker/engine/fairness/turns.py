@@ -18,6 +18,7 @@ class Turns:
         session: Session,
         waiting: WaitingQueue,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         preempt: Callable[[Sequence], None],
         *,
         is_guaranteed: bool,
@@ -26,6 +27,7 @@ class Turns:
         self._session = session
         self._waiting = waiting
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._preempt = preempt
         self._is_guaranteed = is_guaranteed
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
@@ -54,8 +56,23 @@ class Turns:
         """Blocks that it needs besides those that it holds; by default those from before the attachment."""
         if num_held_blocks is None:
             num_held_blocks = self._session.held_blocks.get(sequence.seq_id, 0)
-        num_tokens = sequence.max_num_cached_tokens if self._is_guaranteed else sequence.num_tokens
-        return max(0, self._session.ledger.blocks_for(num_tokens) - num_held_blocks)
+        num_step_tokens = min(sequence.num_tokens, self._max_num_batched_tokens)
+        return max(0, self._session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
+
+    def reserve_again(self, sequence: Sequence) -> None:
+        """Adjusts the reservation of a running sequence that has dropped blocks to what it needs from now on."""
+        session, ledger = self._session, self._session.ledger
+        session.release_reservation(sequence)
+        num_left = ledger.blocks_for(self._num_tokens(sequence)) - sequence.num_dropped_blocks - sequence.num_blocks
+        has_prompt = sequence.num_remaining_tokens > 1
+        most = ledger.retention.max_blocks(self._max_num_batched_tokens if has_prompt else 1)
+        assert most is not None, "blocks are dropped only behind a window"
+        wanted = min(num_left, max(1, most - sequence.num_blocks), ledger.num_available_blocks)
+        sequence.num_reserved_blocks = max(0, wanted)
+        ledger.reserve(sequence.num_reserved_blocks)
+
+    def _num_tokens(self, sequence: Sequence) -> int:
+        return sequence.max_num_cached_tokens if self._is_guaranteed else sequence.num_tokens
 
     @property
     def _has_place(self) -> bool:

@@ -16,18 +16,27 @@ class PlanBuilder:
         self.entries: list[PlanEntry] = []
         self.planned: list[PlannedEntry] = []  # aligned with the entries
         self.seq_ids: set[int] = set()  # of the entries
+        self.drops_blocks = False
 
     def add(
-        self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...], num_logits: int, num_blocks: int
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        drafts: tuple[int, ...],
+        num_logits: int,
+        num_blocks: int,
+        has_dropped: bool,
     ) -> None:
         """Adds an entry for `num_tokens` known or pending tokens of a sequence, and then for drafts.
 
-        num_logits: number of the entry's last rows that need logits; num_blocks: blocks taken for its tokens
+        num_logits: number of the entry's last rows that need logits; num_blocks: blocks taken for its tokens;
+        has_dropped: whether the sequence drops blocks
         """
         num_planned = num_tokens + len(drafts)
         seq_id = sequence.seq_id
         self.entries.append(PlanEntry(seq_id, sequence.num_computed_tokens, num_planned, num_logits, drafts))
-        self.planned.append(PlannedEntry(sequence, num_blocks))
+        self.planned.append(PlannedEntry(sequence, num_blocks, has_dropped))
+        self.drops_blocks |= has_dropped
         self.seq_ids.add(seq_id)
         self.num_tokens -= num_planned
         self.num_logits -= num_logits

@@ -94,7 +94,8 @@ class StepPlanner:
         if num_blocks is None:
             self._give_up_blocks(step)
         else:
-            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks)
+            has_dropped = self._session.drop_blocks(sequence)
+            step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_dropped)
 
     def _give_up_blocks(self, step: PlanBuilder) -> None:
         """A running sequence cannot grow. Unless blocks are about to come back, another one gives up its blocks."""

@@ -40,6 +40,7 @@ class Sequence:
     num_computed: int  # number of `tokens`; the cache may also contain wrong drafts
     num_committed: int  # the length after a lost step
     num_held: int  # number of blocks
+    num_dropped: int  # number of its first blocks, which are gone
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -50,16 +51,20 @@ class KVCacheMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         has_prefix_cache=st.sampled_from([True, True, True, False]),
         beyond=st.sampled_from([None, None, 6]),
+        window=st.sampled_from([None, None, 1, 4, 7]),
     )
-    def start(self, num_blocks: int, block_size: int, has_prefix_cache: bool, beyond: int | None) -> None:
+    def start(
+        self, num_blocks: int, block_size: int, has_prefix_cache: bool, beyond: int | None, window: int | None
+    ) -> None:
         self.cache = KVCache(
             num_blocks,
             block_size,
             MAX_MODEL_LEN,
             enable_prefix_cache=has_prefix_cache,
             length_dependent_beyond=beyond,
+            window=window,
         )
-        self.has_prefix_cache, self.beyond = has_prefix_cache, beyond
+        self.has_prefix_cache, self.beyond, self.window = has_prefix_cache, beyond, window
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_free = num_blocks  # the scheduler's ledger, updated only by differences
         self.memory: dict[int, History] = {}
@@ -74,11 +79,16 @@ class KVCacheMachine(RuleBasedStateMachine):
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_unread(self, position: int) -> int:
+        """Number of leading blocks all of whose tokens lie before the window of the token at `position`."""
+        return 0 if self.window is None else max(0, position + 1 - self.window) // self.block_size
+
     @rule(tokens=PROMPTS, salt=st.sampled_from([b"", b"", b"salt"]))
     def open(self, tokens: list[int], salt: bytes) -> None:
         result = self.cache.open_sequence(self.next_seq_id, tokens, len(tokens), salt)
         assert result.num_freed_blocks == 0
-        assert result.num_cached_tokens == result.num_held_blocks * self.block_size < len(tokens)
+        num_dropped = self.num_unread(result.num_cached_tokens)
+        assert result.num_cached_tokens == (num_dropped + result.num_held_blocks) * self.block_size < len(tokens)
         assert result.num_pinned_blocks <= result.num_held_blocks
         assert self.has_prefix_cache or result.num_cached_tokens == 0
         self.num_free -= result.num_pinned_blocks
@@ -90,6 +100,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             num_computed=result.num_cached_tokens,
             num_committed=result.num_cached_tokens,
             num_held=result.num_held_blocks,
+            num_dropped=num_dropped,
         )
         self.next_seq_id += 1
 
@@ -103,7 +114,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             for seq_id, sequence in self.sequences.items()
             if seq_id not in closed and sequence.num_computed < MAX_MODEL_LEN
         ]
-        forks = self.draw_forks(data, closed)
+        drops = self.window is not None and data.draw(st.booleans())
+        forks = [] if drops else self.draw_forks(data, closed)
         batch = data.draw(st.lists(st.sampled_from(running), unique=True)) if running else []
         drafts: dict[int, tuple[int, ...]] = {}
         entries = [(seq_id, *self.draw_advance(data, seq_id, drafts)) for seq_id in batch]
@@ -114,7 +126,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             seq_id, num_tokens, _ = entries[0]
             entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # beyond its length
 
-        planned = self.cache.plan_step(make_plan(entries, closed, confirmed, forks, drafts))
+        plan = make_plan(entries, closed, confirmed, forks, drafts)
+        planned = self.cache.plan_step(replace(plan, drops_blocks=drops))
 
         for seq_id in closed:
             del self.sequences[seq_id]
@@ -128,7 +141,12 @@ class KVCacheMachine(RuleBasedStateMachine):
             elif position != sequence.num_computed:
                 assert isinstance(planned.errors[seq_id], RequestAborted)
             else:
-                needed = max(0, self.num_blocks_for(position + num_tokens) - sequence.num_held)
+                if drops:
+                    num_kept = sequence.num_dropped + sequence.num_held
+                    sequence.num_dropped = max(sequence.num_dropped, self.num_unread(position) - 1)
+                    sequence.num_held = num_kept - sequence.num_dropped
+                num_kept = sequence.num_dropped + sequence.num_held
+                needed = max(0, self.num_blocks_for(position + num_tokens) - num_kept)
                 if needed > self.num_free:
                     assert isinstance(planned.errors[seq_id], CapacityError)
                 else:
@@ -142,7 +160,9 @@ class KVCacheMachine(RuleBasedStateMachine):
             for seq_id in advanced:
                 sequence = self.sequences[seq_id]
                 sequence.num_computed = sequence.num_committed
-                sequence.num_held = self.num_blocks_for(sequence.num_computed)
+                sequence.num_held = self.num_blocks_for(sequence.num_computed) - sequence.num_dropped
+                if sequence.num_dropped > self.num_unread(sequence.num_committed):
+                    del self.sequences[seq_id]  # it would read blocks that it has dropped
             return
         self.cache.commit_step()
         for seq_id, length in advanced.items():
@@ -175,7 +195,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 parent,
                 tokens=list(parent.tokens),
                 num_committed=min(position, parent.num_committed),
-                num_held=self.num_blocks_for(position),
+                num_held=self.num_blocks_for(position) - parent.num_dropped,
             )
             self.num_free -= has_part
             for source, target in [copies.pop(0)] if has_part else []:
@@ -238,10 +258,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         for index, (seq_id, num_tokens, num_computed) in enumerate(entries):
             if seq_id not in advanced or is_lost:
                 continue
-            context_len = num_computed + num_tokens
-            assert step.context_lens[index] == context_len
-            for position in range(context_len):
-                block = int(step.block_tables[index, position // self.block_size])
+            context_len, num_dropped = num_computed + num_tokens, self.sequences[seq_id].num_dropped
+            assert step.context_lens[index] == context_len - num_dropped * self.block_size
+            first_read = 0 if self.window is None else max(0, num_computed + 1 - self.window)
+            for position in range(first_read, context_len):
+                block = int(step.block_tables[index, position // self.block_size - num_dropped])
                 slot = block * self.block_size + position % self.block_size
                 assert self.memory[slot] == self.history(self.with_drafts(seq_id, drafts), position + 1)
 
@@ -264,18 +285,24 @@ class KVCacheMachine(RuleBasedStateMachine):
             disagrees = changed < sequence.num_known
         result = self.cache.open_sequence(seq_id, tokens, sequence.num_prompt, sequence.salt)
         kept = min(sequence.num_committed, length - 1)
-        if disagrees:
+        starts_anew = disagrees or sequence.num_dropped > self.num_unread(kept)
+        if not starts_anew and sequence.num_dropped > self.num_unread(kept // self.block_size * self.block_size):
+            starts_anew = result.num_held_blocks != self.num_blocks_for(kept) - sequence.num_dropped  # others share
+        if starts_anew:
             assert result.num_cached_tokens < length and result.num_cached_tokens % self.block_size == 0
         else:
             assert result.num_cached_tokens in (kept, kept // self.block_size * self.block_size)
             assert result.num_pinned_blocks == 0
             if kept == sequence.num_committed:
                 assert result.num_cached_tokens == kept
-                assert result.num_freed_blocks <= sequence.num_held - self.num_blocks_for(kept), "some may be shared"
-        if has_changed and not disagrees:
+                num_left = self.num_blocks_for(kept) - sequence.num_dropped
+                assert result.num_freed_blocks <= sequence.num_held - num_left, "some may be shared"
+        if has_changed and not starts_anew:
             # The cache did not know the old tokens, so it must trust the journal.
             self.rewrite_memory(sequence, tokens, result.num_cached_tokens)
-        assert result.num_held_blocks == self.num_blocks_for(result.num_cached_tokens)
+        if starts_anew:
+            sequence.num_dropped = self.num_unread(result.num_cached_tokens)
+        assert result.num_held_blocks == self.num_blocks_for(result.num_cached_tokens) - sequence.num_dropped
         self.num_free += result.num_freed_blocks - result.num_pinned_blocks
         sequence.tokens = tokens
         sequence.num_known, sequence.num_held = length, result.num_held_blocks

@@ -81,7 +81,7 @@ def start_engine(
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine
     engine.start()
-    engine.on_attached(Attachment(1, 1, attention.channels, 4, NUM_BLOCKS, NUM_BLOCKS, {}))
+    engine.on_attached(Attachment(1, 1, attention.channels, 4, NUM_BLOCKS, NUM_BLOCKS, {}, 4 * NUM_BLOCKS))
     return engine, reports
 
 

@@ -54,7 +54,7 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 def new_session(cache: KVCache) -> Session:
     """A new attachment to this cache."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
-    return Session(Attachment(1, 1, {}, *counts, cache.held_blocks))
+    return Session(Attachment(1, 1, {}, *counts, cache.held_blocks, cache.max_model_len, cache.retention.window))
 
 
 def sample(plan: StepPlan) -> StepResult:
@@ -80,11 +80,13 @@ class Cluster:
         max_num_batched_tokens: int = 16,
         max_num_waiting: int = 1000,
         drafts: DraftSource | None = None,
+        max_model_len: int = MAX_MODEL_LEN,
+        window: int | None = None,
         **limits: float,
     ) -> None:
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, window=window)
         self.limits = SchedulerLimits(
-            max_num_seqs, max_num_batched_tokens, MAX_MODEL_LEN, max_num_waiting, policy, **limits
+            max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
         self.scheduler = Scheduler(self.limits, drafts)
         self.scheduler.begin(new_session(self.cache))
@@ -130,7 +132,7 @@ class Cluster:
         step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
         self.cache.commit_step()
-        if plan.close_seq_ids:
+        if plan.frees_blocks:
             self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
         self.outputs += self.scheduler.update(published, sample(plan))
 
@@ -185,6 +187,7 @@ requests = st.lists(
     st.integers(1, 6),
     st.integers(6, 40),
     st.integers(1, 3),
+    st.sampled_from([None, 1, 6, 17]),
 )
 def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     arrivals: list[tuple[int, int, bool, int, int | None]],
@@ -193,8 +196,9 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     max_num_seqs: int,
     budget: int,
     answer_every: int,
+    window: int | None,
 ) -> None:
-    cluster = Cluster(policy, num_blocks, max_num_seqs, budget)
+    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, window=window)
     sequences, cancels = [], []
     for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
         sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)

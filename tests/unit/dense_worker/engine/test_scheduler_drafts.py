@@ -46,6 +46,7 @@ class Guesses(EagerDrafts):
     st.integers(1, 6),
     st.one_of(st.none(), st.integers(1, 5)),
     st.sets(st.integers(1, 40), max_size=3),
+    st.sampled_from([None, 1, 6, 17]),
 )
 def test_every_sequence_gets_its_tokens_with_any_drafts(
     arrivals: list[tuple[int, int, bool, int, int | None]],
@@ -56,9 +57,10 @@ def test_every_sequence_gets_its_tokens_with_any_drafts(
     num_drafts: int,
     one_wrong_in: int | None,
     resets: set[int],
+    window: int | None,
 ) -> None:
     guesses = Guesses(num_drafts, one_wrong_in)
-    cluster = Cluster(policy, num_blocks, max_num_seqs, max(budget, max_num_seqs), drafts=guesses)
+    cluster = Cluster(policy, num_blocks, max_num_seqs, max(budget, max_num_seqs), drafts=guesses, window=window)
     sequences, num_steps = [], 0
     for seq_id, (prompt_len, max_tokens, can_stop, gap, _) in enumerate(arrivals, start=1):
         sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
