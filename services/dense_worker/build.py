@@ -18,11 +18,13 @@ from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
@@ -48,6 +50,7 @@ class LoadedModel:
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sinks  # of attention; empty: the model has none
+    expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
 
     def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
@@ -108,7 +111,15 @@ def load_model(
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
         runner = _build_runner(config, model, selected, lora, takes_over)
-    return LoadedModel(model, digest, selected.name, runner, lora, kv_cache_dtype, scales, sinks)
+    experts = make_expert_loads(weights)
+    return LoadedModel(model, digest, selected.name, runner, lora, kv_cache_dtype, scales, sinks, experts)
+
+
+def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
+    """The counts of the layers that count the tokens of experts; None if there are no such layers."""
+    layers = {i: next(parts_of_type(RoutedExperts, layer), None) for i, layer in enumerate(weights.layers)}
+    counts = {i: routed.loads for i, routed in layers.items() if routed is not None and routed.loads is not None}
+    return ExpertLoads(counts) if counts else None
 
 
 def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:

@@ -60,6 +60,10 @@ class DenseMetrics:
         """Adds these counts to the metrics; `read_counts` is called on the scraper's thread."""
         self._registry.register(_CountsCollector(read_counts))
 
+    def watch_experts(self, read_loads: Callable[[], dict[int, list[int]]]) -> None:
+        """Adds the loads of experts by layer; `read_loads` is called on the scraper's thread."""
+        self._registry.register(_ExpertCollector(read_loads))
+
     def on_submitted(self, sequence: Sequence) -> None:
         """Counts a recovered sequence that a gateway has submitted. Called on the event loop."""
         if sequence.output_token_ids:
@@ -134,3 +138,30 @@ class _CountsCollector:
         for place, num_accepted in enumerate(drafts.num_accepted_at):
             at_place.add_metric([str(place)], num_accepted)
         yield at_place
+
+
+class _ExpertCollector:
+    """Reads the loads of experts when a scraper asks. Labels are a layer or an expert, never both."""
+
+    def __init__(self, read_loads: Callable[[], dict[int, list[int]]]) -> None:
+        self._read_loads = read_loads
+
+    def collect(self) -> Iterator[Metric]:
+        loads = self._read_loads()
+        tokens = CounterMetricFamily(
+            "twostroke_dense_expert_tokens",
+            "Tokens that chose the expert of this number, of all layers but the last.",
+            labels=["expert"],
+        )
+        for expert, in_layers in enumerate(zip(*loads.values(), strict=True)):
+            tokens.add_metric([str(expert)], sum(in_layers))
+        yield tokens
+        imbalance = GaugeMetricFamily(
+            "twostroke_dense_expert_imbalance_ratio",
+            "The tokens of a layer's busiest expert, divided by the mean of its experts, since the start; 1 is even.",
+            labels=["layer"],
+        )
+        for layer, counts in loads.items():
+            if any(counts):
+                imbalance.add_metric([str(layer)], max(counts) * len(counts) / sum(counts))
+        yield imbalance

@@ -77,7 +77,12 @@ class DenseWorker:
             load_model, config, resolved, self._report_loading, takes_over=self._is_standby
         )
         self._model = with_stated_hash(self._model, self._stated_weights_hash)
-        self._start_engine([self._metrics, *step_logs])
+        observers: list[EngineObserver] = [self._metrics, *step_logs]
+        loads = self._model.expert_loads
+        if loads is not None:
+            self._metrics.watch_experts(loads.read)
+            observers.append(loads)
+        self._start_engine(observers)
         self._announce(bound_address)
 
     async def run(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.backends.linear_choice import ROW_BUCKETS, LinearKernel
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
@@ -60,6 +61,9 @@ class CudaBackend:
             if lora is not None:
                 with lora.activated():
                     self._random_step(num_tokens)()
+        for experts in parts_of_type(RoutedExperts, weights.layers):
+            if experts.loads is not None:
+                experts.loads.zero_()  # those were no tokens of requests
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Copies the positions, if the embedding needs them, and the number of tokens, if experts do.

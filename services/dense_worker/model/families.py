@@ -75,7 +75,9 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     o = build_o(config, allocator, names, layer)
     experts = config.parts.experts
     if experts is not None and index in experts.layers:
-        mlp: Mlp = build_experts(config, experts, allocator, names, layer)
+        # The last layer computes only the tokens that need logits, and does not count them.
+        is_counted = index < config.num_layers - 1
+        mlp: Mlp = build_experts(config, experts, allocator, names, layer, is_counted)
     else:
         mlp = build_mlp(config, allocator, names, layer, before.norm)
     return DecoderLayer(before, build_residual(config, allocator, names, layer, o, mlp))
@@ -144,7 +146,12 @@ def build_mlp(
 
 
 def build_experts(
-    config: ModelConfig, options: ExpertOptions, allocator: WeightAllocator, names: CheckpointNames, layer: str
+    config: ModelConfig,
+    options: ExpertOptions,
+    allocator: WeightAllocator,
+    names: CheckpointNames,
+    layer: str,
+    is_counted: bool,
 ) -> ExpertMlp:
     """The mixture of experts of a layer, and the norm before it. The router and its gate are never quantized."""
     parts, hidden, of_experts = config.parts, config.hidden_size, names.of_experts
@@ -185,7 +192,9 @@ def build_experts(
         sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
         bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
         router = SigmoidRouter(weight, bias, options.num_per_token, options.renormalizes, options.sigmoid)
-    return ExpertMlp(norm, RoutedExperts(router, gate_up, downs, parts.activation, options.clamped), shared)
+    loads = torch.zeros(num_experts, dtype=torch.int64, device=allocator.device) if is_counted else None
+    routed = RoutedExperts(router, gate_up, downs, parts.activation, options.clamped, loads)
+    return ExpertMlp(norm, routed, shared)
 
 
 def _stacked_projections(

@@ -212,6 +212,7 @@ class CudaModelRunner(ModelRunner):
         self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int
     ) -> None:
         """Runs each segment once, or `middle` for several layers. `fetched` is what `middle` gets of attn_out."""
+        self._backend.begin_step(StepPlan(0), len(qkv))  # all rows are padding
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
         token_ids, _, sampled_rows = _unpack(self._input, len(qkv))
         residual = self._backend.first(token_ids, qkv)

@@ -6,15 +6,18 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import RequestAborted
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.drafts import DraftCounts
+from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
 from services.dense_worker.metrics import DenseMetrics
+from tests.support.scrape import Row, read_table
 
 
 def make_stats(**fields: Any) -> StepStats:
@@ -69,6 +72,31 @@ def test_drafts_are_counted_as_in_vllm(registry: CollectorRegistry, metrics: Den
     name = "twostroke_dense_spec_decode_num_accepted_tokens_per_pos_total"
     at = [registry.get_sample_value(name, {"position": str(position)}) for position in range(6)]
     assert at == [2, 2, 1, 0, 0, None]
+
+
+def test_loads_of_experts_are_added_up_by_expert_and_compared_by_layer(
+    registry: CollectorRegistry, metrics: DenseMetrics
+) -> None:
+    counts = {1: torch.tensor([6, 0, 2]), 4: torch.tensor([1, 1, 1]), 5: torch.zeros(3, dtype=torch.int64)}
+    loads = ExpertLoads(counts)
+    metrics.watch_experts(loads.read)
+    tokens, imbalance = "twostroke_dense_expert_tokens_total", "twostroke_dense_expert_imbalance_ratio"
+    assert registry.get_sample_value(tokens, {"expert": "0"}) == 0, "nothing was copied"
+    loads.on_step(make_stats(num_running=0), [], [])
+    assert [registry.get_sample_value(tokens, {"expert": str(expert)}) for expert in range(4)] == [7, 1, 3, None]
+    assert [registry.get_sample_value(imbalance, {"layer": str(layer)}) for layer in (1, 4, 5)] == [2.25, 1, None]
+    rows = {row.name: row for row in read_table() if row.name.startswith("twostroke_dense_expert_")}
+    for name, kind, label in ((tokens, "counter", "expert"), (imbalance, "gauge", "layer")):
+        [family] = [each for each in registry.collect() if each.name == name.removesuffix("_total")]
+        assert rows.pop(name) == Row(name, kind, frozenset([label]), frozenset(["dense"]), family.documentation)
+        assert family.type == kind and all(set(sample.labels) == {label} for sample in family.samples)
+    assert not rows
+    counts[4][1] = 100
+    for _ in range(63):
+        loads.on_step(make_stats(num_running=1), [], [])
+    assert registry.get_sample_value(tokens, {"expert": "1"}) == 1, "copies are made every 64 steps while some run"
+    loads.on_step(make_stats(num_running=1), [], [])
+    assert registry.get_sample_value(tokens, {"expert": "1"}) == 100
 
 
 def test_sequence_time_is_queue_prefill_and_decode(registry: CollectorRegistry, metrics: DenseMetrics) -> None:

@@ -23,7 +23,7 @@ from services.dense_worker.backends.experts.triton_router import (
 )
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.experts.router import SigmoidRouter
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.sampling.upload import upload
 
@@ -96,7 +96,7 @@ class CudaExperts:
         is_few = self._is_few(num_tokens)
         block_rows = choose_block_rows(num_pairs, self._options.num_experts)
         blocks = None if is_few else self._blocks
-        self._route(x, experts.router, num_valid, blocks, block_rows, (logits, chosen, weights))
+        self._route(x, experts, num_valid, blocks, block_rows, (logits, chosen, weights))
         launcher = self._launcher
         if is_few:
             few_gate_up(launcher, x, chosen, up_matrix, up_bias, num_valid, activation, experts.clamped)
@@ -115,12 +115,13 @@ class CudaExperts:
     def _route(
         self,
         x: torch.Tensor,
-        router: SoftmaxRouter | SigmoidRouter,
+        experts: RoutedExperts,
         num_valid: torch.Tensor | None,
         blocks: PairBlocks | None,
         block_rows: int,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # logits, choices and weights, of the step's rows
     ) -> None:
+        router, loads = experts.router, experts.loads
         bias = None if router.bias is None else router.bias.data
         sigmoid, logit_bias, score_bias = None, bias, None
         if isinstance(router, SigmoidRouter):
@@ -129,7 +130,7 @@ class CudaExperts:
         logits, chosen, weights = out
         router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=sigmoid is None)
         choose_experts(
-            self._launcher, logits, score_bias, routing, num_valid, chosen, weights, None, blocks, block_rows
+            self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, blocks, block_rows
         )
 
     def _is_few(self, num_tokens: int) -> bool:

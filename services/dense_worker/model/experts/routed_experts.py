@@ -21,6 +21,7 @@ class RoutedExperts:
     down: ExpertLinear
     activation: Activation
     clamped: ClampedSwiglu | None = None  # instead of `activation`
+    loads: torch.Tensor | None = None  # int64 [num_experts]: steps count each expert's tokens here; None: nowhere
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> the sum, [n, hidden] in float32: the reference for kernels, in torch.
@@ -31,7 +32,10 @@ class RoutedExperts:
         chosen, weights = self.router.choose(x)
         total = torch.zeros_like(x, dtype=torch.float32)
         order = chosen.flatten().argsort(stable=True)  # of the pairs of token and expert, by expert
-        counts = torch.bincount(chosen.flatten(), minlength=self.gate_up.num_experts).tolist()
+        loads = torch.bincount(chosen.flatten(), minlength=self.gate_up.num_experts)
+        if self.loads is not None:
+            self.loads.add_(loads)
+        counts = loads.tolist()
         rows = (order // self.router.num_per_token).split(counts)
         parts = weights.flatten()[order].split(counts)
         for expert, (its_rows, its_weights) in enumerate(zip(rows, parts, strict=True)):

@@ -16,7 +16,10 @@ from services.dense_worker.model.parameters import Parameter
 class Router(Protocol):
     """Chooses experts by a product with each token."""
 
+    weight: Parameter  # [num_experts, hidden]
+    bias: Parameter | None  # [num_experts]
     num_per_token: int
+    renormalizes: bool
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""

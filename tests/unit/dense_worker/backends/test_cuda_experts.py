@@ -17,6 +17,8 @@ from services.common.resolve import ResolvedModel
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.select import prepare_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
+from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.tensorrt.profiles import Limits
 from services.step import PlanEntry, StepPlan
@@ -110,6 +112,8 @@ def test_padding_gets_no_experts_and_changes_no_other_row(tmp_path: Path) -> Non
             residual = backend.first(torch.arange(num_rows), qkv)
             residual = backend.middle(0, attn_out[:num_rows], residual, qkv)
             results.append((residual, backend.last(attn_out[:num_rows], residual, torch.tensor([4, 0, 0]))))
+        loads = next(parts_of_type(RoutedExperts, weights.layers)).loads
+        assert loads.sum() == 2 * 5 * config.parts.experts.num_per_token, "neither padding nor measurements count"
         (alone, logits), (padded, padded_logits) = results
         assert torch.equal(padded[:5], alone) and torch.equal(padded_logits, logits)
         assert torch.isfinite(padded).all()

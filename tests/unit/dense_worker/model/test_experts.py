@@ -16,6 +16,7 @@ from services.common.errors import ConfigError, ModelError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp
+from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.parameters import parts_of_type, tensors_by_name
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
@@ -123,6 +124,22 @@ def test_the_weights_of_all_experts_are_one_tensor_that_each_expert_sees_its_row
         names = (f"model.layers.1.mlp.experts.{expert}.{part}.weight" for part in ("gate_proj", "up_proj"))
         expected = torch.cat([x @ plain[each].float().t() for each in names], dim=1)
         torch.testing.assert_close(linear.multiply(expert, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_all_layers_but_the_last_count_the_tokens_of_each_expert(tmp_path: Path) -> None:
+    make_family_model(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    truth = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        router_logits = truth(torch.tensor([PROMPT]), output_router_logits=True).router_logits
+    model = WholeModel(tmp_path)
+    model.open(1, PROMPT)
+    model.step((1, 9, 0))
+    model.step((1, len(PROMPT) - 9, 9))
+    *counted, last = (next(parts_of_type(RoutedExperts, layer)).loads for layer in model.weights.layers)
+    for loads, logits in zip(counted, router_logits[:2], strict=True):
+        chosen = logits.topk(model.config.parts.experts.num_per_token).indices
+        assert torch.equal(loads, torch.bincount(chosen.flatten(), minlength=len(loads)))
+    assert last is None
 
 
 @pytest.mark.parametrize(
