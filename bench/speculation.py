@@ -1,5 +1,7 @@
 """What speculation brings: services with and without it get the same requests in turns, and the ratio counts.
 
+Two services run without it: how far their ratio is from 1 shows what the machine's other work does to the ratios.
+
     python bench/speculation.py                                              # on this CPU, with the embedded model
     python bench/speculation.py --set model.path=/models/7b --set dense.device=cuda --set attention.device=cuda \
         --set attention.kv_cache_memory_fraction=0.2                         # on a GPU, with an MPS daemon running
@@ -31,8 +33,10 @@ from tests.support.plain_services import PlainServices, plain_services
 from tests.support.workers.forced_drafts_dense_worker import VARIABLE
 
 TIMEOUT_S = 600.0
+LOG_TIMEOUT_S = 5.0
+STEP_LOG = "steps.jsonl"
 PROMPT_TOKENS, PHRASE_TOKENS = 96, 12
-MODES = ("off", "ngram", "suffix")
+MODES = {"off": "off", "off again": "off", "ngram": "ngram", "suffix": "suffix"}  # scheduler.speculation, by name
 TEXTS = ("copied", "repeating", "unpredictable")
 FORCED = ((0, 0.0), (3, 0.0), (3, 0.5), (3, 1.0), (7, 0.0), (7, 0.5), (7, 1.0))  # number of drafts, part that is right
 
@@ -61,28 +65,45 @@ def run_round(services: PlainServices, requests: Sequence[gateway_pb2.GenerateRe
 
 
 def compare(directory: Path, overrides: Sequence[str], streams: Sequence[int], rounds: int, max_tokens: int) -> None:
-    """Rounds of all modes in turns; prints the ratio to `off`, the median over rounds."""
+    """Rounds of all modes in turns; prints the ratio to `off`, the median over rounds, and what the steps were like."""
     with contextlib.ExitStack() as stack:
-        running = {mode: stack.enter_context(_services(directory, mode, overrides)) for mode in MODES}
-        print("| text | streams | off, tok/s | ngram / off | tokens per step | suffix / off | tokens per step |")
-        print("|---|---|---|---|---|---|---|")
+        running = {
+            name: stack.enter_context(_services(directory, name, overrides, mode)) for name, mode in MODES.items()
+        }
+        print("| text | streams | off, tok/s | mode | mode / off | tokens per step | held back | with drafts |")
+        print("|---|---|---|---|---|---|---|---|")
         for text in TEXTS:
             for num_streams in streams:
-                times: dict[str, list[float]] = {mode: [] for mode in MODES}
-                num_steps = dict.fromkeys(MODES, 0)
+                times: dict[str, list[float]] = {name: [] for name in MODES}
+                first_steps: dict[str, int] = {}
                 for round_number in range(-2, rounds):  # two to warm up: the second one has answers to copy from
                     requests = [make_request(text, stream, round_number, max_tokens) for stream in range(num_streams)]
-                    for mode, services in running.items():
-                        seconds, steps = run_round(services, requests)
+                    for name, services in random.sample(list(running.items()), len(running)):
+                        if round_number == 0:
+                            first_steps[name] = services.dense_status().num_steps + 1
+                        seconds, _ = run_round(services, requests)
                         if round_number >= 0:
-                            times[mode].append(seconds)
-                            num_steps[mode] += steps
-                cells = [f"{num_streams * max_tokens / statistics.median(times['off']):,.0f}"]
-                for mode in MODES[1:]:
-                    ratios = [off / on for off, on in zip(times["off"], times[mode], strict=True)]
-                    per_step = max_tokens * rounds / num_steps[mode]
-                    cells += [f"{statistics.median(ratios):.2f}", f"{per_step:.2f}"]
-                print(f"| {text} | {num_streams} | {' | '.join(cells)} |", flush=True)
+                            times[name].append(seconds)
+                off = statistics.median(times["off"])
+                for name, services in list(running.items())[1:]:
+                    ratio = statistics.median(off / on for off, on in zip(times["off"], times[name], strict=True))
+                    steps = read_steps(directory / name, first_steps[name], services.dense_status().num_steps)
+                    cells = [text, num_streams, f"{num_streams * max_tokens / off:,.0f}", name, f"{ratio:.2f}"]
+                    cells += [f"{max_tokens * rounds / len(steps):.2f}"]
+                    # The first step of a round follows a pause, not a step that it had to wait for.
+                    cells += [f"{(sum(step['gap_ms'] > 0 for step in steps) - rounds) / len(steps):.1%}"]
+                    cells += [f"{sum(step['num_sampled'] > step['num_seqs'] for step in steps) / len(steps):.1%}"]
+                    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def read_steps(directory: Path, first: int, last: int) -> list[dict[str, float]]:
+    """The lines of the step log for these steps that computed tokens, once they have been written."""
+    deadline = time.monotonic() + LOG_TIMEOUT_S
+    while True:
+        steps = [json.loads(line) for line in (directory / STEP_LOG).read_text().splitlines()]
+        if (steps and steps[-1]["step_id"] >= last) or time.monotonic() > deadline:
+            return [step for step in steps if first <= step["step_id"] <= last and step["num_seqs"]]
+        time.sleep(0.1)
 
 
 def force(directory: Path, overrides: Sequence[str], rounds: int, max_tokens: int) -> None:
@@ -96,7 +117,7 @@ def force(directory: Path, overrides: Sequence[str], rounds: int, max_tokens: in
         file.write_text(json.dumps({"answers": answers, "num_drafts": num_drafts, "acceptance": acceptance}))
         os.environ[VARIABLE] = str(file)
         module = "tests.support.workers.forced_drafts_dense_worker"
-        with _services(directory, name, overrides, module) as services:
+        with _services(directory, name, overrides, module=module) as services:
             answer = list(services.gateway.Generate(request, timeout=TIMEOUT_S).completions[0].token_ids)
             measured = [run_round(services, [request]) for _ in range(rounds)]
         step_ms = 1e3 * statistics.median(seconds / steps for seconds, steps in measured)
@@ -110,14 +131,12 @@ def force(directory: Path, overrides: Sequence[str], rounds: int, max_tokens: in
 
 @contextlib.contextmanager
 def _services(
-    directory: Path, name: str, overrides: Sequence[str], module: str = "services.dense_worker"
+    directory: Path, name: str, overrides: Sequence[str], mode: str = "off", module: str = "services.dense_worker"
 ) -> Iterator[PlainServices]:
     own = directory / name
     own.mkdir()
-    mode = name if name in MODES else "off"
-    with plain_services(
-        own, *overrides, f"scheduler.speculation={mode}", modules={"dense_worker": module}
-    ) as services:
+    settings = f"scheduler.speculation={mode}", f"dense.step_log={own / STEP_LOG}"
+    with plain_services(own, *overrides, *settings, modules={"dense_worker": module}) as services:
         yield services
 
 

@@ -114,6 +114,7 @@ def line_of(timestamp: float, stats: StepStats, num_dropped: int) -> dict[str, A
         "num_blocks": stats.num_blocks,
         "num_free_blocks": stats.num_free_blocks,
         "num_reserved_blocks": stats.num_reserved_blocks,
+        "gap_ms": round(1e3 * stats.gap_s, 3),
         "launch_ms": round(1e3 * stats.launch_s, 3),
         "duration_ms": round(1e3 * stats.duration_s, 3),
     }

@@ -55,7 +55,7 @@ class Speculation:
     def _promises_gain(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
         if max_num_drafts <= 0 or self._budget.is_spent:
             return False
-        begin_s, decodes = time.perf_counter(), []
+        begin_s, decodes = time.thread_time(), []
         for sequence in running:
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1:
@@ -72,7 +72,7 @@ class Speculation:
                 savings += _savings(predictor.chances(1 + self._num_drafts)[1:])
         savings.sort(reverse=True)
         num_drafts, time_s = self._choose(len(decodes), savings, max_num_drafts, ahead_s, is_careful=False)
-        self._budget.spend(time.perf_counter() - begin_s)
+        self._budget.spend(time.thread_time() - begin_s)
         return num_drafts > 0 and MIN_GAIN * time_s < ahead_s and not self._budget.is_spent
 
     def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
@@ -124,8 +124,10 @@ class Speculation:
         self._costs.record(stats.num_tokens, cost_s, is_ahead=stats.gap_s == 0.0)
         ahead_s = self._costs.cost(stats.num_seqs, is_ahead=True)
         if ahead_s is not None:
-            num_new = sum(len(output.token_ids) for output in outputs)
-            gain_s = num_new / stats.num_seqs * ahead_s - cost_s if was_held_back else 0.0
+            gain_s = 0.0
+            if was_held_back:
+                usual_s = self._costs.cost(stats.num_tokens, is_ahead=False) or cost_s  # a pause is no fault of drafts
+                gain_s = sum(len(output.token_ids) for output in outputs) / stats.num_seqs * ahead_s - usual_s
             self._budget.add_step(ahead_s, gain_s)
 
     def on_handoff_abort(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 SHARE = 0.01  # of the time of decode steps that may be lost
 MAX_STEPS = 8  # as many steps' time is there at the beginning, and at most
-MAX_LOSS_STEPS = 4  # that one step may cost: a pause of the whole machine is no fault of drafts
+MAX_LOSS_STEPS = 4  # that one step may take from it: more is a pause of the machine rather than the fault of drafts
 
 
 class TimeBudget:
