@@ -121,6 +121,9 @@ class GatewaySection(Section):
     lora_modules: tuple[LoraModule, ...] = ()
     # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not
     lora_directory: Path | None = None
+    # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
+    enable_prompt_embeds: bool = False
+    max_prompt_embeds_bytes: Count = 256 * 2**20  # embeddings of all open requests together
     num_dense_streams: Count = 1  # streams to dense workers; at most this many replicas are used
 
 
@@ -275,6 +278,8 @@ class Config(Section):
             raise ValueError("peers.tls_certificate, peers.tls_key and peers.tls_ca belong together")
         if (self.gateway.lora_modules or self.gateway.lora_directory) and not self.dense.max_loras:
             raise ValueError("gateway.lora_modules and gateway.lora_directory need dense.max_loras of at least 1")
+        if self.gateway.enable_prompt_embeds and self.dense.backend == "tensorrt":
+            raise ValueError("gateway.enable_prompt_embeds: TensorRT takes no embeddings: set dense.backend to torch")
         if self.gateway.lora_directory is not None and not self.gateway.lora_directory.is_dir():
             raise ValueError(f"gateway.lora_directory {str(self.gateway.lora_directory)!r} is not a directory")
         if not model.path.is_dir():

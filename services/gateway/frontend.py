@@ -13,7 +13,7 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
-from services.gateway.access.logits_budget import LogitsBudget, max_num_logits
+from services.gateway.access.byte_budget import ByteBudget
 from services.gateway.adapters import Adapters
 from services.gateway.generation import Generation
 from services.gateway.link.dense_pool import DensePool
@@ -23,6 +23,7 @@ from services.gateway.link.logits import BYTES_PER_LOGIT
 from services.gateway.link.served_model import ServedModel
 from services.gateway.metrics import GatewayCounts, GatewayMetrics
 from services.gateway.model_names import ModelNames
+from services.gateway.prompt_embeds import PromptEmbeds
 from services.gateway.request import (
     GenerationRequest,
     ModelLimits,
@@ -62,8 +63,9 @@ class Frontend:
         max_answers: int,
         max_request_logprobs: int,
         form_trials: FormTrials,
-        logits_budget: LogitsBudget,
+        logits_budget: ByteBudget,
         adapters: Adapters,
+        prompt_embeds: PromptEmbeds | None,
     ) -> None:
         self.names = names
         self.eos_token_ids = eos_token_ids
@@ -83,6 +85,7 @@ class Frontend:
         self._max_request_logprobs = max_request_logprobs
         self._form_trials = form_trials
         self._logits_budget = logits_budget
+        self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         metrics.watch(self._counts)
 
     @property
@@ -102,6 +105,7 @@ class Frontend:
             self._max_n,
             self._max_logprobs,
             self._strict_max_tokens,
+            self.prompt_embeds,
         )
 
     def unready_reason(self) -> str | None:
@@ -127,13 +131,17 @@ class Frontend:
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
             ticket = self._admission.open(caller)
+            if self.prompt_embeds is not None and message.HasField("prompt_embeds"):
+                _reserve(self.prompt_embeds.budget, len(message.prompt_embeds.values), ticket)
             request = caller.adapt(await read_request(message, self.tokenizer, self.limits, prompt_name))
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             form = request.sampling.structured_output
             if form is not None:
                 compiled = await self._compile(form, request)
                 request = replace(request, sampling=replace(request.sampling, structured_output=compiled))
-            self._reserve_logits(request, ticket)
+            if request.max_num_logit_rows:
+                num_bytes = BYTES_PER_LOGIT * request.max_num_logit_rows * self.model.vocab_size
+                _reserve(self._logits_budget, num_bytes, ticket)
             ticket.admit(request)
             request = replace(request, queue_timeout_s=self._queue_timeout_s)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
@@ -144,12 +152,6 @@ class Frontend:
                 self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
-
-    def _reserve_logits(self, request: GenerationRequest, ticket: Ticket) -> None:
-        if request.return_context_logits or request.return_generation_logits:
-            num_bytes = BYTES_PER_LOGIT * max_num_logits(request, self.model.vocab_size)
-            self._logits_budget.reserve(num_bytes)
-            ticket.at_close(lambda: self._logits_budget.release(num_bytes))
 
     async def _compile(self, form: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
@@ -214,3 +216,9 @@ class Frontend:
             num_resubmitted=self._dense.num_resubmitted,
             is_connected=self._dense.is_connected,
         )
+
+
+def _reserve(budget: ByteBudget, num_bytes: int, ticket: Ticket) -> None:
+    """Reserves bytes until the request ends."""
+    budget.reserve(num_bytes)
+    ticket.at_close(lambda: budget.release(num_bytes))

@@ -13,6 +13,7 @@ from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUE
 from services.common.shorten import quote
 from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
+from services.gateway.prompt_embeds import PromptEmbeds
 from services.gateway.text.answer_form import answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
@@ -46,6 +47,7 @@ class ModelLimits:
     max_n: int  # answers to one prompt
     max_logprobs: int  # likeliest tokens to tell of beside each output token
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
+    prompt_embeds: PromptEmbeds | None = None  # None: prompts of embeddings are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,12 @@ class GenerationRequest:
         return [token_id for token_id in self.prompt_token_ids if token_id < self.first_table_id]
 
     @property
+    def max_num_logit_rows(self) -> int:
+        """Tokens whose logits all its answers may have."""
+        num_rows = self.best_of * self.max_tokens if self.return_generation_logits else 0
+        return num_rows + (len(self.prompt_token_ids) if self.return_context_logits else 0)
+
+    @property
     def returns_prompt(self) -> bool:
         """Whether the answer shows the prompt, or something about it."""
         return self.echo or self.num_prompt_logprobs is not None or self.return_context_logits
@@ -127,18 +135,22 @@ async def read_request(
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
     _check_strings("stop", message.stop)
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
+    adapter = limits.names.adapters.get(message.model)
+    virtual = None if adapter is None else adapter.table
+    if virtual is not None:
+        _check_virtual_tokens(message, virtual, limits)
     given: Sequence[int]
     chat: Chat | None = None
-    if message.WhichOneof("input") == "prompt_token_ids":
+    table, kind = virtual, message.WhichOneof("input")
+    if kind == "prompt_token_ids":
         given = message.prompt_token_ids.ids
+    elif kind == "prompt_embeds":
+        table = await _read_prompt_embeds(message, limits)
+        given = table.token_ids(limits.vocab_size)
     else:
         check_size(message, tokenizer, limits)
         given, chat = await read_text_or_chat(message, tokenizer)
-    adapter = limits.names.adapters.get(message.model)
-    table = None if adapter is None else adapter.table
-    if table is not None:
-        _check_virtual_tokens(message, table, limits)
-    num_virtual_tokens = 0 if table is None else table.num_rows
+    num_virtual_tokens = 0 if virtual is None else virtual.num_rows
     num_kept = len(given)
     if message.HasField("truncate_prompt_tokens"):
         num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_virtual_tokens))
@@ -146,7 +158,8 @@ async def read_request(
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
     check_prompt_length(num_virtual_tokens + num_kept, limits.max_model_len)
     prompt_token_ids = list(given[-num_kept:])
-    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name)
+    if kind != "prompt_embeds":
+        check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name)
     max_tokens = read_max_tokens(
         message,
         num_virtual_tokens + num_kept,
@@ -155,7 +168,6 @@ async def read_request(
         is_strict=limits.strict_max_tokens,
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
-    is_text = message.WhichOneof("input") == "prompt"
     eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
     stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
     sampling.check_choice(stop_token_ids)
@@ -165,8 +177,8 @@ async def read_request(
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
-    if table is not None:
-        prompt_token_ids = [*table.token_ids(limits.vocab_size), *prompt_token_ids]
+    if virtual is not None:
+        prompt_token_ids = [*virtual.token_ids(limits.vocab_size), *prompt_token_ids]
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
@@ -181,12 +193,12 @@ async def read_request(
         best_of=best_of,
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        prompt_text=message.prompt if is_text and num_kept == len(given) else None,
+        prompt_text=message.prompt if kind == "prompt" and num_kept == len(given) else None,
         echo=message.echo,
         return_context_logits=message.return_context_logits,
         return_generation_logits=message.return_generation_logits,
         priority=message.priority if message.HasField("priority") else None,
-        adapter=adapter if table is None else None,
+        adapter=adapter if virtual is None else None,
         prompt_table=table,
         first_table_id=0 if table is None else limits.vocab_size,
         user=message.user,
@@ -217,12 +229,27 @@ async def read_text_or_chat(
 
 
 def _check_virtual_tokens(message: gateway_pb2.GenerateRequest, table: PromptTable, limits: ModelLimits) -> None:
+    if message.HasField("prompt_embeds"):
+        raise InvalidRequest(f"prompt_embeds cannot be used with the adapter {message.model!r}", "prompt_embeds")
     if message.HasField("prompt_logprobs"):
         raise InvalidRequest(
             f"prompt_logprobs cannot be used with the adapter {message.model!r}: its virtual tokens have none",
             "prompt_logprobs",
         )
     check_prompt_length(table.num_rows + 1, limits.max_model_len)
+
+
+async def _read_prompt_embeds(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> PromptTable:
+    """The embeddings of a message, as far as its other fields allow them."""
+    if limits.prompt_embeds is None:
+        raise InvalidRequest(
+            "prompt_embeds cannot be used here: gateway.enable_prompt_embeds is not set", "prompt_embeds"
+        )
+    if message.echo:
+        raise InvalidRequest("echo cannot be used with prompt_embeds, which have no text", "echo")
+    if message.HasField("prompt_logprobs"):
+        raise InvalidRequest("prompt_logprobs cannot be used with prompt_embeds: they are no tokens", "prompt_logprobs")
+    return await limits.prompt_embeds.read(message.prompt_embeds, limits.max_model_len)
 
 
 def check_counts(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest) -> None:

@@ -13,7 +13,7 @@ from services.common.errors import PeerError
 from services.common.model_config import ModelConfig, load_model_config
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
-from services.gateway.access.logits_budget import LogitsBudget
+from services.gateway.access.byte_budget import ByteBudget
 from services.gateway.access.reception import Reception
 from services.gateway.adapters import Adapters
 from services.gateway.frontend import Frontend
@@ -28,6 +28,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_names import ModelNames
 from services.gateway.open_files import fit_connections
 from services.gateway.pool_metrics import PoolMetrics
+from services.gateway.prompt_embeds import PromptEmbeds
 from services.gateway.servicer import SERVICE_NAME, GatewayServicer
 from services.gateway.siblings import Siblings
 from services.gateway.text.form_trials import FormTrials
@@ -142,6 +143,9 @@ class Gateway:
             section.accept_any_model_name,
             str(model.path),
         )
+        prompt_embeds = None
+        if section.enable_prompt_embeds:
+            prompt_embeds = PromptEmbeds(model_config.hidden_size, section.max_prompt_embeds_bytes)
         shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
         return Frontend(
             names,
@@ -160,10 +164,17 @@ class Gateway:
             section.max_answers,
             section.max_request_logprobs,
             self._form_trials,
-            LogitsBudget(section.max_logits_bytes),
+            ByteBudget(
+                section.max_logits_bytes,
+                "gateway.max_logits_bytes",
+                "logits",
+                "return_generation_logits",
+                "shorten the prompt or lower max_tokens or n",
+            ),
             Adapters(
                 names, shapes, model_config.hidden_size, self._config.dense.max_lora_rank, section.lora_directory
             ),
+            prompt_embeds,
         )
 
     def _make_server(

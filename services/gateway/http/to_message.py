@@ -42,9 +42,9 @@ SAME_SAMPLING_FIELDS = (
 
 
 def completion_messages(
-    body: CompletionRequest, request_id: str, limits: ModelLimits
+    body: CompletionRequest, request_id: str, limits: ModelLimits, embeds: Sequence[gateway_pb2.PromptEmbeds] = ()
 ) -> list[gateway_pb2.GenerateRequest]:
-    """One message per prompt; the ids of several prompts are numbered."""
+    """One message per prompt, those of embeddings first; the ids of several prompts are numbered."""
     common = _common_message(body)
     if body.max_tokens is None:
         common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
@@ -56,13 +56,15 @@ def completion_messages(
         if body.echo and body.prompt_logprobs is None:
             common.prompt_logprobs = common.logprobs
     messages = []
-    prompts = body.prompts
+    prompts = [*embeds, *body.prompts]
     for i, prompt in enumerate(prompts):
         message = gateway_pb2.GenerateRequest()
         message.CopyFrom(common)
         message.request_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
         if isinstance(prompt, str):
             message.prompt = prompt
+        elif isinstance(prompt, gateway_pb2.PromptEmbeds):
+            message.prompt_embeds.CopyFrom(prompt)
         else:
             is_cut = body.truncate_prompt_tokens is not None  # copy no more tokens than can be kept
             message.prompt_token_ids.ids.extend(prompt[-limits.max_model_len :] if is_cut else prompt)

@@ -13,7 +13,6 @@ from services.common.errors import InvalidRequest, TwostrokeError, UnknownModel
 from services.common.shorten import quote, show
 from services.gateway import __version__
 from services.gateway.access.access import Caller
-from services.gateway.access.logits_budget import max_num_logits
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
 from services.gateway.siblings import Metadata, Siblings
@@ -212,7 +211,7 @@ class Triton:
 
     def _check_numbers(self, request: InferRequest, generations: Generations) -> None:
         vocab_size = self.frontend.model.vocab_size
-        count = sum(max_num_logits(each.request, vocab_size) for each in generations.running)
+        count = sum(each.request.max_num_logit_rows * vocab_size for each in generations.running)
         if request.max_numbers is not None and count > request.max_numbers:
             raise InvalidRequest(
                 f"the answers may have {count} logits, at most {request.max_numbers} are sent as JSON "

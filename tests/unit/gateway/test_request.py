@@ -143,7 +143,7 @@ def test_a_default_of_max_tokens_is_lowered_to_the_context() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, r"exactly one of prompt, prompt_token_ids, chat is required"),
+        ({}, r"exactly one of prompt, prompt_token_ids, chat, prompt_embeds is required"),
         ({"prompt": ""}, r"prompt is empty"),
         ({"prompt_token_ids": {}}, r"no tokens"),
         ({"chat": {}}, r"chat has no messages"),

@@ -49,7 +49,7 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
         _check_prompts(body, section.max_prompts, limits.max_model_len)
         return Answer(
             frontend,
-            traced(completion_messages(body, request_id, limits), request),
+            traced(completion_messages(body, request_id, limits, await _read_embeds(body, frontend)), request),
             CompletionFormat(frontend, body, request_id),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
@@ -79,11 +79,31 @@ def completion_routes(frontend: Frontend, section: GatewaySection) -> APIRouter:
 
 def _check_prompts(body: CompletionRequest, max_prompts: int, max_model_len: int) -> None:
     prompts = body.prompts
-    if not 1 <= len(prompts) <= max_prompts:
-        raise InvalidRequest(f"there are {len(prompts)} prompts, must be 1 to {max_prompts}", "prompt")
-    longest = max(prompts, key=len)
+    if body.prompt is None and not body.embeds:
+        raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")
+    num_prompts = len(body.embeds) + len(prompts)
+    if not 1 <= num_prompts <= max_prompts:
+        raise InvalidRequest(f"there are {num_prompts} prompts, must be 1 to {max_prompts}", "prompt")
+    longest = max(prompts, key=len, default=None)
     if isinstance(longest, list) and body.truncate_prompt_tokens is None:  # before copying the tokens costs time
         check_prompt_length(len(longest), max_model_len)
+
+
+async def _read_embeds(body: CompletionRequest, frontend: Frontend) -> list[gateway_pb2.PromptEmbeds]:
+    texts, reader = body.embeds, frontend.prompt_embeds
+    if not texts:
+        return []
+    if reader is None:
+        raise InvalidRequest("prompt_embeds is off here: gateway.enable_prompt_embeds is not set", "prompt_embeds")
+    for field in ("echo", "prompt_logprobs"):
+        if getattr(body, field) not in (None, False):
+            raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
+    max_model_len = frontend.limits.max_model_len
+    is_list = isinstance(body.prompt_embeds, list)
+    return [
+        await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)
+        for i, text in enumerate(texts)
+    ]
 
 
 def traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:

@@ -32,6 +32,9 @@ Prompt = Annotated[
 ]
 
 
+PromptEmbedsText = str | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS)]
+
+
 class CompletionRequest(GenerationFields):
     """The prompts to continue, and the options of the answers."""
 
@@ -39,7 +42,6 @@ class CompletionRequest(GenerationFields):
         **GenerationFields.unsupported,
         "add_special_tokens": (True,),
         "kv_transfer_params": (),
-        "prompt_embeds": (),
         "suffix": ("",),
         "thinking_token_budget": (),
         "vllm_xargs": ({},),
@@ -52,7 +54,12 @@ class CompletionRequest(GenerationFields):
         "top_logprobs": (),
     }
 
-    prompt: Prompt = Field(description="A text, token ids, or a list of either")
+    prompt: Prompt | None = Field(None, description="A text, token ids, or a list of either; else prompt_embeds")
+    prompt_embeds: PromptEmbedsText | None = Field(
+        None,
+        description="A prompt of embeddings, or a list of them, answered before `prompt`: tensors [tokens, hidden] as "
+        "torch.save writes them, in base64. Only with gateway.enable_prompt_embeds",
+    )
     echo: bool | None = Field(None, description="Start every text with its prompt")
     logprobs: CountOrAll | None = Field(
         None,
@@ -67,8 +74,15 @@ class CompletionRequest(GenerationFields):
         return None if value is False else value  # some clients send false for none
 
     @property
+    def embeds(self) -> list[str]:
+        """All prompts of embeddings, one element each."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """All prompts, one element each."""
+        """All prompts but those of embeddings, one element each. Beside these, an empty prompt is none."""
+        if self.prompt is None or (self.prompt_embeds and not self.prompt):
+            return []
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
