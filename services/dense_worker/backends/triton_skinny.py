@@ -150,28 +150,64 @@ def _skinny_kernel(
 
     is_last = True
     if NUM_SPLITS > 1:
-        part: tl.constexpr = BLOCK_ROWS * BLOCK_OUT
-        at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
-        at += partial_sums + tile * (NUM_SPLITS * part)
-        tl.store(at + split * part, sums)
-        tl.debug_barrier()  # all threads store before one of them counts
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
-        if is_last:
-            sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-            for i in tl.static_range(NUM_SPLITS):
-                sums += tl.load(at + i * part)
-            tl.store(num_done + tile, 0)
+        sums, is_last = add_splits(sums, partial_sums, num_done, tile, split, BLOCK_ROWS, BLOCK_OUT, NUM_SPLITS)
     if is_last:
-        y = sums
+        write_features(
+            out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride, IS_GATED, dtype
+        )  # fmt: skip
+
+
+@triton.jit
+def add_splits(
+    sums,  # [BLOCK_OUT, BLOCK_ROWS]
+    partial_sums,
+    num_done,
+    tile,
+    split,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Stores a program's sums; the tile's program that ends last gets the sums of all splits, and True."""
+    part: tl.constexpr = BLOCK_ROWS * BLOCK_OUT
+    at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+    at += partial_sums + tile * (NUM_SPLITS * part)
+    tl.store(at + split * part, sums)
+    tl.debug_barrier()  # all threads store before one of them counts
+    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
+    if is_last:
+        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for i in tl.static_range(NUM_SPLITS):
+            sums += tl.load(at + i * part)
+        tl.store(num_done + tile, 0)
+    return sums, is_last
+
+
+@triton.jit
+def write_features(
+    out,
+    y,  # float32 [BLOCK_OUT, BLOCK_ROWS]
+    up,  # of that shape; read if IS_GATED
+    bias,  # None: none
+    residual,  # None: none
+    features,
+    rows,
+    is_row,
+    out_features,
+    out_stride,
+    IS_GATED: tl.constexpr,
+    DTYPE: tl.constexpr,  # to which each operation rounds
+):
+    """Adds the bias, applies SiLU of y to up if IS_GATED, adds the residual, and stores the features of all rows."""
+    is_feature = features < out_features
+    if bias is not None:
+        y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
         if bias is not None:
-            y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        if IS_GATED:
-            up = up_sums
-            if bias is not None:
-                up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-            y = swiglu(y, up, dtype)
-        target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
-        mask = is_feature[:, None] & is_row[None, :]
-        if residual is not None:
-            y = y.to(dtype).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + target, y.to(dtype).to(out.dtype.element_ty), mask=mask)
+            up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        y = swiglu(y, up, DTYPE)
+    target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
+    mask = is_feature[:, None] & is_row[None, :]
+    if residual is not None:
+        y = y.to(DTYPE).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + target, y.to(DTYPE).to(out.dtype.element_ty), mask=mask)

@@ -12,9 +12,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.triton_activation import swiglu
 from services.dense_worker.backends.triton_launch import KernelLauncher
-from services.dense_worker.backends.triton_skinny import MAX_ROWS, MIN_ROWS, SplitWorkspace
+from services.dense_worker.backends.triton_skinny import (
+    MAX_ROWS,
+    MIN_ROWS,
+    SplitWorkspace,
+    add_splits,
+    write_features,
+)
 
 _MAX_SPLITS = 8
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -252,17 +257,7 @@ def _skinny_quantized_kernel(
 
     is_last = True
     if NUM_SPLITS > 1:
-        part: tl.constexpr = BLOCK_ROWS * BLOCK_OUT
-        at = tl.arange(0, BLOCK_ROWS)[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
-        at += partial_sums + tile * (NUM_SPLITS * part)
-        tl.store(at + split * part, sums)
-        tl.debug_barrier()  # all threads store before one of them counts
-        is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
-        if is_last:
-            sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-            for i in tl.static_range(NUM_SPLITS):
-                sums += tl.load(at + i * part)
-            tl.store(num_done + tile, 0)
+        sums, is_last = add_splits(sums, partial_sums, num_done, tile, split, BLOCK_ROWS, BLOCK_OUT, NUM_SPLITS)
     if is_last:
         y, up = sums, up_sums
         if GROUP_SIZE == 0:
@@ -273,14 +268,4 @@ def _skinny_quantized_kernel(
                 up *= tl.load(scale + out_features + w_features).to(tl.float32)[:, None]
                 if x_scale is not None:
                     up *= tl.load(x_scale + up_x_version_rows)[None, :]
-        if bias is not None:
-            y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        if IS_GATED:
-            if bias is not None:
-                up += tl.load(bias + out_features + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-            y = swiglu(y, up, DTYPE)
-        target = rows.to(tl.int64)[None, :] * out_stride + features[:, None]
-        mask = is_feature[:, None] & is_row[None, :]
-        if residual is not None:
-            y = y.to(DTYPE).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + target, y.to(DTYPE).to(out.dtype.element_ty), mask=mask)
+        write_features(out, y, up, bias, residual, features, rows, is_row, out_features, out_stride, IS_GATED, DTYPE)
