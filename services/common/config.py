@@ -114,9 +114,11 @@ class GatewaySection(Section):
     first_token_timeout_s: Seconds = 1.0  # longest wait for a token or an error before a streamed answer's status line
     tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
     # how the model writes calls of tools. auto: as its chat template says; none: requests with tools are refused
-    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = "auto"
+    tool_parser: Literal[
+        "auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"
+    ] = "auto"
     # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "harmony", "qwen3"] = "auto"
     # adapters (LoRA, prompt tuning) served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
     lora_modules: tuple[LoraModule, ...] = ()
     # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not

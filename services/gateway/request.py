@@ -14,7 +14,7 @@ from services.common.shorten import quote
 from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
 from services.gateway.prompt_embeds import PromptEmbeds
-from services.gateway.text.answer_form import answer_form, read_parsing, read_reasoning_limit
+from services.gateway.text.answer_form import answer_ends, answer_form, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat
@@ -168,12 +168,11 @@ async def read_request(
         is_strict=limits.strict_max_tokens,
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
-    eos_token_ids = () if message.ignore_eos else limits.eos_token_ids
+    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids)
+    eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *answer_ends(parsing, tokenizer))
     stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *message.stop_token_ids)))
     sampling.check_choice(stop_token_ids)
-    parsing = None
     if chat is not None:
-        parsing = read_parsing(chat, tokenizer, prompt_token_ids)
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))

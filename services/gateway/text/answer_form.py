@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,6 +13,9 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_params import ReasoningLimit
 from services.common.structured_output import Constraint, StructuredOutput
 from services.gateway.text.chat_template import Chat
+from services.gateway.text.harmony.forms import harmony_format
+from services.gateway.text.harmony.markers import ANSWER_ENDS
+from services.gateway.text.harmony.parser import Beginning as HarmonyBeginning
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 from services.gateway.text.tokenizer import Tokenizer
@@ -33,8 +37,21 @@ def read_parsing(chat: Chat, tokenizer: Tokenizer, prompt_token_ids: Sequence[in
     )
 
 
+def answer_ends(parsing: Parsing | None, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end an answer, besides those that the model's config names."""
+    if parsing is None or parsing.harmony is None:
+        return ()
+    return tuple(token_id for name in ANSWER_ENDS if (token_id := tokenizer.token_id(name)) is not None)
+
+
 def read_reasoning_limit(chat: Chat, parsing: Parsing | None, tokenizer: Tokenizer) -> ReasoningLimit | None:
     """The longest reasoning of an answer. Raises `InvalidRequest` if the model cannot be held to one."""
+    if chat.max_reasoning_tokens is not None and parsing is not None and parsing.harmony is not None:
+        raise InvalidRequest(
+            f"max_reasoning_tokens is {chat.max_reasoning_tokens}, but several tokens end the reasoning of this "
+            "model, so it cannot be made to end it",
+            "max_reasoning_tokens",
+        )
     max_tokens, beginning = chat.max_reasoning_tokens, None if parsing is None else parsing.beginning
     if max_tokens is None or beginning in (None, Beginning.CONTENT):
         return None
@@ -55,9 +72,10 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
     """
     calls = None
     if parsing.tool_format is not None:
-        calls = form_of_calls(parsing.tools, parsing.tool_format.form)
+        tools = parsing.tools if parsing.harmony is None else replace(parsing.tools, is_parallel=False)
+        calls = form_of_calls(tools, parsing.tool_format.form)
     if calls is None:
-        if given is None or parsing.beginning is not Beginning.REASONING:
+        if given is None or not (parsing.harmony or parsing.beginning is Beginning.REASONING):
             return given  # an answer that has a form of its own does not begin with reasoning
         form = _as_format(given)
     elif given is not None:
@@ -66,7 +84,13 @@ def answer_form(parsing: Parsing, given: StructuredOutput | None) -> StructuredO
         )
     else:
         form = calls
-    tag = {"type": "structural_tag", "format": _after_reasoning(form, parsing.beginning)}
+    if parsing.harmony is None:
+        form = _after_reasoning(form, parsing.beginning)
+    elif parsing.harmony is not HarmonyBeginning.CONTENT:
+        form = harmony_format(parsing.harmony, calls, None if given is None else form)
+    elif calls is not None:
+        raise InvalidRequest("a message that the answer continues cannot have calls that are required or strict", TOOLS)
+    tag = {"type": "structural_tag", "format": form}
     field_name = TOOLS if given is None else given.field_name
     result = StructuredOutput(Constraint.STRUCTURAL_TAG, to_json(tag).decode(), field_name=field_name)
     result.validate()

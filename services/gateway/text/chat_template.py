@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.chat_message import Message
+from services.gateway.text.harmony.markers import is_harmony_template
+from services.gateway.text.harmony.messages import harmony_fields
 from services.gateway.text.system_messages import PROBE, has_later_system_message, without_later_system_messages
 from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
 
@@ -85,12 +87,15 @@ class ChatTemplate:
         template = self._hf_tokenizer.chat_template
         is_none_without_text = isinstance(template, str) and _TESTS_FOR_NONE.search(template) is not None
         messages = chat.messages
+        tools = [tool.definition for tool in chat.tools.tools] if chat.tools.choice is not ToolChoice.NONE else []
+        if isinstance(template, str) and is_harmony_template(template):
+            return [harmony_fields(messages), chat.template_kwargs, tools]
         if has_later_system_message(messages) and not self._takes_later_system_message:
             messages = without_later_system_messages(messages)
         return [
             [message.fields(is_none_without_text) for message in messages],
             chat.template_kwargs,
-            [tool.definition for tool in chat.tools.tools] if chat.tools.choice is not ToolChoice.NONE else [],
+            tools,
         ]
 
     def render(

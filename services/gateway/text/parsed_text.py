@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.request import GenerationRequest
-from services.gateway.text.deltas import CallEnd, ContentDelta, Delta, Parser
+from services.gateway.text.deltas import CallEnd, ContentDelta, Delta
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.parsing import Parsing
-from services.gateway.text.reasoning.think_tags import Beginning, ThinkTags
 from services.gateway.text.stop_strings import StopStrings
 from services.gateway.text.tokenizer import Tokenizer
 
@@ -39,53 +38,36 @@ class ParsedText:
         self._detokenizer = Detokenizer(
             tokenizer.hf_tokenizer, request.text_token_ids, request.skip_special_tokens, parsing.markers
         )
-        self._reasoning = ThinkTags(parsing.beginning or Beginning.CONTENT)
-        self._calls: Parser | None = None
-        if parsing.tool_format is not None:
-            self._calls = parsing.tool_format.make_parser(parsing.tools.callable)
+        self._parser = parsing.make_parser()
+        ids = ((tokenizer.token_id(name), name) for name in parsing.token_markers)
+        self._markers = {token_id: name for token_id, name in ids if token_id is not None}
         self._is_parallel = parsing.tools.is_parallel
         self._stop_strings: StopStrings | None = None
         if request.stop:
             self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
-        self._num_reasoning_tokens = 0
         self.num_calls = 0  # complete ones
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its markers included."""
-        return self._num_reasoning_tokens if self._reasoning.has_reasoning else 0
+        return self._parser.num_reasoning_tokens
 
     def append(self, token_ids: Sequence[int], is_last: bool, is_cut: bool = False) -> ParsedPiece:
         """Takes the next tokens. `is_last`: the answer ends with them. `is_cut`: a limit ended it, not the model."""
         piece = ParsedPiece([], 0, None, is_cut=False)
         for token_id in token_ids:
-            self._num_reasoning_tokens += self._reasoning.is_reasoning
-            found = self._parse(self._detokenizer.append([token_id]))
+            text, marker = self._detokenizer.append([token_id]), self._markers.get(token_id)
+            if marker is not None:
+                text = text.removesuffix(marker)
+            found = self._parser.feed_token(text, marker)
             piece.num_tokens += 1
             if self._show(found, piece):
                 return piece
         if is_last:
-            found = self._parse(self._detokenizer.flush())
-            found += self._parse_content(self._reasoning.finish())
-            if self._calls is not None:
-                found += self._calls.finish(is_cut)
+            found = self._parser.finish(self._detokenizer.flush(), is_cut)
             if not self._show(found, piece) and self._stop_strings is not None:
                 _add_content(piece.deltas, self._stop_strings.flush())
         return piece
-
-    def _parse(self, text: str) -> list[Delta]:
-        if not text:
-            return []
-        return self._parse_content(self._reasoning.feed(text))
-
-    def _parse_content(self, deltas: list[Delta]) -> list[Delta]:
-        """Looks for calls in the content."""
-        if self._calls is None:
-            return deltas
-        found: list[Delta] = []
-        for delta in deltas:
-            found += self._calls.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
-        return found
 
     def _show(self, found: list[Delta], piece: ParsedPiece) -> bool:
         """Adds deltas to the piece. Returns whether they end the answer."""

@@ -5,13 +5,17 @@ Completions and chats without tools and reasoning have no `Parsing`: their answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import ConfigError, InvalidRequest
+from services.gateway.text.answer_parser import AnswerParser, TaggedAnswer
+from services.gateway.text.harmony.markers import HARMONY, MARKERS, START
+from services.gateway.text.harmony.parser import Beginning as HarmonyBeginning
+from services.gateway.text.harmony.parser import HarmonyParser
 from services.gateway.text.reasoning.formats import ReasoningFormat, choose_reasoning_format
-from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
+from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning, ThinkTags
 from services.gateway.text.tools.formats import ToolFormat, choose_tool_format
 from services.gateway.text.tools.tool import ToolChoice, Tools
 
@@ -23,10 +27,25 @@ class Parsing:
     tool_format: ToolFormat | None  # None: no calls
     tools: Tools
     beginning: Beginning | None  # None: reasoning is not separated
+    harmony: HarmonyBeginning | None = None  # the answer is in Harmony, which has reasoning and calls of its own
+
+    def make_parser(self) -> AnswerParser:
+        """The parser of one answer."""
+        if self.harmony is not None:
+            return HarmonyParser(self.harmony, may_call=self.tool_format is not None)
+        calls = self.tool_format and self.tool_format.make_parser(self.tools.callable)
+        return TaggedAnswer(ThinkTags(self.beginning or Beginning.CONTENT), calls)
+
+    @property
+    def token_markers(self) -> Sequence[str]:
+        """Markers that are tokens and never text."""
+        return () if self.harmony is None else MARKERS
 
     @property
     def markers(self) -> frozenset[str]:
         """Special tokens that are kept in the text, since the parsers look for them."""
+        if self.harmony is not None:
+            return frozenset(MARKERS)
         tools = () if self.tool_format is None else self.tool_format.markers
         return frozenset((*tools, *((BEGIN, END) if self.beginning else ())))
 
@@ -38,13 +57,25 @@ class ChatFormats:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are in Harmony."""
+        return self.reasoning is not None and self.reasoning.name == HARMONY
+
     @classmethod
     def choose(
         cls, tool_parser: str, reasoning_parser: str, template: str | Mapping[str, Any] | None
     ) -> ChatFormats:
-        """By configuration or chat template."""
+        """By configuration or chat template. Raises `ConfigError` if Harmony is chosen for one of the two alone."""
         text = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else template or ""
-        return cls(choose_tool_format(tool_parser, text), choose_reasoning_format(reasoning_parser, text))
+        formats = cls(choose_tool_format(tool_parser, text), choose_reasoning_format(reasoning_parser, text))
+        if formats.tools is not None and (formats.tools.name == HARMONY) != formats.is_harmony:
+            reasoning = "none" if formats.reasoning is None else formats.reasoning.name
+            raise ConfigError(
+                f"gateway.tool_parser {tool_parser!r} means {formats.tools.name} and gateway.reasoning_parser "
+                f"{reasoning_parser!r} means {reasoning}: harmony has both, set both to harmony or neither"
+            )
+        return formats
 
     def check(self, tools: Tools) -> None:
         """Raises `InvalidRequest` if the model cannot be given tools."""
@@ -58,7 +89,15 @@ class ChatFormats:
     def parsing(self, tools: Tools, prompt_end: str, open_message: str | None) -> Parsing | None:
         """How to read the answers to a chat; None if they are plain text. See `ReasoningFormat.beginning`."""
         tool_format = None if tools.choice is ToolChoice.NONE else self.tools
+        if self.is_harmony:
+            return Parsing(tool_format, tools, None, _harmony_beginning(prompt_end, open_message))
         beginning = None if self.reasoning is None else self.reasoning.beginning(prompt_end, open_message)
         if tool_format is None and beginning is None:
             return None
         return Parsing(tool_format, tools, beginning)
+
+
+def _harmony_beginning(prompt_end: str, open_message: str | None) -> HarmonyBeginning:
+    if open_message is not None:
+        return HarmonyBeginning.CONTENT
+    return HarmonyBeginning.HEADER if prompt_end.endswith(f"{START}assistant") else HarmonyBeginning.MESSAGE

@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.text.chat_message import Message, MessageCall
 from services.gateway.text.chat_template import Chat
+from services.gateway.text.harmony.markers import REASONING_EFFORTS
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.tools.tool import NAME, depth_of, read_tools
 from services.pb import gateway_pb2
@@ -36,12 +37,18 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
             "has no markers of reasoning, and gateway.reasoning_parser names none",
             "max_reasoning_tokens",
         )
+    template_kwargs = _read_template_kwargs(chat)
+    if formats.is_harmony and (effort := template_kwargs.get("reasoning_effort", "medium")) not in REASONING_EFFORTS:
+        known = ", ".join(REASONING_EFFORTS)
+        raise InvalidRequest(
+            f"reasoning_effort is {quote(str(effort))}, this model knows {known}", "reasoning_effort"
+        )
     continues = chat.continue_final_message
     return Chat(
         messages,
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues,
         continues,
-        _read_template_kwargs(chat),
+        template_kwargs,
         tools,
         max_reasoning_tokens,
     )

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from services.common.errors import InvalidRequest
+from services.common.errors import ConfigError, InvalidRequest
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
+from services.gateway.text.harmony.markers import MARKERS
 from services.gateway.text.parsing import ChatFormats
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 
@@ -48,6 +49,12 @@ class Tokenizer:
         self._backend.no_truncation()  # a limit saved with the tokenizer must not cut prompts silently
         self._backend.no_padding()
         self.max_token_characters = max(map(len, self._backend.get_vocab()))  # no token has a longer text
+        missing = [name for name in MARKERS if self.chat_formats.is_harmony and self.token_id(name) is None]
+        if missing:
+            raise ConfigError(
+                f"the chat template is Harmony, but the tokenizer lacks the token {missing[0]}: set "
+                "gateway.tool_parser and gateway.reasoning_parser to none"
+            )
         self._template = ChatTemplate(hf_tokenizer)
         self._control_tokens = ControlTokens(hf_tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")

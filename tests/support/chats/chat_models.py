@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
+from services.gateway.text.harmony.markers import MARKERS
 from services.pb import dense_pb2
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway, run, running_gateway
@@ -24,7 +25,8 @@ from tests.support.workers.fake_dense import FakeDense
 TEMPLATES = Path(__file__).with_name("templates")
 EOS = "<|im_end|>"
 # The tokens of each format, special or not as in the models that use it.
-SPECIAL = ("<|im_start|>", EOS, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "[INST]")
+OF_MISTRAL, OF_LLAMA = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[INST]"), ("<|python_tag|>", "<|python_start|>")
+SPECIAL = ("<|im_start|>", EOS, *OF_MISTRAL, *OF_LLAMA, *MARKERS)
 PLAIN = ("</tool_call>", "<think>", "</think>")
 WEATHER = {
     "type": "function",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.gateway.text.harmony.markers import HARMONY, is_harmony_template
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 
 AUTO, NONE = "auto", "none"
@@ -13,7 +14,7 @@ _DEEPSEEK = "｜Assistant｜"  # DeepSeek's role token
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """One format. Both known ones put the reasoning between <think> and </think> before the answer."""
+    """One format. All but Harmony put the reasoning between <think> and </think> before the answer."""
 
     name: str  # in gateway.reasoning_parser
     always_reasons: bool  # whether an answer begins with reasoning even without <think>
@@ -37,13 +38,16 @@ class ReasoningFormat:
 
 
 FORMATS: Mapping[str, ReasoningFormat] = {
-    each.name: each for each in (ReasoningFormat("deepseek_r1", True), ReasoningFormat("qwen3", False))
+    each.name: each
+    for each in (ReasoningFormat("deepseek_r1", True), ReasoningFormat("qwen3", False), ReasoningFormat(HARMONY, False))
 }
 
 
 def choose_reasoning_format(setting: str, template: str) -> ReasoningFormat | None:
     """The format of `gateway.reasoning_parser`, or for `auto` that of the chat template; None if there is none."""
     if setting == AUTO:
+        if is_harmony_template(template):
+            return FORMATS[HARMONY]
         name = "deepseek_r1" if _DEEPSEEK in template else "qwen3"
         return FORMATS[name] if END in template else None
     return None if setting == NONE else FORMATS[setting]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE
 from services.gateway.text.tools.parameter_forms import python_arguments, tagged_arguments
 from services.gateway.text.tools.tool import Tool, ToolChoice, Tools
 
@@ -35,6 +36,12 @@ def _json(schema: Mapping[str, Any]) -> Form:
 
 
 CALL_FORMS: Mapping[str, CallForm] = {
+    "harmony": CallForm(  # the answer ends with its only call
+        lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}",
+        _json,
+        "",
+        f"{CHANNEL}commentary",
+    ),
     "hermes": CallForm(
         lambda name: f'<tool_call>\n{{"name": "{name}", "arguments": ', _json, "}\n</tool_call>", "<tool_call>", "\n"
     ),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.gateway.text.deltas import Parser
+from services.gateway.text.harmony.markers import HARMONY, MARKERS, is_harmony_template
 from services.gateway.text.tools.call_forms import CALL_FORMS, CallForm
 from services.gateway.text.tools.call_writer import new_call_id
 from services.gateway.text.tools.hermes import HermesParser
@@ -30,7 +31,7 @@ class ToolFormat:
 
     name: str  # in gateway.tool_parser
     markers: tuple[str, ...]  # tokens that the parser must see, although a tokenizer may call them special
-    make_parser: Callable[[Sequence[Tool]], Parser]
+    make_parser: Callable[[Sequence[Tool]], Parser] | None  # None: `HarmonyParser` finds calls beside all the rest
     in_template: Callable[[str], bool]  # whether a chat template asks the model for this format
     form: CallForm  # of calls that are demanded
     has_short_ids: bool = False
@@ -60,6 +61,7 @@ def _short_id(number: int) -> str:
 FORMATS: Mapping[str, ToolFormat] = {
     each.name: each
     for each in (
+        ToolFormat(HARMONY, MARKERS, None, is_harmony_template, CALL_FORMS[HARMONY]),
         ToolFormat(
             "qwen3_coder",
             ("<tool_call>", "</tool_call>"),

@@ -222,7 +222,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MARKUP)
 @settings(max_examples=300)
 @given(data=st.data(), cuts=CUTS, is_cut=st.booleans())
 def test_any_text_gives_the_same_however_it_is_divided(

@@ -1,0 +1,60 @@
+"""`AnswerParser`: reads one answer token by token. `TaggedAnswer` is that of models that write tags into plain text."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from services.gateway.text.deltas import ContentDelta, Delta, Parser
+from services.gateway.text.reasoning.think_tags import ThinkTags
+
+
+class AnswerParser(Protocol):
+    """Finds content, reasoning and calls in the tokens of one answer."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its markers included."""
+
+    def feed_token(self, text: str, marker: str | None) -> list[Delta]:
+        """The deltas that a token completes.
+
+        `text`: what it adds to the text. `marker`: its name if it is a special token of the format, which then is not
+        in `text`.
+        """
+
+    def finish(self, rest: str, is_cut: bool) -> list[Delta]:
+        """The deltas at the end. `rest`: incomplete text. `is_cut`: a limit ended the answer, not the model."""
+
+
+class TaggedAnswer:
+    """Reasoning between tags, then content with calls in it."""
+
+    def __init__(self, reasoning: ThinkTags, calls: Parser | None) -> None:
+        """`calls`: None if the answer may have none."""
+        self._reasoning, self._calls = reasoning, calls
+        self._num_tokens = 0  # of the reasoning, if there is any
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._num_tokens if self._reasoning.has_reasoning else 0
+
+    def feed_token(self, text: str, marker: str | None) -> list[Delta]:
+        """Tags are found in the text, whatever the tokens: `marker` is None."""
+        self._num_tokens += self._reasoning.is_reasoning
+        return self._parse(text)
+
+    def finish(self, rest: str, is_cut: bool) -> list[Delta]:
+        found = self._parse(rest) + self._parse_content(self._reasoning.finish())
+        return found if self._calls is None else found + self._calls.finish(is_cut)
+
+    def _parse(self, text: str) -> list[Delta]:
+        return self._parse_content(self._reasoning.feed(text)) if text else []
+
+    def _parse_content(self, deltas: list[Delta]) -> list[Delta]:
+        """Looks for calls in the content."""
+        if self._calls is None:
+            return deltas
+        found: list[Delta] = []
+        for delta in deltas:
+            found += self._calls.feed(delta.text) if isinstance(delta, ContentDelta) else [delta]
+        return found

@@ -1,0 +1,1 @@
+"""Harmony, the format of gpt-oss: messages with channels for reasoning, calls and the answer."""

@@ -1,0 +1,32 @@
+"""The form of an answer in Harmony: reasoning, then a call that is demanded, or a final message with a form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.text.harmony.markers import CHANNEL, END, MESSAGE, START
+from services.gateway.text.harmony.parser import Beginning
+
+_TEXT = {"type": "any_text"}
+_ANALYSIS = {"type": "const_string", "value": f"{CHANNEL}analysis{MESSAGE}"}
+_NEXT_HEADER = {"type": "const_string", "value": f"{END}{START}assistant"}
+
+
+def harmony_format(
+    beginning: Beginning, calls: dict[str, Any] | None, final: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The format of structural tags of a whole answer; `beginning` is `HEADER` or `MESSAGE`.
+
+    `calls`: the form of calls by `form_of_calls`; None: no call is demanded. `final`: the format of the final message;
+    None: any text. Only one of them is given. The final channel has the form, reasoning before it is free.
+    """
+    tags = [{"type": "tag", "begin": f"{CHANNEL}final{MESSAGE}", "content": final or _TEXT, "end": ""}]
+    if calls is not None:
+        is_forced = calls["type"] == "tags_with_separator"
+        tags = calls["tags"] if is_forced else [*calls["tags"], *tags]
+    answer = {"type": "or", "elements": tags}
+    thought_first = {"type": "sequence", "elements": [_ANALYSIS, _TEXT, _NEXT_HEADER, answer]}
+    whole = {"type": "or", "elements": [*tags, thought_first]}
+    if beginning is Beginning.HEADER:
+        return whole
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": f"{START}assistant"}, whole]}

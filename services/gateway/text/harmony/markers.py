@@ -1,0 +1,15 @@
+"""The special tokens of Harmony, and how a chat template tells it."""
+
+from __future__ import annotations
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"  # of a message; the last two also end the answer
+MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
+ANSWER_ENDS = (RETURN, CALL)
+HARMONY = "harmony"  # in gateway.tool_parser and gateway.reasoning_parser
+REASONING_EFFORTS = ("low", "medium", "high")
+
+
+def is_harmony_template(text: str) -> bool:
+    """Whether a chat template writes messages with channels."""
+    return CHANNEL in text and MESSAGE in text and START in text
