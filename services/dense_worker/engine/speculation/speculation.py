@@ -25,7 +25,7 @@ from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.dense_worker.engine.speculation.time_budget import TimeBudget
 
-MIN_GAIN = 1.05  # a token must take so many times less time with drafts: estimates have errors
+MIN_GAIN = 1.1  # a token must take so many times less time with drafts: estimates have errors
 
 
 class Speculation:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.sampling_params import SamplingParams
+from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from tests.support.dense.eager_drafts import EagerDrafts
@@ -102,17 +102,47 @@ def test_wrong_drafts_cost_no_step() -> None:
     assert sum(bool(plan.entries) for plan in cluster.plans) == 24
 
 
+EXCLUDED = [
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(frequency_penalty=0.5),
+    SamplingParams(presence_penalty=0.5),
+    SamplingParams(bad_words=((5, 6),)),
+    SamplingParams(reasoning_limit=ReasoningLimit(max_tokens=4, end_token_id=9)),
+]
+
+
+@pytest.mark.parametrize("sampling", EXCLUDED)
+def test_a_sequence_whose_logits_depend_on_previous_tokens_gets_no_drafts_beside_one_that_does(
+    sampling: SamplingParams,
+) -> None:
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3))
+    sequences = [make_sequence(seq_id, 3, 12) for seq_id in (1, 2)]
+    sequences[0].sampling = sampling
+    for sequence in sequences:
+        cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    drafted = {entry.seq_id for plan in cluster.plans for entry in plan.entries if entry.draft_token_ids}
+    assert drafted == {2}
+    assert any(len(plan.entries) == 2 and plan.has_drafts for plan in cluster.plans), "in one step"
+    assert [sequence.output_token_ids for sequence in sequences] == [expected_output(each) for each in sequences]
+
+
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.5), SamplingParams(bad_words=((5, 6),))],
+    [
+        SamplingParams(temperature=0.8, seed=3, top_k=5, top_p=0.9, min_p=0.1),
+        SamplingParams(min_tokens=4),
+        SamplingParams(logit_bias=((5, 2.0),)),
+        SamplingParams(allowed_token_ids=(1, 2, 3)),
+    ],
 )
-def test_sequences_whose_logits_depend_on_previous_tokens_get_no_drafts(sampling: SamplingParams) -> None:
+def test_other_options_have_drafts(sampling: SamplingParams) -> None:
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, drafts=Guesses(3))
-    sequence = make_sequence(1, 3, 8)
+    sequence = make_sequence(1, 3, 12)
     sequence.sampling = sampling
     cluster.scheduler.add(sequence)
     cluster.run_until_idle()
-    assert not any(plan.has_drafts for plan in cluster.plans)
+    assert any(plan.has_drafts for plan in cluster.plans)
 
 
 def test_a_full_batch_has_no_drafts() -> None:
