@@ -25,6 +25,7 @@ from services.lora.prompt_tuning import read_virtual_tokens
 log = structlog.get_logger()
 
 MAX_ADAPTERS = 1024
+MAX_VIRTUAL_TOKEN_BYTES = 2**30  # of all adapters together
 MAX_PATH_CHARACTERS = 1024
 MAX_LOADS = 8  # at the same time; one of them runs
 
@@ -123,10 +124,22 @@ class Adapters:
             adapter = await asyncio.to_thread(self._read, name, path)
         except InvalidRequest as error:
             raise InvalidRequest(f"Loading lora {name} failed: {error}", "lora_path") from error
+        self._check_memory(adapter)
         self._names.adapters[name] = adapter
         num_virtual_tokens = {} if adapter.table is None else {"num_virtual_tokens": adapter.table.num_rows}
         log.info("adapter loaded", adapter=name, path=str(path), hash=adapter.hash[:16], **num_virtual_tokens)
         return adapter
+
+    def _check_memory(self, adapter: Adapter) -> None:
+        """The gateway keeps virtual tokens in memory, and sends them with prompts."""
+        tables = [each.table for each in (self._names.adapters | {adapter.name: adapter}).values()]
+        num_bytes = sum(len(table.values) for table in tables if table is not None)
+        if adapter.table is not None and num_bytes > MAX_VIRTUAL_TOKEN_BYTES:
+            raise InvalidRequest(
+                f"Loading lora {adapter.name} failed: the virtual tokens of all adapters would have {num_bytes} bytes, "
+                f"at most {MAX_VIRTUAL_TOKEN_BYTES} allowed; unload one",
+                "lora_path",
+            )
 
     def _read(self, name: str, path: Path) -> Adapter:
         table = read_virtual_tokens(read_config(path), path / WEIGHTS_FILE, self._hidden_size)

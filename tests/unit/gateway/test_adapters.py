@@ -14,9 +14,10 @@ import grpc
 import httpx2
 import openai
 import pytest
+import torch
 
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import CapacityError, ConfigError
+from services.common.errors import CapacityError, ConfigError, InvalidRequest
 from services.common.model_config import load_model_config
 from services.gateway import adapters as adapters_module
 from services.gateway.adapters import Adapters
@@ -26,6 +27,7 @@ from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.adapters import make_adapter
 from tests.support.clients.http_clients import async_client
+from tests.support.prompt_vectors import make_prompt_tuning
 from tests.support.running_gateway import RunningGateway, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
 
@@ -249,6 +251,26 @@ def test_a_load_whose_client_has_gone_away_counts_until_its_thread_ends(
         run(body())
     finally:
         may_end.set()
+
+
+def test_virtual_tokens_of_all_adapters_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        make_prompt_tuning(tmp_path / name, torch.ones(4, 8))  # 128 bytes in float32
+    monkeypatch.setattr(adapters_module, "MAX_VIRTUAL_TOKEN_BYTES", 256)
+    message = "virtual tokens of all adapters would have 384 bytes, at most 256 allowed"
+
+    async def body() -> None:
+        loaded = Adapters(ModelNames(("model",), accepts_any=False, root="/model"), {}, 8, 64, tmp_path)
+        await loaded.load("a", "a")
+        await loaded.load("b", "b")
+        with pytest.raises(InvalidRequest, match=message):
+            await loaded.load("c", "c")
+        await loaded.load("b", "c", replaces=True)
+        loaded.unload("a")
+        await loaded.load("c", "c")
+        assert set(loaded.loaded) == {"b", "c"}
+
+    run(body())
 
 
 @pytest.mark.parametrize(
