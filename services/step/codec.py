@@ -34,6 +34,8 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         fork_children=[fork.child_seq_id for fork in plan.forks],
         fork_positions=[fork.position for fork in plan.forks],
         drops_blocks=plan.drops_blocks,
+        chosen_seq_ids=[seq_id for seq_id, _ in plan.chosen],
+        chosen_token_ids=[token_id for _, token_id in plan.chosen],
     )
 
 
@@ -51,6 +53,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
             confirmed=tuple(zip(message.confirmed_seq_ids, message.confirmed_token_ids, strict=True)),
             forks=tuple(itertools.starmap(Fork, zip(*forks, strict=True))),
             new_sequences=tuple(map(_decode_new_sequence, message.new_sequences)),
+            chosen=tuple(zip(message.chosen_seq_ids, message.chosen_token_ids, strict=True)),
             lane=message.lane,
             drops_blocks=message.drops_blocks,
         )
@@ -115,6 +118,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         return_generation_logits=sequence.return_generation_logits,
         adapter=encode_adapter(sequence.adapter),
         prompt_table_hash=sequence.prompt_table_hash,
+        has_chosen_tokens=sequence.has_chosen_tokens,
     )
 
 
@@ -134,6 +138,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         return_generation_logits=message.return_generation_logits,
         adapter=decode_adapter(message.adapter),
         prompt_table_hash=message.prompt_table_hash,
+        has_chosen_tokens=message.has_chosen_tokens,
     )
 
 

@@ -35,6 +35,8 @@ class NewSequence:
     return_generation_logits: bool = False  # whether those from which each output token was sampled are
     adapter: Adapter | None = None  # computes all its tokens; only sequences with equal hashes share blocks
     prompt_table_hash: str = ""  # of the vectors for some of its prompt tokens; the same holds for it; empty: none
+    # The scheduler chooses its tokens from `num_logprobs` most likely ones (`StepPlan.chosen`), not the sampler.
+    has_chosen_tokens: bool = False
 
 
 class PlanEntry(NamedTuple):
@@ -52,16 +54,17 @@ class PlanEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Makes a second sequence with the same tokens. Both share the full blocks; the last, partial one is copied."""
+    """Makes a second sequence with the same first tokens. Both share the full blocks; the last, partial one is copied.
+    """
 
-    parent_seq_id: int  # all tokens of the parent must be known
+    parent_seq_id: int
     child_seq_id: int
-    position: int  # the child starts with this many of the parent's tokens in the KV cache
+    position: int  # the child has this many of the parent's tokens, which must be known and in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does: first confirm tokens, close and fork sequences, then run `entries` in batch order."""
+    """What a step does: confirm tokens, close and fork sequences, add chosen tokens, run `entries` in batch order."""
 
     step_id: int  # ascending; 0: no step, only `new_sequences` to open
     entries: tuple[PlanEntry, ...] = ()
@@ -69,6 +72,7 @@ class StepPlan:
     confirmed: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id) that became known since the last plan, in order
     forks: tuple[Fork, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
+    chosen: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id): the next token of a sequence, forked ones included
     lane: int = 0
     drops_blocks: bool = False  # entries drop the blocks that a window has left behind
 

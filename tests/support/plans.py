@@ -13,6 +13,7 @@ def make_plan(
     confirmed: Iterable[tuple[int, int]] = (),
     forks: Iterable[tuple[int, int, int]] = (),
     drafts: dict[int, tuple[int, ...]] | None = None,
+    chosen: Iterable[tuple[int, int]] = (),
 ) -> StepPlan:
     """A plan of step 1. `entries`: (seq_id, num_tokens, position). `drafts`: the last tokens of an entry, by seq_id.
 
@@ -23,5 +24,10 @@ def make_plan(
         draft_token_ids = (drafts or {}).get(seq_id, ())
         planned.append(PlanEntry(seq_id, position, num_tokens, 1 + len(draft_token_ids), draft_token_ids))
     return StepPlan(
-        1, tuple(planned), tuple(close_seq_ids), tuple(confirmed), tuple(Fork(*fork) for fork in forks)
+        1,
+        tuple(planned),
+        tuple(close_seq_ids),
+        tuple(confirmed),
+        tuple(Fork(*fork) for fork in forks),
+        chosen=tuple(chosen),
     )

@@ -131,8 +131,8 @@ class KVCache:
     def plan_step(self, plan: StepPlan) -> PlannedStep:
         """Confirms tokens, closes, forks, rolls back, drops and allocates blocks for all entries, in this order.
 
-        A sequence that cannot run is reported in `errors` and not changed. Confirmed tokens of unknown sequences are
-        ignored. Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
+        A sequence that cannot run is reported in `errors` and not changed. Tokens of unknown sequences are ignored.
+        Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
         """
         for entry in plan.entries:
             if not 1 <= entry.num_tokens <= self.max_model_len:
@@ -140,12 +140,11 @@ class KVCache:
                     f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
                     " possible"
                 )
-        for seq_id, token_id in plan.confirmed:
-            if (sequence := self._sequences.get(seq_id)) is not None:
-                sequence.token_ids.append(token_id)
+        self._add_tokens(plan.confirmed)
         num_freed = self.close_sequences(plan.close_seq_ids)
         errors: dict[int, TwostrokeError] = {}
         block_copies = [copy for fork in plan.forks if (copy := self._fork(fork, errors)) is not None]
+        self._add_tokens(plan.chosen)
 
         entries = plan.entries
         seq_ids = [entry.seq_id for entry in entries]
@@ -233,8 +232,13 @@ class KVCache:
 
     # Planning a step
 
+    def _add_tokens(self, tokens: Iterable[tuple[int, int]]) -> None:
+        for seq_id, token_id in tokens:
+            if (sequence := self._sequences.get(seq_id)) is not None:
+                sequence.token_ids.append(token_id)
+
     def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> tuple[int, int] | None:
-        """Creates a sequence with another's tokens; returns the copy of the last block if that is partial."""
+        """Creates a sequence with another's first tokens; returns the copy of the last block if that is partial."""
         parent, child_id = self._sequences.get(fork.parent_seq_id), fork.child_seq_id
         if parent is None:
             errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
@@ -248,7 +252,7 @@ class KVCache:
                 " be new"
             )
             return None
-        child = self._new_sequence(parent.root, parent.token_ids[:])
+        child = self._new_sequence(parent.root, parent.token_ids[: fork.position])
         tables, row = self._tables, child.row
         num_full, num_left = divmod(fork.position, self.block_size)
         num_shared = num_full - int(tables.num_dropped_blocks[parent.row])

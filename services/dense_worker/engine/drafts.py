@@ -61,10 +61,10 @@ def may_have_drafts(sequence: Sequence) -> bool:
     """Whether the options of a sequence allow drafts.
 
     Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft. A
-    prompt with vectors has token ids that no output can have.
+    prompt with vectors has token ids that no output can have. The tokens of beams are not sampled.
     """
     sampling = sequence.sampling
-    if sequence.prompt_table is not None:
+    if sequence.prompt_table is not None or sequence.beams is not None:
         return False
     return not (sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None)
 
@@ -80,7 +80,7 @@ def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> 
     ledger, num_remaining = session.ledger, sequence.num_remaining_tokens
     num_blocks = sequence.num_dropped_blocks + sequence.num_blocks + sequence.num_reserved_blocks
     num_blocks += ledger.num_available_blocks
-    num_others = len(session.running) - 1 - len(step.entries)  # that the step has no entry for yet
+    num_others = session.num_running_rows - 1 - len(step.entries)  # that the step has no entry for yet
     num_forced = step.num_tokens if sequence.grammar is None else len(sequence.grammar.forced_tokens)
     return min(
         num_forced - 1,

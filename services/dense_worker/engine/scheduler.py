@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
+from services.dense_worker.engine.beams.beam_blocks import check_beams
 from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -103,6 +104,8 @@ class Scheduler:
                 f"together {num_tokens}; max_model_len is {self.limits.max_model_len}"
             )
         ledger = self.session.ledger
+        if sequence.beams is not None:
+            check_beams(sequence, ledger, self.limits)
         num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
         if num_blocks > ledger.num_blocks:
             raise CapacityError(
@@ -197,37 +200,42 @@ class Scheduler:
             return None
         sequence.status = SequenceStatus.RUNNING
         session.request_ids[sequence.seq_id] = sequence.request_id
-        insert(session.running, sequence)
+        self._enter(sequence)
         return None
 
     def schedule(self) -> PublishedPlan | None:
         """Plans the next step; None if there is no work. A plan without entries only closes sequences."""
         session, step = self.session, self._planner.plan_step(self._suspects.active())
-        if step is None or not (step.entries or session.to_close):
+        if step is None or not (step.entries or session.to_close or session.dead_beams):
             return None
-        to_close, confirmed = tuple(session.to_close), tuple(session.confirmed)
-        plan = StepPlan(self._next_step_id, tuple(step.entries), to_close, confirmed, drops_blocks=step.drops_blocks)
+        plan = StepPlan(
+            self._next_step_id,
+            tuple(step.entries),
+            (*session.to_close, *session.dead_beams),
+            tuple(session.confirmed),
+            tuple(step.forks),
+            chosen=tuple(step.chosen),
+            drops_blocks=step.drops_blocks,
+        )
         self._next_step_id += 1
-        session.num_freeing_plans += plan.frees_blocks
-        session.to_close.clear()
-        session.confirmed.clear()
-        published = session.published[plan.step_id] = PublishedPlan(plan, tuple(step.planned))
-        return published
+        return session.publish(plan, step.planned)
 
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
         """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
         session, errors = self.session, answer.errors or {}
         published = session.accept(answer)
+        if session.num_running_rows > len(session.running):
+            self._reserve_for_beams()
         outputs = []
-        is_for_entries = errors or published.plan.drops_blocks
-        for sequence, num_taken_blocks, has_dropped in published.entries if is_for_entries else ():
+        pairs = zip(published.plan.entries, published.entries, strict=True)
+        for entry, (sequence, num_taken_blocks, has_dropped) in pairs if errors or published.plan.drops_blocks else ():
             if has_dropped and sequence.status is SequenceStatus.RUNNING:
                 self._turns.reserve_again(sequence)
-            if sequence.seq_id in errors:
+            if entry.seq_id in errors:
                 session.ledger.give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
                     self._finish(sequence)
-                    error = RequestAborted(errors[sequence.seq_id])
+                    error = RequestAborted(errors[entry.seq_id])
                     outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
         return outputs
 
@@ -236,11 +244,14 @@ class Scheduler:
         if not published.plan.frees_blocks:
             self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
         outputs = []
-        for entry, token_ids in zip(published.entries, result.token_ids, strict=True):
-            if token_ids:
-                output = self._append(entry.sequence, token_ids, result)
+        previous = None  # the sequence of the entry before, which has several if these are beams
+        for (sequence, _, _), token_ids in zip(published.entries, result.token_ids, strict=True):
+            if token_ids and sequence is not previous:
+                append = self._append if sequence.beams is None else self._advance_beams
+                output = append(sequence, token_ids, result)
                 if output is not None:
                     outputs.append(output)
+            previous = sequence
         return outputs
 
     def _append(self, sequence: Sequence, token_ids: SequenceOf[int], result: StepResult) -> SequenceOutput | None:
@@ -263,6 +274,32 @@ class Scheduler:
             for token_id in token_ids:
                 self.session.confirmed.append((sequence.seq_id, token_id))
         return SequenceOutput(sequence, token_ids, None)
+
+    def _advance_beams(self, sequence: Sequence, _: SequenceOf[int], result: StepResult) -> SequenceOutput | None:
+        beams = sequence.beams
+        assert beams is not None, "only a search has beams"
+        sequence.num_pending_tokens -= 1
+        if sequence.status is not SequenceStatus.RUNNING:
+            return None  # it has ended, or begins again
+        dead = beams.advance(result.logprobs)
+        self._suspects.clear(sequence)
+        sequence.output_token_ids[:] = beams.best_token_ids
+        if beams.is_done:
+            self._finish(sequence)
+            return SequenceOutput(sequence, (), FinishReason.STOP, hypotheses=beams.hypotheses)
+        self.session.dead_beams += dead
+        return SequenceOutput(sequence, (), None)
+
+    def _reserve_for_beams(self) -> None:
+        """Promises searches again what dead beams have given back, so that they can go on to their end."""
+        ledger = self.session.ledger
+        for sequence in self.session.running:
+            if sequence.beams is not None:
+                num_wanted = self._turns.blocks_to_reserve(sequence, sequence.num_blocks)
+                num_blocks = min(num_wanted - sequence.num_reserved_blocks, ledger.num_available_blocks)
+                if num_blocks > 0:
+                    ledger.reserve(num_blocks)
+                    sequence.num_reserved_blocks += num_blocks
 
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
@@ -294,15 +331,27 @@ class Scheduler:
         suspect = self._suspects.next_to_open()
         return suspect if suspect is None or self._adapters.is_ready(suspect) else None
 
+    def _enter(self, sequence: Sequence) -> None:
+        insert(self.session.running, sequence)
+        self.session.num_running_rows += sequence.num_beams
+
+    def _leave(self, sequence: Sequence) -> None:
+        remove(self.session.running, sequence)
+        self.session.num_running_rows -= sequence.num_beams
+
     def _push(self, sequence: Sequence) -> None:
         self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
+        if sequence.beams is not None:
+            sequence.restart_beams()
+            held = self.session.held_blocks.keys() - {sequence.seq_id}  # beams from before the attachment
+            self.session.close_held(held & set(sequence.beams.seq_ids))
 
     def _close(self, sequence: Sequence) -> None:
         self.session.close(sequence)
         self._adapters.unpin(sequence, self.num_steps)
 
     def _preempt(self, victim: Sequence) -> None:
-        remove(self.session.running, victim)
+        self._leave(victim)
         self._close(victim)
         self._push(victim)
         self.num_preemptions += 1
@@ -314,7 +363,7 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.finish(sequence)
         if status is SequenceStatus.RUNNING:
-            remove(self.session.running, sequence)
+            self._leave(sequence)
             self._close(sequence)
         elif status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)

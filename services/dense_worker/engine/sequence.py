@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.beams.beam_group import BeamGroup
+from services.dense_worker.engine.beams.search import Hypothesis
 from services.dense_worker.engine.fairness.flows import Flow
 from services.grammar.matcher import GrammarMatcher
 from services.lora.adapter import Adapter
@@ -69,6 +72,8 @@ class Sequence:
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
     grammar: GrammarMatcher | None = None  # of `sampling.structured_output`; the runner moves it
     predictor: Predictor | None = None  # of its next tokens; the source of drafts makes it when it needs it
+    # The beams of a search; None: its tokens are sampled. The output tokens of a search are those of its best beam.
+    beams: BeamGroup | None = None
 
     status: SequenceStatus = SequenceStatus.WAITING
     adapter_slot: int | None = None  # where its adapter is; None while it is not in the cache
@@ -94,6 +99,16 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_beams(self) -> int:
+        """Rows that it has in a step that samples tokens."""
+        return 1 if self.beams is None else self.beams.options.num_beams
+
+    @property
+    def open_seq_ids(self) -> Iterable[int]:
+        """Its ids in the KV cache while it runs."""
+        return (self.seq_id,) if self.beams is None else self.beams.open_seq_ids
 
     @property
     def has_started(self) -> bool:
@@ -135,6 +150,12 @@ class Sequence:
         self.num_computed_tokens = self.num_draft_tokens = 0
         self.num_blocks = self.num_dropped_blocks = self.num_reserved_blocks = 0
 
+    def restart_beams(self) -> None:
+        """A search that has left the cache begins with the prompt again, and will find the same answers."""
+        if self.beams is not None:
+            self.beams.restart()
+            self.output_token_ids.clear()
+
     def describe(self) -> NewSequence:
         """The sequence with its present tokens, for the workers; without the form of its output, which may be long."""
         return NewSequence(
@@ -144,7 +165,7 @@ class Sequence:
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling if self.grammar is None else replace(self.sampling, structured_output=None),
             stop_token_ids=tuple(sorted(self.stop_token_ids)),
-            num_logprobs=self.num_logprobs,
+            num_logprobs=self.num_logprobs if self.beams is None else self.beams.num_candidates,
             num_prompt_logprobs=self.num_prompt_logprobs,
             cache_salt=self.cache_salt,
             return_context_logits=self.return_context_logits,
@@ -152,6 +173,7 @@ class Sequence:
             adapter=self.adapter,
             prompt_table_hash="" if self.prompt_table is None else self.prompt_table.hash,
             traceparent=self.traceparent,
+            has_chosen_tokens=self.beams is not None,
         )
 
     @property
@@ -162,9 +184,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of a sequence, its end, or both."""
+    """New tokens of a sequence, its end, or both. A beam search has no tokens before its end."""
 
     sequence: Sequence
     token_ids: SequenceOf[int]
     finish_reason: FinishReason | None
     error: TwostrokeError | None = None
+    hypotheses: SequenceOf[Hypothesis] = ()  # the answers of a beam search that has ended, the best one first

@@ -46,6 +46,8 @@ class PublishedPlan:
 
     plan: StepPlan
     entries: tuple[PlannedEntry, ...]  # aligned with the plan's entries
+    closes_beams: bool = False  # dead ones
+    frees_blocks: bool = False  # for others, by more than dead beams
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +87,7 @@ class Session:
             attachment.block_size, attachment.num_blocks, attachment.num_free_blocks, attachment.window
         )
         self.running: list[Sequence] = []  # in the order of the waiting queue
+        self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have beams
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
@@ -99,9 +102,11 @@ class Session:
         self.held_blocks = dict(attachment.held_blocks)  # by seq_id
         self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.held_blocks else None
 
-        self.to_close: list[int] = []  # seq_ids that the next plan closes
+        self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead beams
+        self.dead_beams: list[int] = []  # seq_ids of beams that the next plan closes; their sequence goes on
         self.closing: set[int] = set()  # seq_ids that cannot be opened before the attention worker has closed them
-        self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out
+        self.num_freeing_plans = 0  # published ones that free blocks, whose answer is still out; without dead beams
+        self.num_burying_plans = 0  # the same for those that close dead beams
         self.confirmed: list[tuple[int, int]] = []  # (seq_id, token_id), for the next plan
         self.is_short_of_blocks = False  # a running sequence could not grow: admit nobody
 
@@ -109,6 +114,11 @@ class Session:
     def awaits_blocks(self) -> bool:
         """Whether blocks are about to come back, so that nobody has to give up any before that."""
         return bool(self.num_freeing_plans or self.to_close)
+
+    @property
+    def awaits_beam_blocks(self) -> bool:
+        """Whether dead beams are being closed. Their sequences need about as many blocks again, others get none."""
+        return bool(self.num_burying_plans or self.dead_beams)
 
     def ends_claims(self, now_s: float) -> bool:
         """Whether the time to claim sequences has passed; true once."""
@@ -132,6 +142,18 @@ class Session:
         self.num_completed += 1
         self.last_end_s = now_s
 
+    def publish(self, plan: StepPlan, entries: Iterable[PlannedEntry]) -> PublishedPlan:
+        """Notes a plan with all that the session had for the next one."""
+        frees_blocks = plan.drops_blocks or bool(self.to_close)
+        published = PublishedPlan(plan, tuple(entries), bool(self.dead_beams), frees_blocks)
+        self.published[plan.step_id] = published
+        self.num_freeing_plans += published.frees_blocks
+        self.num_burying_plans += published.closes_beams
+        self.to_close.clear()
+        self.dead_beams.clear()
+        self.confirmed.clear()
+        return published
+
     def accept(self, answer: PlanAccepted) -> PublishedPlan:
         """Counts what the answer to a plan says. Raises `PeerError` for a plan that does not wait for one."""
         published = self.published.pop(answer.step_id, None)
@@ -141,7 +163,8 @@ class Session:
         self.num_errors[plan.lane] += len(answer.errors or ())
         self.ledger.give_back(answer.num_freed_blocks)
         self.closing.difference_update(plan.close_seq_ids)
-        self.num_freeing_plans -= plan.frees_blocks
+        self.num_freeing_plans -= published.frees_blocks
+        self.num_burying_plans -= published.closes_beams
         return published
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> int | None:
@@ -161,7 +184,12 @@ class Session:
         return num_blocks
 
     def drop_blocks(self, sequence: Sequence) -> bool:
-        """Counts the blocks that a sequence drops in the step that is being planned; returns whether there are any."""
+        """Counts the blocks that a sequence drops in the step that is being planned; returns whether there are any.
+
+        Those that beams drop are not counted.
+        """
+        if sequence.beams is not None:
+            return False
         num_dropped = self.ledger.retention.num_dropped_blocks(sequence.num_computed_tokens)
         num_more = num_dropped - sequence.num_dropped_blocks
         if num_more <= 0:
@@ -176,16 +204,20 @@ class Session:
         sequence.num_reserved_blocks = 0
 
     def close(self, sequence: Sequence) -> None:
-        """A running sequence leaves the cache with the next plan."""
+        """A running sequence leaves the cache with the next plan, and so do its beams."""
         self.release_reservation(sequence)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
-        self.to_close.append(sequence.seq_id)
-        self.closing.add(sequence.seq_id)
+        self._close_ids({sequence.seq_id, *sequence.open_seq_ids})
+
+    def _close_ids(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            self.to_close.append(seq_id)
+            self.closing.add(seq_id)
 
     def close_held(self, seq_ids: Iterable[int]) -> None:
         """Sequences of an earlier dense worker leave the cache with the next plan."""
+        seq_ids = list(seq_ids)
         for seq_id in seq_ids:
             del self.held_blocks[seq_id]
-            self.to_close.append(seq_id)
-            self.closing.add(seq_id)
+        self._close_ids(seq_ids)

@@ -130,8 +130,10 @@ class ModelRunner:
             parent = self._sequences[fork.parent_seq_id]
             assert parent.grammar is None, "a fork would need a grammar of its own"
             self._sequences[fork.child_seq_id] = KnownSequence(
-                parent.new, list(parent.token_ids), adapter_slot=parent.adapter_slot, table=parent.table
+                parent.new, parent.token_ids[: fork.position], adapter_slot=parent.adapter_slot, table=parent.table
             )
+        for seq_id, token_id in plan.chosen:
+            self._sequences[seq_id].token_ids.append(token_id)
         return BoundPlan(plan, [self._sequences[entry.seq_id] for entry in plan.entries], closed)
 
     def prepare(self, bound: BoundPlan) -> StepInput:

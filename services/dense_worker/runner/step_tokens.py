@@ -55,7 +55,8 @@ class PendingTokens:
         first = 0
         for entry, sequence in zip(self.entries, self.sequences, strict=True):
             accepted = verify(entry.draft_token_ids, sampled[first : first + entry.num_logits])
-            sequence.token_ids += accepted
+            if not sequence.new.has_chosen_tokens:
+                sequence.token_ids += accepted
             token_ids.append(accepted)
             if sequence.grammar is not None:
                 formed += [(entry.seq_id, sequence.grammar, token_id) for token_id in accepted]

@@ -38,6 +38,7 @@ NEW_SEQUENCES = st.builds(
     num_prompt_logprobs=st.none() | st.integers(0, 20),
     cache_salt=st.text(max_size=5),
     traceparent=st.text(max_size=5),
+    has_chosen_tokens=st.booleans(),
     adapter=st.none()
     | st.builds(Adapter, st.text(max_size=5), st.text("0af", min_size=1, max_size=5), st.text(max_size=5)),
     prompt_table_hash=st.text("0af", max_size=5),
@@ -50,6 +51,7 @@ PLANS = st.builds(
     confirmed=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
     forks=st.lists(st.builds(Fork, SEQ_IDS, SEQ_IDS, COUNTS), max_size=2).map(tuple),
     new_sequences=st.lists(NEW_SEQUENCES, max_size=2).map(tuple),
+    chosen=st.lists(st.tuples(SEQ_IDS, st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
     lane=st.integers(0, 3),
 )
 

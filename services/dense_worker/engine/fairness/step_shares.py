@@ -25,29 +25,30 @@ def newcomers(running: SequenceOf[Sequence], sequences: Iterable[Sequence]) -> s
     Streams give way to them once: a plan waits until they are open, and their prompts get a step of their own. Among
     many clients with few streams each, newcomers are the rule, and giving way would cost all of them more.
     """
-    num_streams = Counter(client_of(sequence) for sequence in running)
-    if len(running) < MIN_STREAMS or 2 * max(num_streams.values()) <= len(running):
+    num_streams = count_rows(running)
+    num_rows = num_streams.total()
+    if num_rows < MIN_STREAMS or 2 * max(num_streams.values()) <= num_rows:
         return set()
     return {sequence for sequence in sequences if client_of(sequence) not in num_streams}
 
 
 def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_tokens: int) -> list[Sequence]:
-    """The sequences that get a single token in a step of `num_tokens` tokens.
+    """The sequences that get a single token, or one for each beam, in a step of `num_tokens` tokens.
 
     They leave up to half of the step to the prompts of clients without a running stream. The clients with the most
     streams give way, with their last streams in order. This matters only with more streams than half of the step.
     """
-    num_streams = Counter(client_of(sequence) for sequence in decodes)
+    num_streams = count_rows(decodes)
     num_wanted = sum(count for sequence, count in prefills if client_of(sequence) not in num_streams)
     limit = num_tokens - min(num_wanted, num_tokens // 2)
-    if len(decodes) <= limit:
+    if num_streams.total() <= limit:
         return decodes
     shares = dict(zip(num_streams, fill([0] * len(num_streams), list(num_streams.values()), limit), strict=True))
     chosen = []
     for sequence in decodes:
         client = client_of(sequence)
-        if shares[client]:
-            shares[client] -= 1
+        if shares[client] > 0:
+            shares[client] -= sequence.num_beams
             chosen.append(sequence)
     return chosen
 
@@ -121,6 +122,14 @@ def fill(levels: SequenceOf[int], wishes: SequenceOf[int], total: int) -> list[i
             shares[index] += 1
             num_left -= 1
     return shares
+
+
+def count_rows(sequences: Iterable[Sequence]) -> Counter[Client]:
+    """How many rows of a step sequences have that need a single token, or one for each beam, by client."""
+    rows = Counter[Client]()
+    for sequence in sequences:
+        rows[client_of(sequence)] += sequence.num_beams
+    return rows
 
 
 def client_of(sequence: Sequence) -> Client:

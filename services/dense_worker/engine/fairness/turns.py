@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from services.dense_worker.engine.beams.beam_blocks import blocks_to_promise
 from services.dense_worker.engine.fairness.victims import choose_victims
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
@@ -38,7 +39,7 @@ class Turns:
         Otherwise it is the first sequence of the client whose turn it is. Nobody overtakes it only because it is small,
         which would starve large sequences; but clients that hold much less may, and may take room from others.
         """
-        if not self._waiting or not (self._has_place or self._waiting.has_several_clients):
+        if not self._waiting or not (self._num_places > 0 or self._waiting.has_several_clients):
             return None
         sequence = suspect or self._entitled or next(self._ready_heads(), None)
         if sequence is not None and not self._has_room(sequence):
@@ -56,6 +57,9 @@ class Turns:
         """Blocks that it needs besides those that it holds; by default those from before the attachment."""
         if num_held_blocks is None:
             num_held_blocks = self._session.held_blocks.get(sequence.seq_id, 0)
+        if sequence.beams is not None:
+            num_tokens = self._num_tokens(sequence)
+            return max(0, blocks_to_promise(self._session.ledger, sequence, num_tokens) - num_held_blocks)
         num_step_tokens = min(sequence.num_tokens, self._max_num_batched_tokens)
         return max(0, self._session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
 
@@ -75,13 +79,15 @@ class Turns:
         return sequence.max_num_cached_tokens if self._is_guaranteed else sequence.num_tokens
 
     @property
-    def _has_place(self) -> bool:
-        return len(self._session.openings) + len(self._session.running) < self._max_num_seqs
+    def _num_places(self) -> int:
+        """Free places. Each beam takes one."""
+        num_opening = sum(each.sequence.num_beams for each in self._session.openings.values())
+        return self._max_num_seqs - self._session.num_running_rows - num_opening
 
     def _has_room(self, sequence: Sequence) -> bool:
         session = self._session
         return (
-            self._has_place
+            sequence.num_beams <= self._num_places
             and not session.is_short_of_blocks
             and self.blocks_to_reserve(sequence) <= session.ledger.num_available_blocks
         )
@@ -106,7 +112,7 @@ class Turns:
         if self._entitled is not None and self._session.awaits_blocks:
             return None
         heads = ((sequence, self.blocks_to_reserve(sequence)) for sequence in self._ready_heads())
-        self._entitled, victims = choose_victims(self._session, heads, needs_place=not self._has_place)
+        self._entitled, victims = choose_victims(self._session, heads, self._num_places)
         for victim in victims:
             self._preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None

@@ -64,7 +64,7 @@ def _claim(held: int, amount: int) -> int:
 
 
 def choose_victims(
-    session: Session, newcomers: Iterable[tuple[Sequence, int]], *, needs_place: bool
+    session: Session, newcomers: Iterable[tuple[Sequence, int]], num_free_places: int
 ) -> tuple[Sequence | None, list[Sequence]]:
     """The first of `newcomers`, given with the blocks they need, that has a right to room; and whom to preempt for it.
 
@@ -72,19 +72,22 @@ def choose_victims(
     way, and never the very first one, so that at least that one always advances.
     """
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
-    places, blocks = Holdings(holders, lambda _: 1), Holdings(holders, held_blocks)
+    places, blocks = Holdings(holders, held_places), Holdings(holders, held_blocks)
     num_available = 0 if session.is_short_of_blocks else session.ledger.num_available_blocks
     num_tried = 0
     for newcomer, num_blocks in newcomers:
-        num_missing = num_blocks - num_available
-        is_poor = places.may_be_poor(newcomer, 1) if needs_place else blocks.may_be_poor(newcomer, num_blocks)
+        num_missing, num_missing_places = num_blocks - num_available, newcomer.num_beams - num_free_places
+        if num_missing_places > 0:
+            is_poor = places.may_be_poor(newcomer, newcomer.num_beams)
+        else:
+            is_poor = blocks.may_be_poor(newcomer, num_blocks)
         if not is_poor:
             continue
-        if not needs_place and num_missing <= 0:
+        if num_missing_places <= 0 and num_missing <= 0:
             return newcomer, []  # it fits beside a sequence of a richer client that does not
         if num_missing > 0 and session.awaits_blocks:
             return newcomer, []
-        victims = _victims_of(newcomer, num_blocks, num_missing, session, needs_place=needs_place)
+        victims = _victims_of(newcomer, num_blocks, num_missing, num_missing_places, session)
         if victims:
             return newcomer, victims
         num_tried += 1
@@ -94,15 +97,15 @@ def choose_victims(
 
 
 def _victims_of(
-    newcomer: Sequence, num_blocks: int, num_missing: int, session: Session, *, needs_place: bool
+    newcomer: Sequence, num_blocks: int, num_missing: int, num_missing_places: int, session: Session
 ) -> list[Sequence]:
-    """The sequences to preempt so that `newcomer` has a place, and `num_missing` more blocks; empty without a right."""
+    """The sequences to preempt so that there are so many more blocks and places; empty without a right to them."""
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
-    places, blocks = Holdings(holders, lambda _: 1), Holdings(holders, held_blocks)
+    places, blocks = Holdings(holders, held_places), Holdings(holders, held_blocks)
     candidates = [each for each in reversed(session.running[1:]) if each.priority >= newcomer.priority]
     victims: list[Sequence] = []
-    while (needs_place and not victims) or num_missing > 0:
-        holdings, amount = (places, 1) if needs_place and not victims else (blocks, num_blocks)
+    while num_missing_places > 0 or num_missing > 0:
+        holdings, amount = (places, newcomer.num_beams) if num_missing_places > 0 else (blocks, num_blocks)
         allowed = [each for each in candidates if holdings.may_take(newcomer, amount, each)]
         if not allowed:
             return []
@@ -112,6 +115,7 @@ def _victims_of(
         blocks.remove(victim)
         victims.append(victim)
         num_missing -= held_blocks(victim)
+        num_missing_places -= held_places(victim)
     return victims
 
 
@@ -132,6 +136,11 @@ def choose_victim_of_shortage(running: SequenceOf[Sequence], scheduled: Collecti
     holdings = Holdings(running, held_blocks)
     candidates = [each for each in reversed(running[1:]) if each.seq_id not in scheduled]
     return max(candidates, key=holdings.of, default=None)
+
+
+def held_places(sequence: Sequence) -> int:
+    """Places of a step that a sequence has: one, or one for each beam."""
+    return sequence.num_beams
 
 
 def held_blocks(sequence: Sequence) -> int:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PlannedEntry
-from services.step import PlanEntry
+from services.step import Fork, PlanEntry
 
 
 class PlanBuilder:
-    """The entries so far, and the rest of the step's budget."""
+    """The entries so far with their forks and chosen tokens, and the rest of the step's budget."""
 
     def __init__(self, num_tokens: int, num_logits: int) -> None:
         self.num_tokens = num_tokens  # the budget's remaining tokens
         self.num_logits = num_logits  # the budget's remaining rows
         self.entries: list[PlanEntry] = []
         self.planned: list[PlannedEntry] = []  # aligned with the entries
-        self.seq_ids: set[int] = set()  # of the entries
+        self.seq_ids: set[int] = set()  # of the entries' sequences
+        self.forks: list[Fork] = []
+        self.chosen: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.drops_blocks = False
 
     def add(
@@ -43,3 +47,20 @@ class PlanBuilder:
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += num_logits > 0
         sequence.num_draft_tokens = len(drafts)
+
+    def add_beams(self, sequence: Sequence, num_blocks: Iterable[int]) -> None:
+        """Adds an entry for the next token of each beam; `num_blocks`: blocks taken for each."""
+        assert sequence.beams is not None, "only a sequence with beams has rows"
+        position = sequence.num_computed_tokens
+        for (seq_id, parent_seq_id, token_id), num_taken in zip(sequence.beams.rows, num_blocks, strict=True):
+            if parent_seq_id is not None:
+                self.forks.append(Fork(parent_seq_id, seq_id, position))
+            self.chosen.append((seq_id, token_id))
+            self.entries.append(PlanEntry(seq_id, position, 1, 1))
+            self.planned.append(PlannedEntry(sequence, num_taken))
+        self.seq_ids.add(sequence.seq_id)
+        self.num_tokens -= len(sequence.beams.rows)
+        self.num_logits -= len(sequence.beams.rows)
+        sequence.num_computed_tokens += 1
+        sequence.num_pending_tokens += 1
+        sequence.beams.note_planned()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.dense_worker.engine.beams.beam_blocks import take_beam_blocks
 from services.dense_worker.engine.drafts import DraftSource, room_for_drafts
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, limit_decodes, newcomers
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
@@ -51,6 +52,8 @@ class StepPlanner:
         for sequence in session.running:
             if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
                 continue
+            if sequence.beams is not None and sequence.num_pending_tokens:
+                continue  # the result of its last step decides which beams go on
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1:
                 prefills.append((sequence, num_remaining))
@@ -71,7 +74,7 @@ class StepPlanner:
             if session.ledger.num_available_blocks < len(decodes):
                 decodes = put_largest_last(decodes)
         if self._drafts is not None:  # steps that compute prompts have none
-            self._drafts.begin_step(decodes, 0 if prefills else self._limits.max_num_seqs - len(session.running))
+            self._drafts.begin_step(decodes, 0 if prefills else self._limits.max_num_seqs - session.num_running_rows)
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
         if is_shared and prefills:
@@ -84,6 +87,9 @@ class StepPlanner:
 
     def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
+        if sequence.beams is not None and sequence.beams.rows:
+            self._plan_beams(step, sequence)
+            return
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
             room = room_for_drafts(sequence, self._session, step)
@@ -96,6 +102,16 @@ class StepPlanner:
         else:
             has_dropped = self._session.drop_blocks(sequence)
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_dropped)
+
+    def _plan_beams(self, step: PlanBuilder, sequence: Sequence) -> None:
+        """Adds a token of every beam, or nothing: all beams are in the same step."""
+        if sequence.num_beams > min(step.num_tokens, step.num_logits) or sequence.status is not SequenceStatus.RUNNING:
+            return
+        num_blocks = take_beam_blocks(self._session, sequence)
+        if num_blocks is not None:
+            step.add_beams(sequence, num_blocks)
+        elif not self._session.awaits_beam_blocks:
+            self._give_up_blocks(step)
 
     def _give_up_blocks(self, step: PlanBuilder) -> None:
         """A running sequence cannot grow. Unless blocks are about to come back, another one gives up its blocks."""

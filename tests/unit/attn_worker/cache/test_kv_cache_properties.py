@@ -126,13 +126,14 @@ class KVCacheMachine(RuleBasedStateMachine):
             seq_id, num_tokens, _ = entries[0]
             entries[0] = (seq_id, num_tokens, MAX_MODEL_LEN)  # beyond its length
 
-        plan = make_plan(entries, closed, confirmed, forks, drafts)
+        chosen = self.draw_chosen(data, forks)
+        plan = make_plan(entries, closed, confirmed, forks, drafts, chosen)
         planned = self.cache.plan_step(replace(plan, drops_blocks=drops))
 
         for seq_id in closed:
             del self.sequences[seq_id]
         self.num_free += planned.num_freed_blocks
-        self.apply_forks(forks, planned)
+        self.apply_forks(forks, planned, chosen)
         advanced = {}
         for seq_id, num_tokens, position in entries:
             sequence = self.sequences.get(seq_id)
@@ -179,10 +180,27 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not parents or not data.draw(st.sampled_from([False, False, False, True])):
             return []
         parent = data.draw(st.sampled_from(parents))
+        sequence = self.sequences[parent]
+        last_of_prompt = max(1, min(sequence.num_prompt - 1, sequence.num_computed))  # for another answer to the prompt
         self.next_seq_id += 1
-        return [(parent, self.next_seq_id - 1, self.sequences[parent].num_computed)]
+        positions = [sequence.num_computed] if sequence.num_dropped else [last_of_prompt, sequence.num_computed]
+        position = data.draw(st.sampled_from(positions))
+        return [(parent, self.next_seq_id - 1, position)]
 
-    def apply_forks(self, forks: list[tuple[int, int, int]], planned: PlannedStep) -> None:
+    def draw_chosen(self, data: st.DataObject, forks: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        """The token after a fork, if those before are known: the rest of the prompt, or a new one."""
+        chosen = []
+        for parent_id, child_id, position in forks:
+            parent = self.sequences[parent_id]
+            if position < parent.num_prompt:
+                chosen += [(child_id, token_id) for token_id in parent.tokens[position : parent.num_prompt]]
+            elif parent.num_known >= position and data.draw(st.booleans()):
+                chosen.append((child_id, data.draw(TOKENS)))
+        return chosen
+
+    def apply_forks(
+        self, forks: list[tuple[int, int, int]], planned: PlannedStep, chosen: list[tuple[int, int]]
+    ) -> None:
         """Copies the blocks in the simulated memory. Without a free block only the child must fail."""
         copies = list(planned.block_copies)
         for parent_id, child_id, position in forks:
@@ -190,10 +208,12 @@ class KVCacheMachine(RuleBasedStateMachine):
             if has_part and self.num_free == 0:
                 assert isinstance(planned.errors[child_id], CapacityError)
                 continue
-            parent = self.sequences[parent_id]
+            parent, own_tokens = self.sequences[parent_id], [token_id for _, token_id in chosen]
             self.sequences[child_id] = replace(
                 parent,
-                tokens=list(parent.tokens),
+                tokens=parent.tokens[:position] + own_tokens,
+                num_known=min(parent.num_known, position) + len(own_tokens),
+                num_computed=position,
                 num_committed=min(position, parent.num_committed),
                 num_held=self.num_blocks_for(position) - parent.num_dropped,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,11 +85,27 @@ def test_a_fork_continues_its_parents_tokens_in_its_own_slot() -> None:
     runner, backend = make_runner()
     runner.open(new(1, 5, 6))
     runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL).collect()
-    plan = StepPlan(2, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,))), forks=(Fork(1, 2, 2),))
+    plan = StepPlan(2, (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 2, 2, (20,))), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
     assert runner.launch(plan, CHANNEL).collect().token_ids == [[8], [8]]
     runner.launch(StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,)), CHANNEL).collect()
     assert backend.fed == [[5, 6], [7, 7, 20], [8]]
     assert backend.begun == [(1, 2), (2, 3), (3, 1)]
+
+
+def test_chosen_tokens_take_the_place_of_sampled_ones() -> None:
+    """The scheduler chooses 30 and 31 after token 6, whose most likely successor is 7, for a sequence and its fork."""
+    runner, backend = make_runner()
+    runner.open(replace(new(1, 5, 6), has_chosen_tokens=True, num_logprobs=2))
+    first = runner.launch(StepPlan(1, (PlanEntry(1, 0, 2, 1),)), CHANNEL).collect()
+    assert first.logprobs[1][0].top[0][0] == 7
+    entries = (PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1))
+    plan = StepPlan(2, entries, forks=(Fork(1, 2, 2),), chosen=((1, 30), (2, 31)))
+    second = runner.launch(plan, CHANNEL).collect()
+    assert [second.logprobs[seq_id][0].top[0][0] for seq_id in (1, 2)] == [31, 32]
+    plan = StepPlan(3, (PlanEntry(1, 3, 1, 1),), (2,), forks=(Fork(1, 2, 3),), chosen=((1, 40), (2, 50)))
+    runner.launch(plan, CHANNEL).collect()
+    runner.launch(StepPlan(4, (PlanEntry(2, 3, 1, 1),)), CHANNEL).collect()
+    assert backend.fed == [[5, 6], [30, 31], [40], [50]]
 
 
 def test_an_id_can_be_reused_while_a_step_of_the_first_sequence_runs() -> None:

@@ -1,0 +1,106 @@
+"""`BeamGroup`: the beams of a sequence as sequences of the KV cache. Part of the scheduler.
+
+For the scheduler all beams are one `Sequence`: it is opened, preempted and closed as a whole, and counts as many places
+and tokens as it has beams. Its prompt is computed once. After that each beam is a sequence of the KV cache: beam i of a
+sequence has the id seq_id + i. Beams share all blocks but those in which they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from services.common.beam_search import BeamSearchOptions
+from services.common.token_logprobs import TokenLogprobs
+from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis
+
+
+class BeamRow(NamedTuple):
+    """The part of a beam in the next step: one token."""
+
+    seq_id: int
+    parent_seq_id: int | None  # the beam to fork; None: this one goes on
+    token_id: int
+
+
+class BeamGroup:
+    """The search of one sequence, and the ids of its beams.
+
+    Between `advance` and `note_planned` the new beams exist only here.
+    """
+
+    def __init__(
+        self,
+        seq_id: int,
+        options: BeamSearchOptions,
+        max_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        num_logprobs: int | None = None,
+    ) -> None:
+        """The options are those of the sequence."""
+        self.options = options
+        self._seq_id = seq_id
+        self._arguments = (options, max_tokens, stop_token_ids, min_tokens, num_logprobs or 0)
+        self._num_logprobs = num_logprobs or 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins with the prompt again: the KV cache has lost the beams. The search will find the same answers."""
+        self._search = BeamSearch(*self._arguments)
+        self._seq_ids = [self._seq_id]  # aligned with the search's beams
+        self.rows: list[BeamRow] = []  # of the next step; none before the prompt is computed
+        self.open_seq_ids = {self._seq_id}  # of beams in the KV cache
+
+    @property
+    def seq_ids(self) -> range:
+        """All ids that its beams may have."""
+        return range(self._seq_id, self._seq_id + self.options.num_beams)
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of most likely tokens of each beam that `advance` needs."""
+        return max(self._search.num_candidates, self._num_logprobs)
+
+    @property
+    def is_done(self) -> bool:
+        return self._search.is_done
+
+    @property
+    def hypotheses(self) -> list[Hypothesis]:
+        """The answers, the best one first, when the search is done."""
+        return self._search.hypotheses
+
+    @property
+    def best_token_ids(self) -> list[int]:
+        """The output tokens of the best beam; all beams have as many."""
+        return self._search.beams[0].token_ids
+
+    def advance(self, logprobs: Mapping[int, SequenceOf[TokenLogprobs]]) -> list[int]:
+        """Chooses the next beams. Returns the ids of beams in the KV cache that nothing continues.
+
+        logprobs: by id of a beam, those of its next token
+        """
+        indexes = self._search.advance([logprobs[seq_id][0] for seq_id in self._seq_ids])
+        if self.is_done:
+            return []
+        parents = [self._seq_ids[index] for index in indexes]
+        continued = set(parents)
+        dead = [seq_id for seq_id in self._seq_ids if seq_id not in continued]
+        self.open_seq_ids.difference_update(dead)
+        unused = [seq_id for seq_id in self.seq_ids if seq_id not in continued]
+        self.rows.clear()
+        for parent, beam in zip(parents, self._search.beams, strict=True):
+            if parent in continued:  # the first beam that continues it takes its place
+                continued.remove(parent)
+                row = BeamRow(parent, None, beam.token_ids[-1])
+            else:
+                row = BeamRow(unused.pop(0), parent, beam.token_ids[-1])
+            self.rows.append(row)
+        self._seq_ids = [row.seq_id for row in self.rows]
+        return dead
+
+    def note_planned(self) -> None:
+        """Notes that the rows are part of a plan: the KV cache has all beams."""
+        self.open_seq_ids.update(self._seq_ids)
