@@ -165,6 +165,7 @@ class SchedulerSection(Section):
     max_num_waiting: Count = 10_000  # maximum number of waiting sequences that never ran, of all gateways together
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
+    max_beam_width: Count = 16  # maximum number of beams of a search; also at most max_num_seqs
     # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client
     speculation: Literal["off", "ngram", "suffix"] = "off"
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most guessed tokens of a sequence in one step

@@ -52,7 +52,7 @@ class LoadedModel:
     sinks: Sinks  # of attention; empty: the model has none
     expert_loads: ExpertLoads | None  # None: no layer counts the tokens of experts
 
-    def describe(self, attachment: Attachment, epoch: int) -> dense_pb2.DenseInfo:
+    def describe(self, attachment: Attachment, epoch: int, max_beam_width: int) -> dense_pb2.DenseInfo:
         """The description for gateways: the limits of the model, or of the KV cache if they are lower."""
         model, config = self.resolved, self.resolved.config
         return dense_pb2.DenseInfo(
@@ -65,6 +65,7 @@ class LoadedModel:
             backend=self.backend,
             device=str(model.device),
             epoch=epoch,
+            max_beam_width=max_beam_width,
         )
 
 

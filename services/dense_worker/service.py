@@ -88,7 +88,11 @@ class DenseWorker:
     async def run(self) -> None:
         """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
         servicer, epoch = self._servicer, secrets.randbits(64)
-        readiness = Readiness(servicer, self._server, lambda attachment: self._model.describe(attachment, epoch))
+        scheduler = self._config.scheduler
+        max_beam_width = min(scheduler.max_beam_width, scheduler.max_num_seqs)
+        readiness = Readiness(
+            servicer, self._server, lambda attachment: self._model.describe(attachment, epoch, max_beam_width)
+        )
         try:
             await run_together(
                 self._client.run(self._engine, readiness),

@@ -38,6 +38,7 @@ class Finish:
     timings: Timings
     num_reasoning_tokens: int | None = None  # None: reasoning is not separated
     num_calls: int = 0  # complete calls of tools
+    beam_score: float | None = None  # of an answer that a beam search has found
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Frontend:
             self.names,
             self._max_n,
             self._max_logprobs,
+            model.max_beam_width,
             self._strict_max_tokens,
             self.prompt_embeds,
         )

@@ -63,7 +63,8 @@ class Generation:
         ]
         self._num_running = len(self._answers)
         for answer in self._answers:
-            dense.submit(answer.entry)
+            if not answer.entry.is_follower:
+                dense.submit(answer.entry)
 
     @property
     def request_id(self) -> str:
@@ -89,14 +90,17 @@ class Generation:
             return chunk
 
     async def completions(self) -> tuple[list[Completion], Prompt | None]:
-        """The `n` answers, by index; with `best_of` those with the highest mean log-probability per token."""
+        """The `n` answers, by index; with `best_of` those with the highest mean log-probability per token.
+
+        The answers of a beam search come in the order of their scores.
+        """
         completions = [Completion(index) for index in range(len(self._answers))]
         prompt = None
         while not self.is_finished:
             chunk = await self.next_chunk()
             completions[chunk.index].append(chunk)
             prompt = prompt or chunk.prompt
-        if self.request.best_of > self.request.n:
+        if self.request.num_sequences > self.request.n:
             completions.sort(key=lambda each: self._answers[each.index].mean_logprob, reverse=True)
             completions = [replace(each, index=i) for i, each in enumerate(completions[: self.request.n])]
         return completions, prompt
@@ -190,6 +194,7 @@ class _Answer:
                 timings=self._timings(),
                 num_reasoning_tokens=None if self._parsed is None else self._parsed.num_reasoning_tokens,
                 num_calls=0 if self._parsed is None else self._parsed.num_calls,
+                beam_score=entry.beam_score,
             )
             self.close()
         prompt = None

@@ -6,11 +6,13 @@ import secrets
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 
+from services.common.beams.options import BeamSearchOptions
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, SamplingParams
 from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
+from services.gateway.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.model_names import ModelNames
 from services.gateway.prompt_embeds import PromptEmbeds
@@ -46,6 +48,7 @@ class ModelLimits:
     names: ModelNames
     max_n: int  # answers to one prompt
     max_logprobs: int  # likeliest tokens to tell of beside each output token
+    max_beam_width: int  # beams of a search
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
     prompt_embeds: PromptEmbeds | None = None  # None: prompts of embeddings are refused
 
@@ -64,7 +67,7 @@ class GenerationRequest:
     skip_special_tokens: bool
     cache_salt: str
     n: int  # answers to return
-    best_of: int  # answers to generate; each is a sequence of its own
+    best_of: int  # answers to generate; each is a sequence of its own, or a beam
     num_logprobs: int | None  # likeliest tokens to report beside each output token; None: no log-probabilities
     num_prompt_logprobs: int | None  # the same for prompt tokens
     prompt_text: str | None  # as it was given, if it was given as text and is kept whole
@@ -82,6 +85,7 @@ class GenerationRequest:
     adapter: Adapter | None = None  # the LoRA adapter that the request names as its model
     prompt_table: PromptTable | None = None  # vectors for some of its prompt tokens; None: all are of the vocabulary
     first_table_id: int = 0  # the token id that stands for the first row of the table
+    beam_search: BeamSearchOptions | None = None  # None: tokens are sampled
 
     @property
     def text_token_ids(self) -> list[int]:
@@ -97,6 +101,11 @@ class GenerationRequest:
         return num_rows + (len(self.prompt_token_ids) if self.return_context_logits else 0)
 
     @property
+    def num_sequences(self) -> int:
+        """Answers that are generated; a search for the n best ones is one sequence, but has n answers."""
+        return self.best_of if self.beam_search is None else self.n
+
+    @property
     def returns_prompt(self) -> bool:
         """Whether the answer shows the prompt, or something about it."""
         return self.echo or self.num_prompt_logprobs is not None or self.return_context_logits
@@ -104,13 +113,13 @@ class GenerationRequest:
     @property
     def num_computed_logprobs(self) -> int | None:
         """The requested number; choosing the best of several answers needs at least the tokens' own values."""
-        return 0 if self.num_logprobs is None and self.best_of > self.n else self.num_logprobs
+        return 0 if self.num_logprobs is None and self.num_sequences > self.n else self.num_logprobs
 
     @property
     def max_num_logprobs(self) -> int:
         """Log-probabilities that its answers may have, each of which may show those of the prompt, too."""
         of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs)
-        return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs))
+        return self.num_sequences * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs))
 
 
 async def read_request(
@@ -126,7 +135,8 @@ async def read_request(
     _check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     _check_name("user", message.user, MAX_USER_CHARACTERS)
     _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)
-    n, best_of = _read_counts(message, limits.max_n)
+    has_beams = message.HasField("beam_search")
+    n, best_of = read_widths(message, limits.max_beam_width) if has_beams else _read_counts(message, limits.max_n)
     _check_logprobs(message, limits)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = await _read_sampling(message, tokenizer, limits)
@@ -178,6 +188,8 @@ async def read_request(
         sampling = replace(sampling, structured_output=answer_form(parsing, sampling.structured_output))
     if virtual is not None:
         prompt_token_ids = [*virtual.token_ids(limits.vocab_size), *prompt_token_ids]
+    if has_beams:
+        sampling = greedy_for_beams(message, sampling)
     return GenerationRequest(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=prompt_token_ids,
@@ -200,6 +212,7 @@ async def read_request(
         adapter=adapter if virtual is None else None,
         prompt_table=table,
         first_table_id=0 if table is None else limits.vocab_size,
+        beam_search=decode_beams(message, best_of, n) if has_beams and best_of > 1 else None,
         user=message.user,
         traceparent=message.traceparent,
         parsing=parsing,

@@ -48,7 +48,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
         """Sends a chunk when there are new tokens. Tokens that arrive while a chunk is sent go into the next chunk."""
-        if request.best_of > max(1, request.n):
+        if request.best_of > max(1, request.n) and not request.HasField("beam_search"):
             raise InvalidRequest(
                 f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
                 "end, so this cannot be streamed",
@@ -233,6 +233,7 @@ def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
             num_reasoning_tokens=finish.num_reasoning_tokens or 0,
         ),
         seed=finish.seed,
+        beam_score=finish.beam_score,
         timings=gateway_pb2.Timings(
             queue_ms=1e3 * queue_s,
             prefill_ms=1e3 * max(0.0, first_token_s - queue_s),

@@ -51,7 +51,7 @@ class PromptTable(_message.Message):
     def __init__(self, hash: _Optional[str] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., first_token_id: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client", "return_context_logits", "return_generation_logits", "adapter", "prompt_table")
+    __slots__ = ("seq_id", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "num_logprobs", "num_prompt_logprobs", "priority", "queue_timeout_ms", "num_crashes", "traceparent", "tenant", "client", "return_context_logits", "return_generation_logits", "adapter", "prompt_table", "beam_search")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Submit(_message.Message):
     RETURN_GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TABLE_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -92,7 +93,20 @@ class Submit(_message.Message):
     return_generation_logits: bool
     adapter: _adapter_pb2.Adapter
     prompt_table: PromptTable
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table: _Optional[_Union[PromptTable, _Mapping]] = ...) -> None: ...
+    beam_search: BeamSearch
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table: _Optional[_Union[PromptTable, _Mapping]] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ...) -> None: ...
+
+class BeamSearch(_message.Message):
+    __slots__ = ("num_beams", "num_answers", "options", "has_run")
+    NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    HAS_RUN_FIELD_NUMBER: _ClassVar[int]
+    num_beams: int
+    num_answers: int
+    options: _sampling_pb2.BeamSearch
+    has_run: bool
+    def __init__(self, num_beams: _Optional[int] = ..., num_answers: _Optional[int] = ..., options: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., has_run: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_id",)
@@ -101,7 +115,7 @@ class Cancel(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell", "logits", "prompt_logits")
+    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell", "logits", "prompt_logits", "searching_seq_ids", "searching_num_tokens")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +127,8 @@ class StepOutput(_message.Message):
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    SEARCHING_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEARCHING_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -124,7 +140,9 @@ class StepOutput(_message.Message):
     farewell: Farewell
     logits: _containers.RepeatedCompositeFieldContainer[Logits]
     prompt_logits: _containers.RepeatedCompositeFieldContainer[Logits]
-    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., prompt_logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ...) -> None: ...
+    searching_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    searching_num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., prompt_logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., searching_seq_ids: _Optional[_Iterable[int]] = ..., searching_num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Farewell(_message.Message):
     __slots__ = ("is_crash", "reason", "running")
@@ -187,7 +205,7 @@ class Logits(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., start: _Optional[int] = ..., num_rows: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class SequenceEnd(_message.Message):
-    __slots__ = ("seq_id", "reason", "status_code", "message")
+    __slots__ = ("seq_id", "reason", "status_code", "message", "answers")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[SequenceEnd.Reason]
@@ -202,18 +220,32 @@ class SequenceEnd(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     STATUS_CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     reason: SequenceEnd.Reason
     status_code: int
     message: str
-    def __init__(self, seq_id: _Optional[int] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ..., status_code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    answers: _containers.RepeatedCompositeFieldContainer[BeamAnswer]
+    def __init__(self, seq_id: _Optional[int] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ..., status_code: _Optional[int] = ..., message: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
+
+class BeamAnswer(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "score", "reason")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
+    score: float
+    reason: SequenceEnd.Reason
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DenseInfo(_message.Message):
-    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch")
+    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width")
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +255,7 @@ class DenseInfo(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
     family: str
     dtype: str
     vocab_size: int
@@ -232,7 +265,8 @@ class DenseInfo(_message.Message):
     backend: str
     device: str
     epoch: int
-    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    max_beam_width: int
+    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

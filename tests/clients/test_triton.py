@@ -86,7 +86,7 @@ def test_every_call_of_tritonclient(cluster: Cluster) -> None:
         assert steps["sum_log_probs"] == pytest.approx(expected, abs=1e-4)
     for unknown, missing, negative, beams in got["errors"]:
         assert unknown.startswith(("StatusCode.NOT_FOUND", "404")) and "unknown model 'nothing'" in unknown
-        for error, words in ((missing, "max_tokens"), (negative, "max_tokens is -12"), (beams, "beam_width is 12")):
+        for error, words in ((missing, "max_tokens"), (negative, "max_tokens is -12"), (beams, "beam_width is 1200")):
             assert error.startswith(("StatusCode.INVALID_ARGUMENT", "400")) and words in error
     for request_id in ("a", "b"):
         pieces = got["streamed"]["pieces"][request_id]

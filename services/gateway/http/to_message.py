@@ -144,8 +144,19 @@ def _common_message(body: GenerationFields) -> gateway_pb2.GenerateRequest:
         stop_token_ids=body.stop_token_ids,
         bad_words=body.bad_words,
         truncate_prompt_tokens=0 if body.truncate_prompt_tokens == ALL else body.truncate_prompt_tokens,
+        beam_search=_beam_search_of(body),
         **_given(body, SAME_FIELDS),
     )
+
+
+def _beam_search_of(body: GenerationFields) -> sampling_pb2.BeamSearch | None:
+    if not body.use_beam_search:
+        return None
+    stopping = {
+        "never": sampling_pb2.EARLY_STOPPING_NEVER,
+        True: sampling_pb2.EARLY_STOPPING_ALWAYS,
+    }.get(body.early_stopping, sampling_pb2.EARLY_STOPPING_HEURISTIC)
+    return sampling_pb2.BeamSearch(length_penalty=body.length_penalty, early_stopping=stopping)
 
 
 def _given(body: GenerationFields, names: Sequence[str]) -> dict[str, Any]:

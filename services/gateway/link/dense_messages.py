@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
+from services.common.beams.options import encode_beam_search
 from services.common.errors import (
     CapacityError,
     InvalidRequest,
@@ -60,6 +61,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             return_generation_logits=request.return_generation_logits,
             adapter=encode_adapter(request.adapter),
             prompt_table=_encode_table(request),
+            beam_search=_encode_beam_search(entry),
             tenant=request.tenant,
             client=request.client,
         )
@@ -83,6 +85,18 @@ def _encode_table(request: GenerationRequest) -> dense_pb2.PromptTable | None:
         hidden_size=table.hidden_size,
         dtype=table.dtype,
         first_token_id=request.first_table_id,
+    )
+
+
+def _encode_beam_search(entry: JournalEntry) -> dense_pb2.BeamSearch | None:
+    options = entry.request.beam_search
+    if options is None:
+        return None
+    return dense_pb2.BeamSearch(
+        num_beams=options.num_beams,
+        num_answers=options.num_answers,
+        options=encode_beam_search(options),
+        has_run=entry.queue_s is not None,
     )
 
 
@@ -125,12 +139,29 @@ def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
         entry = find(seq_id)
         if entry is not None:
             entry.append(token_id, now)
+    for seq_id, num_tokens in zip(output.searching_seq_ids, output.searching_num_tokens, strict=True):
+        entry = find(seq_id)
+        if entry is not None:
+            entry.note_search(num_tokens)
     for end in output.ended:
         entry = find(end.seq_id)
         if entry is None or entry.is_ended:
+            continue
+        if end.answers:
+            _keep_answers(entry, end.answers, now)
             continue
         finish_reason = FINISH_REASONS.get(end.reason)
         if finish_reason is not None:
             entry.finish(finish_reason)
         else:
             entry.fail(SEQUENCE_ERRORS.get(end.status_code, TwostrokeError)(end.message))
+
+
+def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], now: float) -> None:
+    """Gives each answer of a beam search to its entry."""
+    for each, answer in zip((entry, *entry.followers), answers, strict=True):
+        each.beam_score = answer.score
+        each.logprobs += map(decode_logprobs, answer.logprobs)
+        for token_id in answer.token_ids:
+            each.append(token_id, now)
+        each.finish(FINISH_REASONS[answer.reason])

@@ -108,7 +108,12 @@ class DensePool:
         client.submit(entry)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Makes the dense worker forget a submitted sequence, which the journal must still have."""
+        """Makes the dense worker forget a submitted sequence, which the journal must still have.
+
+        A follower was not submitted: its search ends with the entry that was.
+        """
+        if entry.is_follower:
+            return
         self._client_of[self._journal.stream_of(entry)].cancel(entry)
 
     async def run(self) -> None:

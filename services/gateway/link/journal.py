@@ -6,7 +6,6 @@ gateway's event loop.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections import Counter, deque
@@ -17,6 +16,7 @@ from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
 from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request import GenerationRequest
 
+NUM_SEQ_IDS = 2**32  # of one gateway; later ones are used again
 Client = tuple[int, int]  # tenant and client, as in `GenerationRequest`
 
 
@@ -28,7 +28,7 @@ class Journal:
         self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
         self._by_request_id: dict[tuple[str, str], list[JournalEntry]] = {}  # by (caller, request_id)
         self._instance = secrets.randbits(31)  # identifies this gateway at a dense worker
-        self._counter = itertools.count(1)
+        self._next_number = 1  # lower half of the next seq_id
         self._shut_error: TwostrokeError | None = None
         self.num_waiting = 0  # sequences that have not started yet
         self.num_waiting_tokens = 0  # tokens of their prompts
@@ -37,7 +37,9 @@ class Journal:
         self.left_at: deque[float] = deque(maxlen=256)  # when the last ones stopped waiting, on the monotonic clock
 
     def open(self, request: GenerationRequest, updates: UpdateQueue) -> list[JournalEntry]:
-        """Adds `request.best_of` new entries with new seq_ids, which announce their updates at `updates`.
+        """Adds new entries with new seq_ids, one for each answer, which announce their updates at `updates`.
+
+        Behind the seq_id of a beam search as many are left free as it has beams.
 
         Raises `InvalidRequest` if the same caller uses the request_id already; other callers' ids do not matter.
         """
@@ -47,10 +49,14 @@ class Journal:
         if name in self._by_request_id:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use by a running request", "request_id")
         entries = []
-        for index in range(request.best_of):
-            seq_id = self._instance << 32 | next(self._counter) & 0xFFFF_FFFF
-            entries.append(JournalEntry(seq_id, request, index, updates, self._count_started))
-            self._entries[seq_id] = entries[-1]
+        first = self._take_seq_ids(request.best_of)
+        for index in range(request.num_sequences):
+            entries.append(JournalEntry(first + index, request, index, updates, self._count_started))
+            self._entries[first + index] = entries[-1]
+        if request.beam_search is not None:
+            entries[0].followers = entries[1:]
+            for entry in entries[1:]:
+                entry.is_follower = True
         self._by_request_id[name] = entries
         self._count_waiting(request, len(entries))
         return entries
@@ -105,6 +111,14 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def _take_seq_ids(self, count: int) -> int:
+        """The first of `count` consecutive seq_ids that are new."""
+        if self._next_number + count > NUM_SEQ_IDS:
+            self._next_number = 1
+        first = self._next_number
+        self._next_number += count
+        return self._instance << 32 | first
 
     def _count_started(self, entry: JournalEntry) -> None:
         """Counts that an entry no longer waits."""

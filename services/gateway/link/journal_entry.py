@@ -19,6 +19,8 @@ from services.common.token_logprobs import TokenLogprobs
 from services.gateway.link.logits import LogitRows
 from services.gateway.request import GenerationRequest
 
+MAX_UNSEEN_TOKENS = 4  # of a search in a crash, which the worker could not report any more
+
 
 class FinishReason(Enum):
     """Why a generation ended without an error."""
@@ -50,25 +52,34 @@ class UpdateQueue:
 
 
 class JournalEntry:
-    """One open sequence: answer `index` of its request. Ends with at most `request.max_tokens` tokens."""
+    """One open sequence: answer `index` of its request. Ends with at most `request.max_tokens` tokens.
+
+    A beam search is one sequence with several answers. The entry of the first answer is submitted; the others are its
+    followers, which no worker knows.
+    """
 
     __slots__ = (
         "_is_in_updates",
         "_num_taken_tokens",
         "_on_start",
         "arrival",
+        "beam_score",
         "context_logits",
         "crash_start",
         "error",
         "finish_reason",
         "first_token_at",
+        "followers",
         "index",
         "is_admitted",
+        "is_follower",
         "last_token_at",
         "logits",
         "logprobs",
         "num_cached_tokens",
         "num_crashes",
+        "num_searched_in_crash",
+        "num_searched_tokens",
         "output_token_ids",
         "prompt_logprobs",
         "queue_s",
@@ -109,6 +120,11 @@ class JournalEntry:
         self.is_admitted = False  # whether steps of the dense worker may run it
         self.num_crashes = 0  # consecutive worker crashes, without a token in between, that it may have caused
         self.crash_start = 0  # index of the first token being computed in the last of these crashes, if known
+        self.followers: list[JournalEntry] = []
+        self.is_follower = False
+        self.beam_score: float | None = None
+        self.num_searched_tokens = 0  # that the beams of a search have now
+        self.num_searched_in_crash = 0  # that they had in the last crash of a worker
         self._on_start = on_start
         self._num_taken_tokens = 0  # by the request's handler
         self.updates = updates
@@ -148,6 +164,8 @@ class JournalEntry:
         if self.queue_s is None:
             self.queue_s, self.num_cached_tokens = queue_s, num_cached_tokens
             self._on_start(self)
+            for follower in self.followers:
+                follower.start(queue_s, num_cached_tokens)
 
     def append(self, token_id: int, now: float) -> None:
         """Adds one token, which arrived at `now` on the monotonic clock."""
@@ -158,6 +176,21 @@ class JournalEntry:
         self.output_token_ids.append(token_id)
         if not self._is_in_updates:
             self._put_in_updates()
+
+    def note_search(self, num_tokens: int) -> None:
+        """Notes how many tokens the beams of a search have. Beyond the place of the last crash it is no suspect."""
+        self.num_searched_tokens = num_tokens
+        if num_tokens > self.num_searched_in_crash + MAX_UNSEEN_TOKENS:
+            self.num_crashes = 0
+
+    def note_search_crash(self) -> bool:
+        """Notes that a worker crashed, after which the search begins again.
+
+        Returns whether it had not come to the place of the crash before: then this one has another cause.
+        """
+        last = self.num_searched_in_crash
+        self.num_searched_in_crash, self.num_searched_tokens = self.num_searched_tokens, 0
+        return self.num_searched_in_crash + MAX_UNSEEN_TOKENS < last
 
     def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""

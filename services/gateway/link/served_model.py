@@ -22,6 +22,7 @@ class ServedModel:
     num_layers: int
     max_model_len: int  # tokens of prompt and output together
     weights_hash: str  # hexadecimal
+    max_beam_width: int = 0  # beams of a search; 0: there are no searches
 
 
 def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
@@ -33,6 +34,7 @@ def served_model(info: dense_pb2.DenseInfo) -> ServedModel:
         num_layers=info.num_layers,
         max_model_len=info.max_model_len,
         weights_hash=info.weights_hash,
+        max_beam_width=info.max_beam_width,
     )
 
 

@@ -15,6 +15,7 @@ from services.gateway import __version__
 from services.gateway.access.access import Caller
 from services.gateway.frontend import Frontend
 from services.gateway.http.answers.generations import Generations
+from services.gateway.http.field_names import client_field_names
 from services.gateway.siblings import Metadata, Siblings
 from services.gateway.triton.answers import Answers
 from services.gateway.triton.models import MODELS, POSTPROCESSING, PREPROCESSING, TENSORRT_LLM, VERSION, ModelSpec
@@ -29,6 +30,7 @@ SERVER_NAME = "twostroke"
 EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
 MAX_ID_CHARACTERS = 100  # of the client's name for a request; the gateway appends to it
 MAX_TENSORS = 100  # inputs, or outputs, of one request
+PARAM_NAMES = {"best_of": "beam_width", "n": "num_return_sequences"}  # fields of `GenerateRequest` here
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 # Values that a request may give for settings of a TensorRT-LLM model, which apply to the whole server.
 SERVED_SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -188,7 +190,8 @@ class Triton:
                 message.model = self._adapter_name(row)
                 messages.append(message)
             try:
-                await generations.start(frontend, messages, caller)
+                with client_field_names(PARAM_NAMES):
+                    await generations.start(frontend, messages, caller)
                 self._check_numbers(request, generations)
                 if running.is_stopped:  # while its texts became tokens
                     running.stop(frontend, caller)

@@ -155,11 +155,11 @@ def _generation_inputs(names: Mapping[str, str]) -> Sequence[InputSpec]:
         spec("guided_decoding_guide_type", TEXT),
         spec("guided_decoding_guide", TEXT),
         InputSpec("lora_task_id", SEED),  # the adapter whose name is this number
-        spec("beam_width", INT, only=(1,)),
+        spec("beam_width", INT),
         # Only beam search reads these three.
         spec("length_penalty", FLOAT),
         spec("early_stopping", BOOL),
-        spec("beam_search_diversity_rate", FLOAT),
+        spec("beam_search_diversity_rate", FLOAT, only=(0.0,)),
     )
 
 

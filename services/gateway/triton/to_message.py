@@ -54,6 +54,11 @@ def generate_message(
         message.prompt = row["text_input"]
     if "num_return_sequences" in row:
         message.n = _count("num_return_sequences", row["num_return_sequences"])
+    num_beams = _count("beam_width", row.get("beam_width", 1))
+    if num_beams > 1:  # all beams are returned, unless a number of answers is given
+        message.best_of = num_beams
+        message.n = message.n or num_beams
+        message.beam_search.CopyFrom(_beam_search(row))
     if row.get("return_log_probs"):
         message.logprobs = 0
     end_id = row.get("end_id")
@@ -97,6 +102,15 @@ def _sampling(row: Row) -> sampling_pb2.SamplingParams:
         options["structured_output"] = form
     options["seed"] = row.get("seed", 0) % 2**64
     return sampling_pb2.SamplingParams(**options)
+
+
+def _beam_search(row: Row) -> sampling_pb2.BeamSearch:
+    """Scores and end of a search. TensorRT-LLM's defaults are no length penalty, and an early end."""
+    is_early = row.get("early_stopping", True)
+    return sampling_pb2.BeamSearch(
+        length_penalty=row.get("length_penalty", 0.0),
+        early_stopping=sampling_pb2.EARLY_STOPPING_ALWAYS if is_early else sampling_pb2.EARLY_STOPPING_HEURISTIC,
+    )
 
 
 def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:

@@ -106,7 +106,7 @@ def errors(protocol: Any, client: Any) -> list[str]:
         ("nothing", {"text_input": TEXT, "max_tokens": COUNT}),
         ("ensemble", {"text_input": TEXT}),
         ("ensemble", {"text_input": TEXT, "max_tokens": -COUNT}),
-        ("ensemble", {"text_input": TEXT, "max_tokens": COUNT, "beam_width": COUNT}),
+        ("ensemble", {"text_input": TEXT, "max_tokens": COUNT, "beam_width": 100 * COUNT}),
     ]
     found = []
     for model, values in wrong:

@@ -35,6 +35,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             weights_hash="c0ffee",
             backend="fake",
             device="cpu",
+            max_beam_width=16,
         )
         self.errors: dict[str, tuple[grpc.StatusCode, str]] = {}
         self.num_cached_tokens = 0  # reported for every sequence

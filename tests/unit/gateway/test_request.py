@@ -24,6 +24,7 @@ LIMITS = ModelLimits(
     names=ModelNames(("tiny", "small"), accepts_any=False, root="/models/tiny"),
     max_n=4,
     max_logprobs=20,
+    max_beam_width=16,
 )
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 IDS = {"prompt_token_ids": {"ids": [5, 6, 7]}}

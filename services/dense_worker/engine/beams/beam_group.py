@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from services.common.beam_search import BeamSearchOptions
+from services.common.beams.options import BeamSearchOptions
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.beam_search import BeamSearchOptions, EarlyStopping
+from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.token_logprobs import TokenLogprobs
 
 

@@ -187,7 +187,7 @@ def _start(event: Any, has_name: bool) -> bytes:
 
 
 def _check_can_stream(message: gateway_pb2.GenerateRequest) -> None:
-    if message.best_of > max(1, message.n):
+    if message.best_of > max(1, message.n) and not message.HasField("beam_search"):
         raise InvalidRequest(
             f"best_of is {message.best_of} and n is {max(1, message.n)}: the best answers are known only at the end, "
             "so this cannot be streamed",

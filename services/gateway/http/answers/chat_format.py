@@ -91,6 +91,8 @@ class ChatFormat:
             self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = finish_reason(chunk.finish, self._is_named)
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+            if chunk.finish.beam_score is not None:
+                choice["beam_score"] = chunk.finish.beam_score
         prompt = chunk.prompt
         has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
         has_text = bool(delta) if chunk.deltas else bool(chunk.text)
@@ -137,6 +139,8 @@ class ChatFormat:
             "finish_reason": finish_reason(completion.finish, self._is_named),
             "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
         }
+        if completion.finish.beam_score is not None:
+            choice["beam_score"] = completion.finish.beam_score
         if self._body.logprobs:
             choice["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
         if self._body.return_token_ids:

@@ -63,6 +63,8 @@ class CompletionFormat:
             self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = chunk.finish.reason.value
             choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+            if chunk.finish.beam_score is not None:
+                choice["beam_score"] = chunk.finish.beam_score
         if not chunk.text and choice["logprobs"] is None and len(choice) == 4:
             return ()  # the token is an incomplete character
         whole: CompletionObject = {**self._head, "choices": [choice]}
@@ -97,6 +99,8 @@ class CompletionFormat:
             "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
             "prompt_logprobs": None,
         }
+        if completion.finish.beam_score is not None:
+            choice["beam_score"] = completion.finish.beam_score
         if self._body.logprobs is not None:
             choice["logprobs"] = self._legacy_logprobs(index, completion.token_ids, completion.logprobs, prompt)
         if self._body.return_token_ids:

@@ -238,6 +238,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
     stop_reason: str | int | None
+    beam_score: NotRequired[float]  # with use_beam_search
     token_ids: NotRequired[list[int]]
 
 
@@ -249,6 +250,7 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
     stop_reason: NotRequired[str | int | None]
+    beam_score: NotRequired[float]  # with use_beam_search
     token_ids: NotRequired[list[int]]
 
 

@@ -40,9 +40,6 @@ TGI: Mapping[str, tuple[Any, ...]] = {
 }
 
 VLLM: Mapping[str, tuple[Any, ...]] = {
-    "early_stopping": (False,),
-    "length_penalty": (1,),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
 }

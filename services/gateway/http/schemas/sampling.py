@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -52,6 +52,19 @@ class GenerationFields(RequestModel):
     model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
     n: UInt32 | None = Field(None, description="Number of answers to each prompt")
     best_of: UInt32 | None = Field(None, description="Answers to generate; the n most likely ones are returned")
+    use_beam_search: bool | None = Field(
+        None,
+        description="Search for the most likely answers with best_of (or n) beams instead of sampling; the n best ones "
+        "are returned, also of a stream only at the end",
+    )
+    length_penalty: float | None = Field(
+        None, description="With use_beam_search: divide the score of an answer by its length to the power of this"
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        None,
+        description="With use_beam_search: true: end as soon as there are as many answers as beams; false: when better "
+        'ones are unlikely; "never": when better ones are impossible',
+    )
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = Field(
@@ -141,6 +154,14 @@ class GenerationFields(RequestModel):
                 shown = f"{key:.20}"
                 raise PydanticCustomError("token_id", "the key {key} is not a token id", {"key": repr(shown)})
         return bias
+
+    @pydantic.model_validator(mode="after")
+    def _check_beam_search(self) -> GenerationFields:
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) not in (None, neutral):
+                    raise PydanticCustomError("beams", "has an effect only with use_beam_search", {"field": name})
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_form(self) -> GenerationFields:

@@ -63,8 +63,6 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("truncate", 5, ()),
     ("watermark", True, (False,)),
     ("logits_processors", ["x"], ([],)),
-    ("use_beam_search", True, (False,)),
-    ("length_penalty", 2.0, (1, 1.0)),
 ]
 
 

@@ -77,7 +77,7 @@ WRONG = {
     "input in shared memory": (with_parameter("inputs", "shared_memory_region"), ["shared memory"]),
     "output in shared memory": (with_parameter("outputs", "shared_memory_region"), ["shared_memory_region"]),
     "classification": (with_parameter("outputs", "classification"), ["classification"]),
-    "beams": (changed("beam_width", int32([4])), ["beam_width is 4", "must be 1"]),
+    "beams": (changed("beam_width", int32([17])), ["beam_width is 17", "from 1 to 16"]),
     "stream": (changed("stream", np.array([[True]])), ["stream is true", "ModelStreamInfer"]),
     "V1": (
         message("ensemble", ASK, parameters={"gpt_model_type": triton_pb2.InferParameter(string_param="V1")}),

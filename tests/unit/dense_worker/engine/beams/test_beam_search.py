@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.beam_search import BeamSearchOptions, EarlyStopping
+from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.beam_search import BeamSearchOptions, EarlyStopping
+from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.beams.beam_group import BeamGroup

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
+from services.pb import sampling_pb2
 
 MAX_LENGTH_PENALTY = 10.0
 
@@ -40,3 +41,29 @@ class BeamSearchOptions:
                 f"length_penalty is {penalty}, must be from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
                 "length_penalty",
             )
+
+
+_MESSAGES = {
+    EarlyStopping.HEURISTIC: sampling_pb2.EARLY_STOPPING_HEURISTIC,
+    EarlyStopping.ALWAYS: sampling_pb2.EARLY_STOPPING_ALWAYS,
+    EarlyStopping.NEVER: sampling_pb2.EARLY_STOPPING_NEVER,
+}
+_VALUES = {message: value for value, message in _MESSAGES.items()}
+
+
+def encode_beam_search(options: BeamSearchOptions) -> sampling_pb2.BeamSearch:
+    """Scores and end of a search as a message, which does not have its numbers of beams and answers."""
+    return sampling_pb2.BeamSearch(
+        length_penalty=options.length_penalty, early_stopping=_MESSAGES[options.early_stopping]
+    )
+
+
+def decode_beam_search(message: sampling_pb2.BeamSearch, num_beams: int, num_answers: int) -> BeamSearchOptions:
+    """The options of a message. Raises `InvalidRequest` for an `early_stopping` that does not exist."""
+    if message.early_stopping not in _VALUES:
+        raise InvalidRequest(
+            f"early_stopping is {message.early_stopping}, must be one of {', '.join(map(str, _VALUES))}",
+            "early_stopping",
+        )
+    length_penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
+    return BeamSearchOptions(num_beams, num_answers, length_penalty, _VALUES[message.early_stopping])
