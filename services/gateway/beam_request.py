@@ -49,7 +49,7 @@ def greedy_for_beams(message: gateway_pb2.GenerateRequest, sampling: SamplingPar
         if value != getattr(plain, name):
             form = sampling.structured_output
             field = form.field_name if name == "structured_output" and form is not None else name
-            shown = f" is {value:g}," if isinstance(value, int | float) else ""
+            shown = f" is {value:g}, which" if isinstance(value, int | float) else ""
             raise InvalidRequest(f"{field}{shown} cannot be used with beam search", field)
     for name in ("stop", "prompt_logprobs", "return_context_logits", "return_generation_logits"):
         if (name == "prompt_logprobs" and message.HasField(name)) or getattr(message, name):
