@@ -9,16 +9,19 @@ import torch
 
 from services.dense_worker.__main__ import main
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.prompts.given_rows import GivenRows
 
 POISON = [1000, 1000, 1000]  # no other prompt and no answer contains them
 
 first = TorchBackend.first
 
 
-def poisoned_first(backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+def poisoned_first(
+    backend: TorchBackend, token_ids: torch.Tensor, qkv: torch.Tensor, given: GivenRows | None = None
+) -> torch.Tensor:
     if str(POISON)[1:-1] in str(token_ids.tolist()):
         os.kill(os.getpid(), signal.SIGKILL)
-    return first(backend, token_ids, qkv)
+    return first(backend, token_ids, qkv, given)
 
 
 if __name__ == "__main__":
