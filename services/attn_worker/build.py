@@ -43,10 +43,10 @@ def build_engine(
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model)
-    window = spec.window
+    window, num_sinks = spec.window, config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
-        window = None  # it hides nothing
-    most = Retention(spec.block_size, window).max_blocks(limits.max_num_tokens)
+        window, num_sinks = None, 0  # it hides nothing
+    most = Retention(spec.block_size, window, num_sinks).max_blocks(limits.max_num_tokens)
     room = spec.num_blocks * spec.block_size
     if most is not None and most <= spec.num_blocks:  # a sequence of any length fits
         room = model.max_model_len
@@ -60,6 +60,7 @@ def build_engine(
         enable_prefix_cache=section.enable_prefix_cache,
         length_dependent_beyond=length_dependent_beyond(config.rope),
         window=window,
+        num_sink_tokens=num_sinks,
     )
     engine = AttentionEngine(cache, _build_runner(section, model, limits, spec, max_model_len), metrics)
     engine.start()

@@ -40,7 +40,7 @@ class AttentionWorker:
         tracer = self._opened.enter_context(tracing(config.tracing, "attention"))
         tls = read_peer_tls(config.peers)
         server = GrpcServer(section.address, [SERVICE_NAME], config.peers.max_message_bytes, tls and tls.files)
-        model = resolve_model(config.model, section.device)
+        model = resolve_model(config.model, section.device, section)
         backend = select_backend(section, model)  # so that a missing backend ends the start
         use_device(model.device, section.num_threads)
         if removed := remove_stale_regions():

@@ -139,6 +139,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             open_seq_ids=held_blocks.keys(),
             open_num_blocks=held_blocks.values(),
             window=cache.retention.window,
+            num_sink_tokens=cache.retention.num_sink_tokens,
             max_model_len=cache.max_model_len,
         )
 

@@ -191,9 +191,25 @@ class AttentionSection(Section):
     # on a GPU: size of the KV cache as a fraction of the memory that the weights leave free
     kv_cache_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     enable_prefix_cache: bool = True  # whether requests with the same prefix share blocks
+    # StreamingLLM: each token attends to the first sink_tokens and the last window tokens alone, at their places among
+    # these. Then texts may be longer than those that the model was trained with; see docs/models.md. None: to all
+    window: Count | None = None
+    sink_tokens: Annotated[int, Field(ge=0)] = 0  # belongs to window; 4 are enough for most models
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
+
+
+    @pydantic.model_validator(mode="after")
+    def _check_window(self) -> AttentionSection:
+        window, num_sinks = self.window, self.sink_tokens
+        if (window is None) != (num_sinks == 0):
+            raise ValueError(f"attention.window {window} and attention.sink_tokens {num_sinks} belong together")
+        if window is not None and window < self.block_size:
+            raise ValueError(f"attention.window is {window}, less than a block of {self.block_size} tokens")
+        if window is not None and num_sinks > window:
+            raise ValueError(f"attention.sink_tokens is {num_sinks}, more than attention.window {window}")
+        return self
 
 
 class ChannelSection(Section):

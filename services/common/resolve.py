@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.config import ModelSection
+from services.common.config import AttentionSection, ModelSection
 from services.common.errors import ConfigError
 from services.common.kv_cache.scheme import read_kv_cache_scheme
+from services.common.kv_cache.streaming import with_streaming
 from services.common.model_config import ModelConfig, load_model_config
 
 _GPU_PACKAGES = {"triton": "triton", "cuda.bindings": "cuda-bindings"}  # name of the package, by module
@@ -28,9 +29,11 @@ class ResolvedModel:
     kv_cache_scheme: str | None = None  # see `read_kv_cache_scheme`
 
 
-def resolve_model(section: ModelSection, device_name: str) -> ResolvedModel:
+def resolve_model(
+    section: ModelSection, device_name: str, attention: AttentionSection | None = None
+) -> ResolvedModel:
     """Reads the model's config.json. Raises `ModelError` or `ConfigError`, naming value and limit."""
-    config = load_model_config(section.path, section.num_layers)
+    config = with_streaming(load_model_config(section.path, section.num_layers), attention or AttentionSection())
     device = resolve_device(device_name)
     return ResolvedModel(
         config,
@@ -85,11 +88,15 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
 
 
 def resolve_max_model_len(section: ModelSection, config: ModelConfig) -> int:
-    """The configured length, or else the model's own. Raises `ConfigError` for a longer one without scaled RoPE."""
+    """The configured length, or else the model's own.
+
+    Raises `ConfigError` for a longer one without scaled RoPE and without sinks (`with_streaming`).
+    """
     own = config.max_position_embeddings
     if section.max_model_len is None:
         return own
-    if section.max_model_len > own and config.rope.rope_type == "default":
+    has_sinks = config.attention.num_sink_tokens > 0
+    if section.max_model_len > own and config.rope.rope_type == "default" and not has_sinks:
         raise ConfigError(
             f"model.max_model_len is {section.max_model_len}, the model's positions end at {own} "
             "and its RoPE is not scaled"

@@ -74,7 +74,7 @@ def resolve_dense_model(config: Config) -> ResolvedModel:
 
     Raises `ModelError` or `ConfigError`, naming value and limit.
     """
-    model = resolve_model(config.model, config.dense.device)
+    model = resolve_model(config.model, config.dense.device, config.attention)
     if config.dense.quantization == "checkpoint":
         return model
     if model.config.quantization is not None:

@@ -52,6 +52,24 @@ class RotaryEmbedding:
         return self._cos[positions], self._sin[positions]
 
 
+class UnboundedRotaryEmbedding:
+    """Gives cos and sin at any position, without tables, for rotations that do not depend on the length.
+
+    Angles are computed in float64: at great positions float32 has no digits left for the fractions of a turn. Then the
+    product of a query and a key depends on their distance alone.
+    """
+
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
+        assert length_dependent_beyond(rope) is None
+        self._scale = attention_scale(rope)
+        self._frequencies = inverse_frequencies(rope, torch.tensor([0]))[0].double().to(device)
+
+    def __call__(self, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin float32 [num_tokens, rotary_dim / 2] for int64 positions [num_tokens]; `rope_lens` do not matter."""
+        angles = positions[:, None].double() * self._frequencies
+        return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
+
+
 def inverse_frequencies(rope: RopeConfig, lengths: torch.Tensor) -> torch.Tensor:
     """Angle per position, float32 [len(lengths), rotary_dim / 2], in sequences of `lengths` tokens.
 

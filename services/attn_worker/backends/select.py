@@ -49,6 +49,8 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
     if name != "torch":
         _check_ropes(model.config)
+        if model.config.attention.num_sink_tokens:
+            raise ConfigError("its kernels have no attention.sink_tokens, which need attention.backend torch, on a CPU")
     if name == "flashinfer":
         _check_options(model.config)
         _check_flashinfer(model, kv_cache)

@@ -14,13 +14,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.backends.padded_groups import PaddedGroup, build_padded_groups
-from services.attn_worker.backends.rope import RotaryEmbedding
+from services.attn_worker.backends.rope import RotaryEmbedding, UnboundedRotaryEmbedding
 from services.attn_worker.backends.torch_layer_cache import make_layer_cache
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.kv_cache.scales import KVScales
-from services.common.model_config import ModelConfig
+from services.common.model_config import ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,13 @@ class TorchAttention:
         self._dtype = dtype
         self._device = device
         ropes = {rope for rope in config.layer_ropes if rope is not None}
-        self._ropes = {rope: RotaryEmbedding(rope, max_model_len, device) for rope in ropes}
+        self._num_sink_tokens = config.attention.num_sink_tokens
+        self._ropes: dict[RopeConfig, RotaryEmbedding | UnboundedRotaryEmbedding] = {
+            rope: UnboundedRotaryEmbedding(rope, device)
+            if self._num_sink_tokens
+            else RotaryEmbedding(rope, max_model_len, device)
+            for rope in ropes
+        }
         self._sinks: torch.Tensor | None = None  # float32 [num_layers, num_heads], of models that have them
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
         self._windows = set(spec.windows)
@@ -106,10 +112,8 @@ class TorchAttention:
         self._key_value = self._qkv[:, config.attn_size :]
         heads = self._qkv[:, : config.attn_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
         positions, rope_lens = self._to_device(step.positions), self._to_device(step.rope_lens)
-        self._rotations = {
-            rope: self._rotation(heads[..., : rope.rotary_dim], *embedding(positions, rope_lens))
-            for rope, embedding in self._ropes.items()
-        }
+        self._rotations = self._make_rotations(heads, positions, rope_lens)
+        self._prepare_sinks(step, positions, rope_lens)
         groups = build_padded_groups(step.num_tokens, step.context_lens)
         self._groups = [self._prepare(group, step.block_tables) for group in groups]
 
@@ -119,6 +123,10 @@ class TorchAttention:
         # that later owns the block. The dense stroke's residual still carries them.
         torch.nan_to_num(qkv, 0.0, 0.0, 0.0, out=self._qkv)
         rope = self._config.layer_ropes[layer]
+        if self._sink_query is not None:
+            self._sink_query.copy_(self._query)
+            if rope is not None:
+                self._sink_rotations[rope].apply()
         if rope is not None:
             self._rotations[rope].apply()
         self._layers[layer].append(self._slots, self._key_value)
@@ -129,18 +137,22 @@ class TorchAttention:
         self._layers[layer].gather(group.blocks, group.gathered)
         mask = group.masks[self._spec.windows[layer]]
         is_slice = group.out_rows is None
-        query = self._query[group.rows] if is_slice else self._query.index_select(0, group.rows)
+        queries = [self._query] if self._sink_query is None else [self._query, self._sink_query]
+        queries = [each[group.rows] if is_slice else each.index_select(0, group.rows) for each in queries]
         group_size, num_kv_heads, _, head_dim = group.keys.shape
         sinks = None
         if self._config.attention.has_sinks:
             sinks = self._sinks[layer].view(num_kv_heads if group.max_tokens == 1 else self._config.num_heads, -1, 1)
         if group.max_tokens == 1:
             # The q heads of a kv head are passed as query positions, so keys and values need not be repeated.
-            query = query.view(group_size, num_kv_heads, -1, head_dim)
-            attended = self._attention(query, group.keys, group.values, mask, sinks)
+            queries = [each.view(group_size, num_kv_heads, -1, head_dim) for each in queries]
+            attended = self._attention(*queries, keys=group.keys, values=group.values, mask=mask, sinks=sinks)
         else:
-            query = query.view(group_size, group.max_tokens, -1, head_dim).transpose(1, 2)
-            attended = self._attention(query, group.keys, group.values, mask, sinks, is_causal=mask is None)
+            shape = (group_size, group.max_tokens, -1, head_dim)
+            queries = [each.view(shape).transpose(1, 2) for each in queries]
+            attended = self._attention(
+                *queries, keys=group.keys, values=group.values, mask=mask, sinks=sinks, is_causal=mask is None
+            )
             attended = attended.transpose(1, 2)
         if is_slice:
             out[group.rows].view(attended.shape).copy_(attended)
@@ -153,6 +165,8 @@ class TorchAttention:
     def _attention(
         self,
         query: torch.Tensor,
+        sink_query: torch.Tensor | None = None,
+        *,
         keys: torch.Tensor,
         values: torch.Tensor,
         mask: torch.Tensor | None,
@@ -161,10 +175,11 @@ class TorchAttention:
     ) -> torch.Tensor:
         """query [group_size, heads, queries, head_dim], mask as by `_masks` -> the same shape as query.
 
-        sinks: logits that broadcast to the scores, [heads, queries or 1, 1]; None: the model has none.
+        sink_query: the query for the first tokens, by `_prepare_sinks`; None: as for all others. sinks: logits that
+        broadcast to the scores, [heads, queries or 1, 1]; None: the model has none.
         """
         options, has_groups = self._config.attention, query.shape[1] > keys.shape[1]
-        if options.softcap is None and sinks is None:
+        if options.softcap is None and sinks is None and sink_query is None:
             return scaled_dot_product_attention(
                 query,
                 keys,
@@ -179,6 +194,9 @@ class TorchAttention:
             keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys, values))
         scale = options.scale or query.shape[-1] ** -0.5
         scores = query.float() @ keys.float().transpose(-1, -2) * scale
+        if sink_query is not None:
+            first_keys = keys[:, :, : self._num_sink_tokens].float()
+            scores[..., : first_keys.shape[2]] = sink_query.float() @ first_keys.transpose(-1, -2) * scale
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
         if is_causal:
@@ -192,6 +210,35 @@ class TorchAttention:
             total = weights.sum(dim=-1, keepdim=True) + (sinks - highest).exp()
             return (weights @ values.float() / total).to(query.dtype)
         return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
+
+    def _make_rotations(
+        self, heads: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor
+    ) -> dict[RopeConfig, _Rotation]:
+        """heads: a view [num_rows, num_heads, head_dim]; positions, rope_lens [num_rows]."""
+        return {
+            rope: self._rotation(heads[..., : rope.rotary_dim], *embedding(positions, rope_lens))
+            for rope, embedding in self._ropes.items()
+        }
+
+    def _prepare_sinks(self, step: StepMetadata, positions: torch.Tensor, rope_lens: torch.Tensor) -> None:
+        """The queries that meet the first tokens, if the text has become longer than what is seen of it.
+
+        By StreamingLLM (arXiv:2309.17453) a token's position is its place in the cache: sinks 0 to S - 1, then W tokens
+        with the query as the last one, at S + W - 1. Of rotated queries and keys only the distance counts. Among the W
+        tokens it is the same in the text and in the cache, so keys are stored as usual, rotated by their position in
+        the text. For the sinks alone, which are at the same place in both, the query is rotated by its place in the
+        cache.
+        """
+        self._sink_query: torch.Tensor | None = None
+        window = self._spec.window
+        if not self._num_sink_tokens or window is None:
+            return
+        last_place = self._num_sink_tokens + window - 1
+        if not len(step.positions) or step.positions.max() <= last_place:
+            return
+        self._sink_query = self._workspace("sink_query", len(positions), self._config.attn_size)
+        heads = self._sink_query.unflatten(-1, (-1, self._config.head_dim))
+        self._sink_rotations = self._make_rotations(heads, positions.clamp(max=last_place), rope_lens)
 
     def _rotation(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> _Rotation:
         """heads: a view [num_rows, num_heads, rotary_dim]; cos, sin float32 [num_rows, rotary_dim / 2]."""
@@ -248,7 +295,9 @@ class TorchAttention:
             distance = queries - torch.arange(group.max_context, dtype=torch.int32, device=self._device)
             is_hidden = distance < 0
             if has_window:
-                is_hidden |= distance >= window
+                is_far = distance >= window
+                is_far[..., : self._num_sink_tokens] = False
+                is_hidden |= is_far
             if len(self._slopes):
                 mask = (self._slopes[:, None, None] * -distance).masked_fill_(is_hidden, float("-inf")).to(self._dtype)
                 if mask.shape[2] == 1:

@@ -14,8 +14,8 @@ class BlockTables:
     """One row of numpy arrays per sequence. Rows are reused, and added when needed.
 
     The arrays are replaced when rows are added, so read them by name each time. An unused element of a table names the
-    null block, whose index is the pool's number of blocks. A row without its first blocks, which were dropped, begins
-    with the first one that is left.
+    null block, whose index is the pool's number of blocks. A row from which blocks were dropped
+    continues at their place with those behind them.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, max_num_blocks: int) -> None:
@@ -58,9 +58,9 @@ class BlockTables:
         for block_id in self.block_ids[row, :num_blocks].tolist():
             self._pool.pin(block_id)
 
-    def drop_blocks(self, row: int, num_blocks: int) -> int:
-        """Releases a row's first blocks, which stay counted as dropped; returns how many became free."""
-        blocks = self.block_ids[row, : self.num_held_blocks[row]]
+    def drop_blocks(self, row: int, num_blocks: int, behind: int) -> int:
+        """Releases the blocks behind the first `behind`, and counts them as dropped; returns how many became free."""
+        blocks = self.block_ids[row, behind : self.num_held_blocks[row]]
         num_freed = self._pool.release(blocks[:num_blocks].tolist())
         blocks[:-num_blocks] = blocks[num_blocks:].copy()
         blocks[-num_blocks:] = self._null_block

@@ -29,7 +29,7 @@ class KVCache:
 
     `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length
     (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `window`: no layer reads
-    further back, so sequences drop blocks behind it when a plan says so.
+    further back, except to the first `num_sink_tokens`, so sequences drop blocks between when a plan says so.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class KVCache:
         enable_prefix_cache: bool = True,
         length_dependent_beyond: int | None = None,
         window: int | None = None,
+        num_sink_tokens: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.retention = Retention(block_size, window)
+        self.retention = Retention(block_size, window, num_sink_tokens)
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks  # also the index of the null block
         self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
@@ -248,7 +249,7 @@ class KVCache:
         if child_id in self._sequences or not has_position:
             errors[child_id] = RequestAborted(
                 f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
-                f" {num_computed} tokens, without the first {self._num_dropped_tokens(parent)}, and the other one must"
+                f" {num_computed} tokens, {self._num_dropped_tokens(parent)} of them dropped, and the other one must"
                 " be new"
             )
             return None
@@ -303,8 +304,8 @@ class KVCache:
             first = position // self.block_size
             if not self._can_return(sequence, position):
                 errors[seq_ids[index]] = RequestAborted(
-                    f"sequence {seq_ids[index]} cannot go back to token {position}: it has dropped the first"
-                    f" {self._num_dropped_tokens(sequence)}"
+                    f"sequence {seq_ids[index]} cannot go back to token {position}: it has dropped"
+                    f" {self._num_dropped_tokens(sequence)} tokens that are read from there"
                 )
                 continue
             place = first - int(self._tables.num_dropped_blocks[row])
@@ -323,7 +324,7 @@ class KVCache:
 
     def _can_return(self, sequence: CachedSequence, position: int) -> bool:
         """Whether the sequence has all blocks that the token at `position` reads."""
-        return self._tables.num_dropped_blocks[sequence.row] <= self.retention.first_needed_block(position)
+        return self._tables.num_dropped_blocks[sequence.row] <= self.retention.num_unread_blocks(position)
 
     def _num_dropped_tokens(self, sequence: CachedSequence) -> int:
         return int(self._tables.num_dropped_blocks[sequence.row]) * self.block_size
@@ -332,7 +333,7 @@ class KVCache:
         """Drops the blocks that an entry's tokens and later ones do not read; returns how many became free."""
         row = self._sequences[entry.seq_id].row
         num_more = self.retention.num_dropped_blocks(entry.position) - int(self._tables.num_dropped_blocks[row])
-        return self._tables.drop_blocks(row, num_more) if num_more > 0 else 0
+        return self._tables.drop_blocks(row, num_more, behind=self.retention.num_sink_blocks) if num_more > 0 else 0
 
     def _allocate_blocks(
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]

@@ -20,31 +20,33 @@ class PrefixCache:
         self._tables = tables
         self._retention = retention
         self._block_size = retention.block_size
+        self._num_sink_blocks = retention.num_sink_blocks
         self._is_enabled = is_enabled
 
     def pin_longest(self, sequence: CachedSequence) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of them were free.
 
         At least its last token remains to be computed. With a window, only the blocks that the next token reads must be
-        there, and only these are pinned.
+        there, and only these are pinned: those of sinks, and those of the window.
         """
         num_blocks = (len(sequence.token_ids) - 1) // self._block_size
         if not self._is_enabled or not num_blocks:
             return 0
         if self._retention.window is None:
             self._add_digests(sequence, num_blocks, stops_at_miss=True)
-            first, end = 0, len(sequence.digests)
         else:
             self._add_digests(sequence, num_blocks)
-            first, end = self._last_run(sequence.digests)
-            del sequence.digests[end:]
+            del sequence.digests[self._last_hit(sequence.digests) :]
+        end = len(sequence.digests)
+        num_dropped, num_sinks = self._retention.num_unread_blocks(end * self._block_size), self._num_sink_blocks
         row, tables, num_pinned = sequence.row, self._tables, 0
-        for place, digest in enumerate(sequence.digests[first:]):
+        kept = sequence.digests[:num_sinks] + sequence.digests[num_sinks + num_dropped :]
+        for place, digest in enumerate(kept):
             block_id = self._pool.lookup(digest)
             assert block_id is not None, "it was found before"
             num_pinned += self._pool.pin(block_id)
             tables.block_ids[row, place] = block_id
-        tables.num_dropped_blocks[row], tables.num_held_blocks[row] = first, end - first
+        tables.num_dropped_blocks[row], tables.num_held_blocks[row] = num_dropped, len(kept)
         tables.num_hashed_blocks[row] = end
         tables.num_computed[row] = tables.num_committed[row] = end * self._block_size
         return num_pinned
@@ -58,7 +60,9 @@ class PrefixCache:
         num_dropped = int(tables.num_dropped_blocks[row])
         for index in range(len(sequence.digests), num_known // self._block_size):
             digest = self.digest(sequence, index)
-            if index >= num_dropped:
+            if index < self._num_sink_blocks:
+                self._pool.register_hash(int(tables.block_ids[row, index]), digest)
+            elif index >= self._num_sink_blocks + num_dropped:
                 self._pool.register_hash(int(tables.block_ids[row, index - num_dropped]), digest)
             sequence.digests.append(digest)
         tables.num_hashed_blocks[row] = len(sequence.digests)
@@ -78,14 +82,19 @@ class PrefixCache:
                 return
             sequence.digests.append(digest)
 
-    def _last_run(self, digests: list[bytes]) -> tuple[int, int]:
-        """The last blocks, from first to end, that are all findable and suffice for the token after them."""
+    def _last_hit(self, digests: list[bytes]) -> int:
+        """The greatest number of leading blocks after which all blocks that the next token reads are findable."""
+        num_sinks = 0  # leading blocks that are findable, up to those of all sinks
+        while num_sinks < self._num_sink_blocks and num_sinks < len(digests):
+            if self._pool.lookup(digests[num_sinks]) is None:
+                return num_sinks
+            num_sinks += 1
         end = len(digests)
-        needed = self._retention.first_needed_block(end * self._block_size)
-        for index in reversed(range(len(digests))):
+        first = num_sinks + self._retention.num_unread_blocks(end * self._block_size)
+        for index in range(len(digests) - 1, num_sinks - 1, -1):
             if self._pool.lookup(digests[index]) is None:
                 end = index
-                needed = self._retention.first_needed_block(end * self._block_size)
-            elif index <= needed:
-                return needed, end
-        return 0, 0
+                first = num_sinks + self._retention.num_unread_blocks(end * self._block_size)
+            elif index <= first:
+                return end
+        return num_sinks

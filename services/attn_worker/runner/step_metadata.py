@@ -17,8 +17,9 @@ class StepMetadata:
     The rows of qkv are the tokens of sequence 0, then of sequence 1, and so on. A sequence that cannot
     run keeps its rows: they start at position 0 and lie in the null block, whose index is `num_blocks`.
 
-    A sequence may have dropped its first blocks, which no row reads. Its table and its length then begin behind them;
-    distances between tokens stay the same. Only `positions` and `rope_lens` count from its first token.
+    A sequence may have dropped blocks that no row reads: its first ones, or those behind its sinks. Its table and its
+    length then lack them; distances between tokens behind them stay the same. Only `positions` and `rope_lens` count
+    all tokens.
     """
 
     num_tokens: np.ndarray  # int32 [num_seqs], tokens of this step

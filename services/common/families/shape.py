@@ -72,6 +72,7 @@ class AttentionOptions:
     softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
     alibi_slopes: tuple[float, ...] = ()  # per q head: slope * (j - i) is added to the scaled score; empty: no ALiBi
     rotates_pairs: bool = False  # RoPE turns dimensions (2d, 2d + 1), not (d, d + rotary_dim / 2)
+    num_sink_tokens: int = 0  # all tokens see these first ones, too, at their places in the cache: StreamingLLM
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
     has_sinks: bool = False  # a learned logit per layer and head joins each softmax and adds no value
 

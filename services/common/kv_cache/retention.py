@@ -14,22 +14,29 @@ class Retention:
 
     block_size: int  # tokens
     window: int | None = None  # a token reads this many keys at most, its own and those before it; None: all
+    num_sink_tokens: int = 0  # all tokens read these first ones, too; their blocks are never dropped
 
-    def first_needed_block(self, position: int) -> int:
-        """The first block that the token at `position` reads."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
+    @property
+    def num_sink_blocks(self) -> int:
+        return -(-self.num_sink_tokens // self.block_size)
+
+    def num_unread_blocks(self, position: int) -> int:
+        """Number of blocks behind the sinks that neither the token at `position` reads nor any later one."""
+        if self.window is None:
+            return 0
+        return max(0, max(0, position - self.window + 1) // self.block_size - self.num_sink_blocks)
 
     def num_dropped_blocks(self, position: int) -> int:
-        """Number of leading blocks that a sequence has dropped when a step begins at `position`."""
-        return max(0, self.first_needed_block(position) - 1)
+        """Number of blocks behind the sinks that a sequence has dropped when a step begins at `position`."""
+        return max(0, self.num_unread_blocks(position) - 1)
 
     def max_blocks(self, num_step_tokens: int) -> int | None:
         """The most blocks that a sequence holds if no step computes more tokens of it; None: the window is no limit.
 
         A step takes its blocks before those of the step before it count as dropped. So the blocks reach from the window
-        of the first token of one step to the last token of the next, with one block more.
+        of the first token of one step to the last token of the next, with one block more, and those of the sinks.
         """
         if self.window is None:
             return None
         num_tokens = self.window - 1 + 2 * num_step_tokens
-        return -(-(num_tokens - 1) // self.block_size) + 2
+        return self.num_sink_blocks - (-(num_tokens - 1) // self.block_size) + 2

@@ -25,6 +25,7 @@ class Attachment:
     held_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
     max_model_len: int  # tokens of the longest sequence that the model and the cache allow
     window: int | None = None  # of the KV cache, see `Retention`
+    num_sink_tokens: int = 0
 
     def abort(self) -> None:
         """Releases all waits in the channels, for good. May be called from any thread."""

@@ -180,6 +180,7 @@ class AttentionClient:
             held_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
             max_model_len=reply.max_model_len,
             window=reply.window if reply.HasField("window") else None,
+            num_sink_tokens=reply.num_sink_tokens,
         )
 
     async def _serve(

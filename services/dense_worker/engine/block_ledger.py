@@ -17,11 +17,9 @@ from services.common.kv_cache.retention import Retention
 class BlockLedger:
     """The counts of one attachment. Available blocks = free − reserved, never negative."""
 
-    def __init__(
-        self, block_size: int, num_blocks: int, num_free_blocks: int, window: int | None = None
-    ) -> None:
-        self.block_size = block_size
-        self.retention = Retention(block_size, window)
+    def __init__(self, retention: Retention, num_blocks: int, num_free_blocks: int) -> None:
+        self.retention = retention
+        self.block_size = retention.block_size
         self.num_blocks = num_blocks
         self.num_free_blocks = num_free_blocks
         self.num_reserved_blocks = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.errors import PeerError
+from services.common.kv_cache.retention import Retention
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.sequence import Sequence
@@ -83,9 +84,8 @@ class Session:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        self.ledger = BlockLedger(
-            attachment.block_size, attachment.num_blocks, attachment.num_free_blocks, attachment.window
-        )
+        retention = Retention(attachment.block_size, attachment.window, attachment.num_sink_tokens)
+        self.ledger = BlockLedger(retention, attachment.num_blocks, attachment.num_free_blocks)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have beams
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included

@@ -45,6 +45,7 @@ class Harness:
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         windows: tuple[int | None, ...] | None = None,
+        num_sink_tokens: int = 0,
         exceptions: Mapping[int, torch.dtype] | None = None,
         scales: KVScales | None = None,
         sinks: torch.Tensor | None = None,  # learned ones, [num_layers, num_heads]
@@ -66,12 +67,15 @@ class Harness:
         self.sinks = sinks
         options = dataclasses.replace(self.config.attention, has_sinks=sinks is not None)
         self.config = dataclasses.replace(self.config, attention=options)
+        attention = dataclasses.replace(self.config.attention, num_sink_tokens=num_sink_tokens)
+        self.config = dataclasses.replace(self.config, attention=attention)
         self.dtype = dtype
         self.spec = KVCacheSpec.of_model(self.config, cache_dtype or dtype, NUM_BLOCKS, BLOCK_SIZE)
         self.spec = dataclasses.replace(self.spec, exceptions=exceptions or {})
         if windows is not None:
             self.spec = dataclasses.replace(self.spec, windows=windows)
-        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, window=self.spec.window)
+        kept = {"window": self.spec.window, "num_sink_tokens": num_sink_tokens}
+        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, **kept)
         self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
         self.scales = scales or KVScales.ones(self.config.num_layers)
         self.backend.use_scales(self.scales)

@@ -40,7 +40,7 @@ class Sequence:
     num_computed: int  # number of `tokens`; the cache may also contain wrong drafts
     num_committed: int  # the length after a lost step
     num_held: int  # number of blocks
-    num_dropped: int  # number of its first blocks, which are gone
+    num_dropped: int  # number of its blocks behind the sinks that are gone
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -52,10 +52,18 @@ class KVCacheMachine(RuleBasedStateMachine):
         has_prefix_cache=st.sampled_from([True, True, True, False]),
         beyond=st.sampled_from([None, None, 6]),
         window=st.sampled_from([None, None, 1, 4, 7]),
+        num_sinks=st.sampled_from([0, 0, 1, 3]),
     )
     def start(
-        self, num_blocks: int, block_size: int, has_prefix_cache: bool, beyond: int | None, window: int | None
+        self,
+        num_blocks: int,
+        block_size: int,
+        has_prefix_cache: bool,
+        beyond: int | None,
+        window: int | None,
+        num_sinks: int,
     ) -> None:
+        num_sinks = num_sinks if window is not None else 0
         self.cache = KVCache(
             num_blocks,
             block_size,
@@ -63,7 +71,9 @@ class KVCacheMachine(RuleBasedStateMachine):
             enable_prefix_cache=has_prefix_cache,
             length_dependent_beyond=beyond,
             window=window,
+            num_sink_tokens=num_sinks,
         )
+        self.num_sinks, self.num_sink_blocks = num_sinks, -(-num_sinks // block_size)
         self.has_prefix_cache, self.beyond, self.window = has_prefix_cache, beyond, window
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_free = num_blocks  # the scheduler's ledger, updated only by differences
@@ -80,8 +90,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         return -(-num_tokens // self.block_size)
 
     def num_unread(self, position: int) -> int:
-        """Number of leading blocks all of whose tokens lie before the window of the token at `position`."""
-        return 0 if self.window is None else max(0, position + 1 - self.window) // self.block_size
+        """Number of blocks behind the sinks all of whose tokens lie before the window of the token at `position`."""
+        if self.window is None:
+            return 0
+        return max(0, max(0, position + 1 - self.window) // self.block_size - self.num_sink_blocks)
 
     @rule(tokens=PROMPTS, salt=st.sampled_from([b"", b"", b"salt"]))
     def open(self, tokens: list[int], salt: bytes) -> None:
@@ -281,8 +293,10 @@ class KVCacheMachine(RuleBasedStateMachine):
             context_len, num_dropped = num_computed + num_tokens, self.sequences[seq_id].num_dropped
             assert step.context_lens[index] == context_len - num_dropped * self.block_size
             first_read = 0 if self.window is None else max(0, num_computed + 1 - self.window)
-            for position in range(first_read, context_len):
-                block = int(step.block_tables[index, position // self.block_size - num_dropped])
+            for position in [*range(min(self.num_sinks, first_read)), *range(first_read, context_len)]:
+                place = position // self.block_size
+                place -= num_dropped if place >= self.num_sink_blocks else 0
+                block = int(step.block_tables[index, place])
                 slot = block * self.block_size + position % self.block_size
                 assert self.memory[slot] == self.history(self.with_drafts(seq_id, drafts), position + 1)
 

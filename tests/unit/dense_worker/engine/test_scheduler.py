@@ -54,7 +54,8 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 def new_session(cache: KVCache) -> Session:
     """A new attachment to this cache."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
-    return Session(Attachment(1, 1, {}, *counts, cache.held_blocks, cache.max_model_len, cache.retention.window))
+    kept = cache.retention.window, cache.retention.num_sink_tokens
+    return Session(Attachment(1, 1, {}, *counts, cache.held_blocks, cache.max_model_len, *kept))
 
 
 def sample(plan: StepPlan) -> StepResult:
@@ -82,9 +83,10 @@ class Cluster:
         drafts: DraftSource | None = None,
         max_model_len: int = MAX_MODEL_LEN,
         window: int | None = None,
+        num_sink_tokens: int = 0,
         **limits: float,
     ) -> None:
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, window=window)
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, window=window, num_sink_tokens=num_sink_tokens)
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )

@@ -50,6 +50,16 @@ def test_without_a_prompt_left_a_sequence_holds_its_window_and_two_blocks_more()
     assert most_held_blocks(cluster) <= -(-WINDOW // BLOCK_SIZE) + 2
 
 
+def test_blocks_of_sinks_are_kept_and_counted() -> None:
+    cluster = make_cluster(num_blocks=MOST_BLOCKS + 2, num_sink_tokens=BLOCK_SIZE + 1)
+    sequence = make_sequence(1, 300, 300)
+    cluster.scheduler.add(sequence)
+    assert most_held_blocks(cluster) <= MOST_BLOCKS + 2
+    assert sequence.output_token_ids == expected_output(sequence)
+    with pytest.raises(CapacityError, match=f"need {MOST_BLOCKS + 2} KV cache blocks"):
+        make_cluster(num_blocks=MOST_BLOCKS + 1, num_sink_tokens=BLOCK_SIZE + 1).scheduler.add(make_sequence(2, 9, 300))
+
+
 def test_one_block_less_than_a_sequence_may_need_is_an_error_that_names_both() -> None:
     cluster = make_cluster(num_blocks=MOST_BLOCKS - 1)
     with pytest.raises(CapacityError, match=f"need {MOST_BLOCKS} KV cache blocks, the cache has {MOST_BLOCKS - 1}"):
@@ -111,14 +121,21 @@ class Restarts:
 @given(
     st.lists(st.tuples(st.integers(1, 120), st.integers(1, 80)), min_size=1, max_size=6),
     st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
-    st.integers(MOST_BLOCKS, 3 * MOST_BLOCKS),
+    st.integers(MOST_BLOCKS + 2, 3 * MOST_BLOCKS),
     st.integers(1, 4),
     st.sets(st.integers(1, 90), max_size=4),
+    st.sampled_from([0, 1, BLOCK_SIZE + 1]),
 )
 def test_long_sequences_with_common_prefixes_share_preempt_and_continue(
-    lengths: list[tuple[int, int]], policy: Policy, num_blocks: int, max_num_seqs: int, restarts: set[int]
+    lengths: list[tuple[int, int]],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    restarts: set[int],
+    num_sink_tokens: int,
 ) -> None:
-    cluster = make_cluster(num_blocks, policy, max_num_seqs=max_num_seqs)
+    limits = {"max_num_seqs": max_num_seqs, "num_sink_tokens": num_sink_tokens}
+    cluster = make_cluster(num_blocks, policy, **limits)
     sequences: list[Sequence] = []
     for seq_id, (prompt_len, max_tokens) in enumerate(lengths, start=1):
         sequences.append(make_sequence(seq_id, prompt_len, max_tokens))  # prompts begin with the same tokens
