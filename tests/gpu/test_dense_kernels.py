@@ -15,6 +15,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import random_weights
+from services.dense_worker.prompts.given_rows import GivenRows
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -245,9 +246,10 @@ class Step:
         self.qkv = torch.full((num_tokens, config.qkv_size), torch.nan, dtype=dtype, device="cuda")
         self.attn_out = torch.full((num_tokens, config.attn_size), torch.nan, dtype=dtype, device="cuda")
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cuda")
+        self.given: GivenRows | None = None
 
     def run(self, backend: CudaBackend | TorchBackend) -> torch.Tensor:
-        residual = backend.first(self.token_ids, self.qkv)
+        residual = backend.first(self.token_ids, self.qkv, self.given)
         for layer in range(self.config.num_layers):
             torch.tanh(self.qkv[:, -self.config.attn_size :], out=self.attn_out)
             if layer + 1 < self.config.num_layers:
@@ -316,6 +318,23 @@ def test_captured_step_gives_the_same_logits_for_new_tokens(num_tokens: int, onl
         logits.fill_(torch.nan)
         graph.replay()
         assert torch.equal(logits, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 8, MAX_NUM_TOKENS])
+def test_given_vectors_take_the_place_of_embeddings(num_tokens: int) -> None:
+    """Those of other tokens give the logits of these tokens, and leave the other rows as they are."""
+    weights = make_weights(LLAMA, torch.bfloat16)
+    backend = CudaBackend(weights, LLAMA, MAX_NUM_TOKENS)
+    step = Step(LLAMA, torch.bfloat16, num_tokens, list(range(num_tokens)))
+    expected = step.run(backend)
+    places = torch.arange(0, num_tokens, 2)
+    table = dict(weights.named_tensors())["embed"]
+    step.given = GivenRows(places, table[step.token_ids[::2]].cpu()).upload(table.device)
+    step.token_ids[::2] = 0
+    assert torch.equal(step.run(backend), expected)
+    step.given = None
+    assert not torch.equal(step.run(backend), expected)
 
 
 @pytest.mark.gpu

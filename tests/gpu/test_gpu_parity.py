@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.gpu.gpu_cluster import DEVICE, assert_mps_clients, gpu_cluster
-from tests.support.cluster import Cluster
+from tests.support.clients.streams import collect_all
+from tests.support.cluster import Cluster, request
+from tests.support.prompt_vectors import embeddings_of, embeds_of
 from tests.support.reference import make_served_model, random_prompts, reference_model, reference_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -73,6 +75,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "scheduler.max_num_seqs=16",
         "scheduler.policy=max_utilization",
         "attention.num_blocks=46",
+        "gateway.enable_prompt_embeds=true",
         *case.settings,
     )
     with gpu_cluster(tmp_path_factory.mktemp("cluster"), *settings) as cluster:
@@ -122,6 +125,16 @@ def test_a_prompt_whose_prefix_is_cached_gets_the_same_tokens(served: Served) ->
     again = served.cluster.generate(prompt, 40)
     assert again.finish.usage.num_cached_tokens == (len(prompt) - 1) // 16 * 16
     assert_tokens(served, [prompt], [again.token_ids])
+
+
+def test_embeddings_of_a_prompt_are_the_prompt(served: Served) -> None:
+    """Their steps run without a CUDA graph, also those that have tokens of others."""
+    prompts = PROMPTS[-4:]
+    messages = [request(prompt, 40, ignore_eos=True) for prompt in prompts]
+    for message, prompt in zip(messages[::2], prompts[::2], strict=True):
+        message.prompt_embeds.CopyFrom(embeds_of(embeddings_of(served.path, prompt)))
+    found = collect_all(served.cluster.gateway, messages)
+    assert_tokens(served, prompts, [each.token_ids[0] for each in found])
 
 
 def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_crowd(served: Served) -> None:

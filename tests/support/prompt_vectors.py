@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from services.pb import gateway_pb2
 from tests.support.reference import reference_model
 
 
@@ -42,6 +43,14 @@ def tokens_after_vectors(model: Path, vectors: torch.Tensor, max_tokens: int) ->
 def logits_after_vectors(model: Path, vectors: torch.Tensor) -> torch.Tensor:
     """The logits that Hugging Face computes after these embeddings, float32 [vocab]."""
     return reference_model(model)(inputs_embeds=vectors[None], use_cache=False).logits[0, -1].clone()
+
+
+def embeds_of(vectors: torch.Tensor) -> gateway_pb2.PromptEmbeds:
+    """A prompt of these vectors, float32 [num_tokens, hidden], for gRPC."""
+    num_tokens, hidden_size = vectors.shape
+    return gateway_pb2.PromptEmbeds(
+        values=vectors.numpy().tobytes(), num_tokens=num_tokens, hidden_size=hidden_size, dtype="float32"
+    )
 
 
 def make_prompt_tuning(path: Path, virtual_tokens: torch.Tensor, **config: Any) -> Path:

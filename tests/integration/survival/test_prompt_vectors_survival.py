@@ -23,6 +23,7 @@ from tests.support.clients.streams import Collected, collect_all
 from tests.support.cluster import Cluster, ctl, request, running_cluster
 from tests.support.prompt_vectors import (
     embeddings_of,
+    embeds_of,
     logits_after_vectors,
     make_prompt_tuning,
     random_vectors,
@@ -72,13 +73,6 @@ class Server:
             else:
                 expected = reference_tokens(self.model, prompt, num_tokens)
             assert each.token_ids[0] == expected, f"adapter {name!r}"
-
-
-def embeds_of(vectors: torch.Tensor) -> gateway_pb2.PromptEmbeds:
-    num_tokens, hidden_size = vectors.shape
-    return gateway_pb2.PromptEmbeds(
-        values=vectors.numpy().tobytes(), num_tokens=num_tokens, hidden_size=hidden_size, dtype="float32"
-    )
 
 
 @pytest.fixture(scope="module")

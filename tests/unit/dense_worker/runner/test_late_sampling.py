@@ -5,8 +5,6 @@ CUDA is replaced: what is enqueued runs at once, so that a step that is sampled 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,20 +20,10 @@ from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
+from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 
 VOCAB_SIZE, MAX_NUM_SEQS, NUM_STEPS = 300, 4, 12
 FORM = StructuredOutput(Constraint.REGEX, "(ab|cd){5}e?")
-class FakeChannel:
-    """A `Channel` with nobody at its other end."""
-
-    qkv = attn_out = torch.empty(32, 1)
-
-    def signal(self, flag: int) -> None: ...
-
-    def wait(self, flag: int) -> None: ...
-
-    def check(self) -> None: ...
-
 
 CHANNEL: Any = FakeChannel()
 
@@ -52,43 +40,6 @@ class RandomLogits:
 
     def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return self.table[residual[rows, 0]]
-
-
-class Event:
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class TorchWithoutCuda:
-    """The module torch; memory of a GPU, and pinned memory, is usual memory."""
-
-    cuda = SimpleNamespace(
-        Stream=lambda: SimpleNamespace(device="cpu"),
-        stream=lambda stream: nullcontext(),
-        set_device=lambda device: None,
-        Event=Event,
-    )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def zeros(self, *size: int, **options: Any) -> torch.Tensor:
-        return torch.zeros(*size, dtype=options["dtype"])
-
-    def empty(self, *size: int, **options: Any) -> torch.Tensor:
-        return torch.empty(*size, dtype=options["dtype"])
-
-
-class EagerGraphs:
-    """`StepGraphs` that captures nothing."""
-
-    def __init__(self, stream: object, warm_up: object, run: Callable[[tuple[int, int]], None]) -> None:
-        self._run = run
-
-    def find(self, size: tuple[int, int]) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: self._run(size))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,59 @@
+"""What a `CudaModelRunner` needs of CUDA, on a CPU: tests of what it enqueues, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class FakeChannel:
+    """A `Channel` with nobody at its other end."""
+
+    qkv = attn_out = torch.empty(32, 1)
+
+    def signal(self, flag: int) -> None: ...
+
+    def wait(self, flag: int) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class TorchWithoutCuda:
+    """The module torch; memory of a GPU, and pinned memory, is usual memory."""
+
+    cuda = SimpleNamespace(
+        Stream=lambda: SimpleNamespace(device="cpu"),
+        stream=lambda stream: nullcontext(),
+        set_device=lambda device: None,
+        Event=Event,
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: int, **options: Any) -> torch.Tensor:
+        return torch.zeros(*size, dtype=options["dtype"])
+
+    def empty(self, *size: int, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, dtype=options["dtype"])
+
+
+class EagerGraphs:
+    """`StepGraphs` that captures nothing."""
+
+    def __init__(self, stream: object, warm_up: object, run: Callable[[tuple[int, int]], None]) -> None:
+        self._run = run
+
+    def find(self, size: tuple[int, int]) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: self._run(size))

@@ -1,0 +1,118 @@
+"""Rows of a step with vectors: where they are, in chunks, beside other sequences, and without a CUDA graph."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.runner import cuda_model_runner
+from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
+from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.sampling.sampler import Sampler
+from services.step import Fork, NewSequence, PlanEntry, StepPlan
+from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
+
+VOCAB_SIZE, MAX_NUM_SEQS = 64, 4
+CHANNEL: Any = FakeChannel()
+# The model counts: after the vector x comes token x + 1, as after token x.
+TABLE = LoadedTable("aa", VOCAB_SIZE, torch.tensor([[20.0], [30.0], [40.0]]))
+
+
+class Counting:
+    """A `DenseBackend` of one layer: after token t, or the vector t, comes t + 1. Records its steps."""
+
+    takes_given_rows = True
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[list[float], bool]] = []  # the residual, and whether vectors were given
+
+    def begin_step(self, plan: StepPlan, num_tokens: int) -> None: ...
+
+    def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:
+        assert int(token_ids.max()) < VOCAB_SIZE, "a model has no embedding for more"
+        residual = token_ids[:, None].float()
+        if given is not None:
+            residual.index_copy_(0, given.rows, given.vectors)
+        self.steps.append((residual[:, 0].tolist(), given is not None))
+        return residual
+
+    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        following = (residual[rows, 0].long() + 1) % VOCAB_SIZE
+        return torch.nn.functional.one_hot(following, VOCAB_SIZE).float()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    backend: Any = Counting()
+    sampler = Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu")
+    if request.param == "cpu":
+        runner = ModelRunner(backend, sampler, 1, MAX_NUM_SEQS)
+    else:
+        monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
+        monkeypatch.setattr(cuda_model_runner, "StepGraphs", CountingGraphs)
+        monkeypatch.setattr(GivenRows, "upload", lambda self, device: self)  # pinned memory needs a GPU
+        config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1)
+        runner = CudaModelRunner(
+            backend, sampler, config, torch.float32, MAX_NUM_SEQS, 32, captures_lazily=True
+        )
+    CountingGraphs.num_replays = 0
+    runner.attach([CHANNEL])
+    return runner
+
+
+class CountingGraphs(EagerGraphs):
+    num_replays = 0
+
+    def find(self, size: Any) -> SimpleNamespace:
+        CountingGraphs.num_replays += 1
+        return super().find(size)
+
+
+def open_sequence(runner: ModelRunner, seq_id: int, *token_ids: int, table: LoadedTable | None = None) -> None:
+    sampling = SamplingParams(temperature=0.0)
+    new = NewSequence(seq_id, f"r{seq_id}", token_ids, len(token_ids), sampling)
+    runner.open(new, table=table)
+
+
+def run(runner: ModelRunner, *entries: PlanEntry, forks: tuple[Fork, ...] = ()) -> list[list[int]]:
+    return [list(each) for each in runner.launch(StepPlan(1, entries, forks=forks), CHANNEL).collect().token_ids]
+
+
+def steps_of(runner: ModelRunner) -> list[tuple[list[float], bool]]:
+    backend: Any = runner._backend
+    return [(residual, is_given) for residual, is_given in backend.steps]
+
+
+def test_vectors_take_their_rows_in_chunks_and_beside_others(runner: ModelRunner) -> None:
+    open_sequence(runner, 1, 5, 6)
+    open_sequence(runner, 2, VOCAB_SIZE + 2, 7, VOCAB_SIZE, VOCAB_SIZE + 1, table=TABLE)
+    assert run(runner, PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 3, 0)) == [[7], []]
+    assert run(runner, PlanEntry(1, 2, 1, 1), PlanEntry(2, 3, 1, 1)) == [[8], [31]]
+    assert run(runner, PlanEntry(1, 3, 1, 1), PlanEntry(2, 4, 1, 1)) == [[9], [32]]
+    first, second, third = steps_of(runner)
+    assert first == ([5, 6, 40, 7, 20], True) and second == ([7, 30], True)
+    assert third[0][:2] == [8, 31] and not third[1], "outputs are tokens"
+    if isinstance(runner, CudaModelRunner):
+        assert CountingGraphs.num_replays == 1, "only the step without vectors is a graph"
+
+
+def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
+    open_sequence(runner, 1, VOCAB_SIZE, VOCAB_SIZE + 1, table=TABLE)
+    assert run(runner, PlanEntry(1, 0, 1, 0)) == [[]]
+    fork = Fork(1, 2, 1)
+    assert run(runner, PlanEntry(1, 1, 1, 1), PlanEntry(2, 1, 1, 1), forks=(fork,)) == [[31], [31]]
+
+
+def test_a_resumed_sequence_begins_with_its_vectors_again(runner: ModelRunner) -> None:
+    """As after a kill or a preemption: the prompt, and the tokens so far."""
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    new = NewSequence(1, "r", (VOCAB_SIZE + 1, 31), 1, sampling)
+    runner.open(new, table=TABLE)
+    assert run(runner, PlanEntry(1, 0, 2, 1)) == [[32]]
+    assert steps_of(runner)[0] == ([30, 31], True)
