@@ -21,7 +21,13 @@ from services.gateway.http.schemas.completions import CompletionObject, Completi
 from services.gateway.http.to_message import chat_message, completion_messages
 from services.pb import gateway_pb2
 
-STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "If stream was set"}}}
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+    "description": "If stream was set",
+}
+STREAM_CONTENT = {"text/event-stream": {"schema": EVENT}}
 NAMED_EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
