@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import grpc
 import pytest
 import torch
 
+from services.attn_worker.attach_request import read_sinks
 from services.channel import ChannelSpec
 from services.channel.shm import ShmChannel
 from services.common.config import PeerSection
 from services.common.errors import ConfigError
+from services.common.model_config import AttentionOptions
 from services.dense_worker.engine.attachment import AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.pb import attn_pb2, step_pb2
@@ -116,6 +119,26 @@ def test_sequences_are_opened_in_order_by_the_stream_of_plans() -> None:
 def test_a_refused_sequence_fails_alone() -> None:
     listener = open_all(refusal="no room")
     assert listener.refused == dict.fromkeys(range(NUM_SEQUENCES), "no room") and not listener.opened
+
+
+def test_every_attachment_hands_over_the_sinks() -> None:
+    sinks = ((0.5, -1.0), (2.0, 3.25), (0.0, 7.0))
+    requests: list[attn_pb2.AttachRequest] = []
+
+    class Recorder(Attention):
+        async def Attach(self, request: attn_pb2.AttachRequest, timeout: float) -> attn_pb2.AttachReply:
+            requests.append(request)
+            return attn_pb2.AttachReply()
+
+    async def test() -> None:
+        client = make_client(Recorder())
+        client._options = replace(client._options, sinks=sinks)
+        for _ in range(2):
+            await client._attach()
+
+    asyncio.run(asyncio.wait_for(test(), TEST_LIMIT_S))
+    config: Any = SimpleNamespace(num_layers=3, num_heads=2, attention=AttentionOptions(has_sinks=True))
+    assert [read_sinks(request, config) for request in requests] == [sinks, sinks]
 
 
 def test_only_the_current_attachment_makes_the_worker_ready() -> None:

@@ -23,6 +23,7 @@ from tests.support.chats.chat_models import (
     with_chat_model,
 )
 from tests.support.running_gateway import RunningGateway
+from tests.unit.gateway.anthropic.test_message_tools import BODY, ask
 
 USER: list[Any] = [{"role": "user", "content": "What is 2 + 2?"}]
 THOUGHT = "<|channel|>analysis<|message|>Two and two.<|end|><|start|>assistant"
@@ -160,6 +161,26 @@ def test_responses_have_items_for_channels(tmp_path: Path) -> None:
 
     dense = with_chat_model(tmp_path, "harmony", [CALL, ANSWER], test)
     assert '"sunny"<|end|><|start|>assistant' in prompt_text(dense.submits[-1])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_anthropics_messages_have_blocks_for_channels(is_stream: bool, tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        message = await ask(gateway, BODY | {"stream": is_stream})
+        thought, call = message["content"]
+        assert (thought["type"], thought["thinking"]) == ("thinking", "Two and two.")
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", {"city": "Rome"})
+        assert message["stop_reason"] == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sunny"}
+        turns = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
+        answer = await ask(gateway, BODY | {"messages": [*BODY["messages"], *turns], "stream": is_stream})
+        assert [each["type"] for each in answer["content"]] == ["thinking", "text"]
+        assert answer["content"][1]["text"] == "Four. Stop here."
+
+    dense = with_chat_model(tmp_path, "harmony", [CALL, ANSWER], test)
+    prompt = prompt_text(dense.submits[1])
+    assert prompt.endswith('commentary<|message|>"sunny"<|end|><|start|>assistant')
+    assert "<|channel|>analysis<|message|>Two and two.<|end|><|start|>assistant to=functions.get_weather" in prompt
 
 
 def test_forms_reach_the_dense_worker(tmp_path: Path) -> None:
