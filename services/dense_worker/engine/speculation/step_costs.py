@@ -2,6 +2,9 @@
 
 A step that was planned while the one before ran costs the time between their ends. One that was planned afterwards
 costs the host's time between them, too. The costs depend on the number of tokens; sizes are those of CUDA graphs.
+
+On a machine with other work, all costs rise and fall together. The cost of steps planned ahead is always new, the
+others may have been measured long before. So these are kept in proportion to it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ MIN_STEPS = 3  # before that a cost is unknown
 # After so many further steps, of any kind, a cost is unknown again, by whether it is that of steps planned ahead. Such
 # steps are measured again at no risk; to measure the others again is a trial that may lose time.
 VALID_STEPS = {True: 256, False: 1024}
+_TYPICAL_RATE = 1 / 1024  # weight of the newest cost in the typical one
 
 
 class StepCosts:
@@ -26,6 +30,8 @@ class StepCosts:
         self._recent: dict[tuple[int, bool], deque[float]] = {}
         self._costs: dict[tuple[int, bool], float | None] = {}
         self._measured_at: dict[tuple[int, bool], int] = {}  # number of the step that was measured last
+        self._typical: dict[tuple[int, bool], float] = {}  # of steps planned ahead; changes slowly
+        self._pace = 1.0  # cost of the newest steps planned ahead, as a multiple of the typical one of its size
         self._num_steps = 0
 
     def size_of(self, num_tokens: int) -> int:
@@ -40,13 +46,18 @@ class StepCosts:
         if not self._is_valid(key):
             recent.clear()
         self._measured_at[key] = self._num_steps
-        recent.append(cost_s)
-        self._costs[key] = statistics.median(recent) if len(recent) >= MIN_STEPS else None
+        recent.append(cost_s if is_ahead else cost_s / self._pace)
+        median_s = self._costs[key] = statistics.median(recent) if len(recent) >= MIN_STEPS else None
+        if is_ahead and median_s is not None:
+            typical_s = self._typical.get(key, median_s)
+            self._typical[key] = typical_s + _TYPICAL_RATE * (median_s - typical_s)
+            self._pace = median_s / self._typical[key]
 
     def cost(self, num_tokens: int, *, is_ahead: bool) -> float | None:
         """The cost in seconds; None if it is unknown."""
         key = self.size_of(num_tokens), is_ahead
-        return self._costs.get(key) if self._is_valid(key) else None
+        cost_s = self._costs.get(key) if self._is_valid(key) else None
+        return cost_s if is_ahead or cost_s is None else cost_s * self._pace
 
     def _is_valid(self, key: tuple[int, bool]) -> bool:
         return self._num_steps - self._measured_at.get(key, 0) < VALID_STEPS[key[1]]
