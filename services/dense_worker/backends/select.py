@@ -146,9 +146,18 @@ def _check_experts(model: ResolvedModel) -> None:
     weights = empty_weights(config, model.dtype, torch.device("meta"))
     for linear in parts_of_type(ExpertLinear, weights.layers):
         if not isinstance(linear.weight, PlainWeight):
-            name, quantization = type(linear.weight).__name__, config.quantization
-            method = None if quantization is None else quantization.method
-            raise ConfigError(f"quantized experts ({method}, {linear.name}: {name}) do not run {instead}")
+            _check_quantized_experts(model, linear)
+
+
+def _check_quantized_experts(model: ResolvedModel, linear: ExpertLinear) -> None:
+    from services.dense_worker.backends.quantized.streamed_quantized import why_not  # needs triton
+    from services.dense_worker.backends.triton_launch import KernelLauncher
+
+    reason = why_not(KernelLauncher(model.device), linear.weight, linear.in_features, model.dtype)
+    if reason is not None:
+        method = "" if model.config.quantization is None else model.config.quantization.method
+        what = f"quantized experts ({method}, {linear.name}: {type(linear.weight).__name__})"
+        raise ConfigError(f"{what} do not run on {str(model.device)!r}, because {reason}: set dense.device to cpu")
 
 
 def _log_fallback(section: DenseSection, error: Exception) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import ClampedSwiglu
+from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.model.activation import clamped_swiglu
 from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
 from services.dense_worker.model.parameters import Parameter
+from tests.support.dense.fake_quantized_kernels import dequantized
 
 Tensor = torch.Tensor
 Own = Callable[..., AbstractContextManager[None]]
@@ -41,7 +43,9 @@ def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
     grouped = {"grouped_linear": kernels.grouped_linear, "sum_pairs": kernels.sum_pairs, "MAX_BLOCK_ROWS": 128}
     grouped |= {"choose_block_rows": lambda *_: BLOCK_ROWS}
     few = {"few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
-    return {"experts.triton_router": router, "experts.triton_grouped": grouped, "experts.triton_few": few}
+    quantized = {"grouped_quantized": kernels.grouped_quantized, "MAX_BLOCK_ROWS": 64}
+    by_module = {"router": router, "grouped": grouped, "grouped_quantized": quantized, "few": few}
+    return {f"experts.triton_{name}": names for name, names in by_module.items()}
 
 
 class _Kernels:
@@ -103,6 +107,29 @@ class _Kernels:
             assert block_rows == BLOCK_ROWS
             rows = x.repeat_interleave(pairs_per_row, dim=0)
             out.copy_(_products(rows, blocks.choices.flatten(), weight, bias, out.shape[1], is_gated, clamped))
+
+    def grouped_quantized(
+        self,
+        launcher: object,
+        x: PreparedInput,
+        pairs_per_row: int,
+        matrix: QuantizedMatrix,
+        bias: Tensor | None,
+        out: Tensor,
+        blocks: PairBlocks,
+        block_rows: int,
+        *,
+        is_gated: bool,
+        clamped: ClampedSwiglu | None = None,
+    ) -> None:
+        with self._own("grouped_quantized", out, gated=is_gated):
+            assert block_rows == BLOCK_ROWS and x.values.dtype in (torch.float16, torch.bfloat16)
+            [values], width = x.values.float(), x.values.shape[2]
+            if x.scale is not None:
+                values = values * x.scale[0].repeat_interleave(matrix.group_size or width, dim=1)[:, :width]
+            rows, experts = values.repeat_interleave(pairs_per_row, dim=0), blocks.choices.flatten()
+            wide_bias = None if bias is None else bias.float()
+            out.copy_(_products(rows, experts, dequantized(matrix), wide_bias, out.shape[1], is_gated, clamped))
 
     def sum_pairs(
         self,

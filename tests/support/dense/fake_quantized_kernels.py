@@ -46,7 +46,7 @@ def skinny_quantized(
 ) -> None:
     """All rows of the matrix by each version of the input, of which every projection takes its own."""
     assert len(x.values[0]) <= 64 and x.values.dtype in (torch.float16, torch.bfloat16)
-    weight = _dequantized(matrix)
+    weight = dequantized(matrix)
     num_versions, _, width = x.values.shape
     parts = weight.split(matrix.part_sizes if num_versions > 1 else [len(weight)])
     products = []
@@ -64,7 +64,7 @@ def skinny_quantized(
     out.copy_(product if residual is None else product + residual)
 
 
-def _dequantized(matrix: QuantizedMatrix) -> Tensor:
+def dequantized(matrix: QuantizedMatrix) -> Tensor:
     """float32 [out_features, in_features]; of bytes with two codes first the even columns, then the odd ones."""
     octets, scale = matrix.matrix, matrix.scale
     if matrix.codes is Codes.E2M1:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from services.common.families.shape import ExpertOptions
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.experts.triton_few import few_down, few_gate_up
-from services.dense_worker.backends.experts.triton_grouped import (
-    MAX_BLOCK_ROWS,
-    choose_block_rows,
-    grouped_linear,
-    sum_pairs,
-)
+from services.dense_worker.backends.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs
+from services.dense_worker.backends.experts.triton_grouped_quantized import MAX_BLOCK_ROWS as MAX_QUANTIZED_BLOCK_ROWS
+from services.dense_worker.backends.experts.triton_grouped_quantized import grouped_quantized
 from services.dense_worker.backends.experts.triton_router import (
     PairBlocks,
     Routing,
@@ -21,7 +20,11 @@ from services.dense_worker.backends.experts.triton_router import (
     router_logits,
     router_tiles,
 )
+from services.dense_worker.backends.quantized.operands import PreparedInput
+from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
+from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import SigmoidRouter
 from services.dense_worker.model.plain_weight import PlainWeight
@@ -51,7 +54,7 @@ class CudaExperts:
             return torch.empty(rows, width, dtype=dtype, device=device)
 
         # Blocks of fewer rows are at most as many as the experts, besides one that is not full for each expert.
-        max_num_blocks = num_experts + max(num_experts, max_num_pairs // MAX_BLOCK_ROWS)
+        max_num_blocks = num_experts + max(num_experts, max_num_pairs // MAX_QUANTIZED_BLOCK_ROWS)
         self._blocks = PairBlocks(num_experts, max_num_tokens, max_num_blocks, device)
         self._logits = workspace(max_num_tokens, num_experts, torch.float32)
         self._chosen = workspace(max_num_tokens, num_per_token, torch.int32)
@@ -90,35 +93,53 @@ class CudaExperts:
         num_pairs = num_tokens * self._options.num_per_token
         activation, out = self._activation[:num_pairs], torch.empty_like(x)
         gate_up, down = experts.gate_up, experts.down
-        assert isinstance(gate_up.weight, PlainWeight) and isinstance(down.weight, PlainWeight), "refused at start"
-        up_matrix, down_matrix = gate_up.weight.matrix.data, down.weight.matrix.data
-        up_bias, down_bias = (None if each.bias is None else each.bias.data for each in (gate_up, down))
-        is_few = self._is_few(num_tokens)
+        is_plain = isinstance(gate_up.weight, PlainWeight) and isinstance(down.weight, PlainWeight)
+        is_few = is_plain and self._is_few(num_tokens)
         block_rows = choose_block_rows(num_pairs, self._options.num_experts)
-        blocks = None if is_few else self._blocks
-        self._route(x, experts, num_valid, blocks, block_rows, (logits, chosen, weights))
+        if not is_plain:
+            block_rows = min(block_rows, MAX_QUANTIZED_BLOCK_ROWS)
+        self._route(x, experts, num_valid, None if is_few else block_rows, (logits, chosen, weights))
         launcher = self._launcher
         if is_few:
-            few_gate_up(launcher, x, chosen, up_matrix, up_bias, num_valid, activation, experts.clamped)
-            few_down(launcher, activation, chosen, weights, down_matrix, down_bias, shared, num_valid, out)
+            matrices = gate_up.weight.matrix.data, down.weight.matrix.data
+            biases = gate_up.bias_data, down.bias_data
+            few_gate_up(launcher, x, chosen, matrices[0], biases[0], num_valid, activation, experts.clamped)
+            few_down(launcher, activation, chosen, weights, matrices[1], biases[1], shared, num_valid, out)
             return out
         products = self._products[:num_pairs]
-        sizes = self._blocks, block_rows
-        num_per_token = self._options.num_per_token
-        grouped_linear(
-            launcher, x, num_per_token, up_matrix, up_bias, activation, *sizes, is_gated=True, clamped=experts.clamped
-        )
-        grouped_linear(launcher, activation, 1, down_matrix, down_bias, products, *sizes, is_gated=False)
+        clamped = {"is_gated": True, "clamped": experts.clamped}
+        self._multiply(gate_up, x, self._options.num_per_token, activation, block_rows, **clamped)
+        self._multiply(down, activation, 1, products, block_rows, is_gated=False)
         sum_pairs(launcher, products, weights, shared, num_valid, out)
         return out
+
+    def _multiply(
+        self,
+        linear: ExpertLinear,
+        x: torch.Tensor,
+        pairs_per_row: int,
+        out: torch.Tensor,
+        block_rows: int,
+        **gate: Any,
+    ) -> None:
+        """The products of all sorted pairs, see `grouped_linear`."""
+        launcher, blocks, bias = self._launcher, self._blocks, linear.bias_data
+        if isinstance(linear.weight, PlainWeight):
+            matrix = linear.weight.matrix.data
+            grouped_linear(launcher, x, pairs_per_row, matrix, bias, out, blocks, block_rows, **gate)
+            return
+        operands = OPERANDS[type(linear.weight)]
+        form = operands.input_form(linear.weight, x.dtype)
+        prepared = PreparedInput(x[None], None) if form.is_any else prepare_input(launcher, x, form)
+        codes = operands.matrix(linear.weight)
+        grouped_quantized(launcher, prepared, pairs_per_row, codes, bias, out, blocks, block_rows, **gate)
 
     def _route(
         self,
         x: torch.Tensor,
         experts: RoutedExperts,
         num_valid: torch.Tensor | None,
-        blocks: PairBlocks | None,
-        block_rows: int,
+        block_rows: int | None,  # None: pairs are not sorted
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # logits, choices and weights, of the step's rows
     ) -> None:
         router, loads = experts.router, experts.loads
@@ -129,9 +150,8 @@ class CudaExperts:
         routing = Routing(router.num_per_token, router.renormalizes, sigmoid)
         logits, chosen, weights = out
         router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=sigmoid is None)
-        choose_experts(
-            self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, blocks, block_rows
-        )
+        sorting = (None, 0) if block_rows is None else (self._blocks, block_rows)
+        choose_experts(self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, *sorting)
 
     def _is_few(self, num_tokens: int) -> bool:
         """Whether each pair gets programs of its own: as long as few pairs share an expert."""

@@ -52,13 +52,7 @@ def streamed_quantized(
 ) -> dict[type, StreamedQuantized]:
     """The kernels of each format, for a model in `dtype`. They share a workspace for partial sums."""
     splits = SplitWorkspace(device, launcher.num_sms)
-    formats: dict[type, QuantizedOperands] = {
-        ScaledWeight: ScaledOperands(),
-        BlockFp8Weight: BlockFp8Operands(),
-        GroupedIntWeight: GroupedIntOperands(),
-        Mxfp4Weight: Mxfp4Operands(),
-    }
-    return {each: StreamedQuantized(launcher, splits, dtype, operands) for each, operands in formats.items()}
+    return {each: StreamedQuantized(launcher, splits, dtype, operands) for each, operands in OPERANDS.items()}
 
 
 class StreamedQuantized:
@@ -75,13 +69,7 @@ class StreamedQuantized:
 
     def why_not(self, linear: Linear) -> str | None:
         """Why the kernels do not support this layer; None if they do."""
-        if self._dtype not in _DTYPES:
-            return f"the model's dtype is {self._dtype}, the kernels need 16 bits"
-        if self._launcher.shared_memory_bytes < _SHARED_BYTES:
-            return f"a program has {self._launcher.shared_memory_bytes} bytes of shared memory, needs {_SHARED_BYTES}"
-        if linear.in_features > _MAX_IN_FEATURES:
-            return f"in_features is {linear.in_features}, at most {_MAX_IN_FEATURES} fit"
-        return self._operands.why_not(linear.weight)
+        return why_not(self._launcher, linear.weight, linear.in_features, self._dtype)
 
     def multiply(
         self,
@@ -102,6 +90,17 @@ class StreamedQuantized:
             self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits,
             is_gated=is_gated, residual=residual,
         )  # fmt: skip
+
+
+def why_not(launcher: KernelLauncher, weight: WeightFormat, in_features: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not support this weight in a model in `dtype`; None if they do."""
+    if dtype not in _DTYPES:
+        return f"the model's dtype is {dtype}, the kernels need 16 bits"
+    if launcher.shared_memory_bytes < _SHARED_BYTES:
+        return f"a program has {launcher.shared_memory_bytes} bytes of shared memory, needs {_SHARED_BYTES}"
+    if in_features > _MAX_IN_FEATURES:
+        return f"in_features is {in_features}, at most {_MAX_IN_FEATURES} fit"
+    return OPERANDS[type(weight)].why_not(weight)
 
 
 class ScaledOperands:
@@ -192,6 +191,14 @@ class Mxfp4Operands:
         return QuantizedMatrix(Codes.E2M1, packed, weight.exponent.data, None, GROUP_SIZE, 1, (len(packed),))
 
 
+OPERANDS: dict[type, QuantizedOperands] = {
+    ScaledWeight: ScaledOperands(),
+    BlockFp8Weight: BlockFp8Operands(),
+    GroupedIntWeight: GroupedIntOperands(),
+    Mxfp4Weight: Mxfp4Operands(),
+}
+
+
 def codes_form(weight: ScaledWeight, dtype: torch.dtype) -> InputForm:
     """The input of a layer whose activations are quantized, as codes in `dtype`."""
     if weight.activations is Activations.TOKEN:
@@ -203,10 +210,12 @@ def codes_form(weight: ScaledWeight, dtype: torch.dtype) -> InputForm:
 
 def _why_no_versions(part_sizes: tuple[int, ...]) -> str | None:
     """Why the projections cannot have inputs of their own; None if they can."""
+    if len(part_sizes) > _MAX_VERSIONS:
+        return f"the {len(part_sizes)} projections each have an input of their own, at most {_MAX_VERSIONS} may"
     ends = list(accumulate(part_sizes))[:-1]
-    if len(part_sizes) > _MAX_VERSIONS or any(end % BLOCK_OUT for end in ends):
+    if any(end % BLOCK_OUT for end in ends):
         return (
-            f"the projections have {list(part_sizes)} rows, the kernels need multiples of {BLOCK_OUT} "
-            f"in at most {_MAX_VERSIONS} projections"
+            f"the projections have {list(part_sizes)} rows, the kernels need multiples of {BLOCK_OUT}, "
+            f"because each has an input of its own"
         )
     return None

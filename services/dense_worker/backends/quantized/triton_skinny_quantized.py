@@ -22,7 +22,7 @@ from services.dense_worker.backends.triton_skinny import (
 )
 
 _MAX_SPLITS = 8
-_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def skinny_quantized(
@@ -66,7 +66,7 @@ def skinny_quantized(
         x.values.stride(0),
         x.values.stride(1),
         out.stride(0),
-        DTYPE=_TRITON_TYPES[dtype],
+        DTYPE=TRITON_TYPES[dtype],
         CODES=int(matrix.codes),
         NUM_VERSIONS=num_versions,
         GROUP_SIZE=matrix.group_size or 0,
@@ -131,7 +131,7 @@ def _load_scale(scale, CODES: tl.constexpr):
 
 
 @triton.jit
-def _add_product(
+def add_product(
     sums,
     x_row,  # pointers [BLOCK_ROWS, 1]: the rows' starts
     x_scale,  # pointers [BLOCK_ROWS] or None: the scale of the group of features in each row
@@ -246,11 +246,11 @@ def _skinny_quantized_kernel(
                     up_zero = zero_point + (w_features + out_features) * num_groups + group
                 if x_scale is not None:
                     group_scale = x_scale + x_rows * num_groups + group
-            sums = _add_product(
+            sums = add_product(
                 sums, x_row, group_scale, w_row, w_scale, zero, first, is_row[:, None], in_features, CODES, DOT_SIZE
             )
             if IS_GATED:
-                up_sums = _add_product(
+                up_sums = add_product(
                     up_sums, up_x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
                     CODES, DOT_SIZE,
                 )  # fmt: skip

@@ -26,6 +26,11 @@ class ExpertLinear:
     weight: WeightFormat  # of the matrix [num_experts * out_features, in_features]
     bias: Parameter | None  # [num_experts * out_features]
 
+    @property
+    def bias_data(self) -> torch.Tensor | None:
+        """The bias as a tensor; None if there is none."""
+        return None if self.bias is None else self.bias.data
+
     def multiply(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """x [n, in_features] -> the product with one expert's matrix, [n, out_features]: the reference, in torch."""
         weight, bias = self._shares[expert]

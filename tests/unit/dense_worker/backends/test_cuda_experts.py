@@ -12,7 +12,14 @@ from services.common.config import DenseSection, ModelSection
 from services.common.errors import ConfigError
 from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig, load_model_config
-from services.common.quantization.schemes import on_the_fly_fp8
+from services.common.quantization.schemes import (
+    Activations,
+    Element,
+    QuantizationConfig,
+    ScaledScheme,
+    SchemeGroup,
+    on_the_fly_fp8,
+)
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.select import prepare_backend
@@ -25,6 +32,7 @@ from services.step import PlanEntry, StepPlan
 from tests.support.dense.fake_triton_kernels import LaunchRecorder, fake_triton_kernels
 from tests.support.dense.family_models import make_family_model
 from tests.support.dense.steps import relative_error, run_step
+from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 
 torch.set_num_threads(1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -119,19 +127,46 @@ def test_padding_gets_no_experts_and_changes_no_other_row(tmp_path: Path) -> Non
         assert torch.isfinite(padded).all()
 
 
+QUANTIZED = ("fp8 of transformers, dynamic", "fp8 channel, weight only", "fp8 blocks", "int8 channel, token", "awq g32")
+
+
+@pytest.mark.parametrize("name", [*QUANTIZED, "gptq 8 bits", "mxfp4"])
+def test_quantized_experts_run_by_their_kernels(tmp_path: Path, name: str) -> None:
+    """Both round to bfloat16 a few times, at different places. An input between two codes of FP8 may become either."""
+    make_family_model(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128, head_dim=32)
+    quantize_model_dir(tmp_path, FORMATS[name])
+    config = load_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16, CPU)
+    experts = next(parts_of_type(RoutedExperts, weights.layers))
+    with fake_triton_kernels() as recorder:
+        from services.dense_worker.backends.cuda_operations import CudaOperations
+
+        operations = CudaOperations(config, MAX_NUM_TOKENS, torch.bfloat16, CPU)
+        for num_tokens in (1, 20):
+            x = torch.randn(num_tokens, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+            with recorder:
+                found = operations.mix_experts(x, experts, None)
+            assert relative_error(found.float(), experts.mix(x)) < (6e-2 if "fp8" in name else 2e-2)
+    assert sum(launch.startswith("grouped_quantized") for launch in recorder.launches) == 4
+
+
 def test_what_the_kernels_lack_is_refused_by_name_before_weights_are_loaded(tmp_path: Path) -> None:
     config = make(tmp_path, "qwen3_moe")
     limits, section = Limits(8, 4), ModelSection(path=tmp_path)
 
-    def prepare(changed: ModelConfig, backend: str = "auto") -> str:
-        model = ResolvedModel(changed, torch.bfloat16, CUDA, 64)
-        return prepare_backend(DenseSection(backend=backend), section, model, limits, print).tensorrt
+    def prepare(changed: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> object:
+        model = ResolvedModel(changed, dtype, CUDA, 64)
+        with fake_triton_kernels():
+            return prepare_backend(DenseSection(), section, model, limits, print).tensorrt
 
     quantized = replace(config, quantization=on_the_fly_fp8())
-    with pytest.raises(
-        ConfigError, match=r"quantized experts \(fp8 on the fly, experts_gate_up: ScaledWeight\).*'cuda:0'"
-    ):
-        prepare(quantized)
+    assert prepare(config) is None and prepare(quantized) is None, "torch runs them"
+    fp8 = r"experts \(fp8 on the fly, experts_gate_up: ScaledWeight\) do not run on 'cuda:0', because"
+    with pytest.raises(ConfigError, match=fp8 + r" the model's dtype is torch.float32"):
+        prepare(quantized, torch.float32)
+    static = ScaledScheme(Element.FP8, is_per_channel=False, activations=Activations.STATIC)
+    inputs = QuantizationConfig("fp8", (SchemeGroup(("Linear",), static),), ())
+    with pytest.raises(ConfigError, match=r"ScaledWeight\) .* the 16 projections each have an input of their own"):
+        prepare(replace(config, quantization=inputs))
     with pytest.raises(ConfigError, match="experts with the activation 'gelu' do not run on 'cuda:0'"):
         prepare(replace(config, parts=replace(config.parts, activation=Activation.GELU)))
-    assert prepare(config) is None, "torch"

@@ -1,0 +1,173 @@
+"""The products of all quantized experts in one launch: `triton_grouped` with codes that become numbers in registers.
+
+Codes, scales and prepared inputs are those of `quantized.triton_skinny_quantized`: nothing is rounded before the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.common.families.shape import ClampedSwiglu
+from services.dense_worker.backends.experts.triton_gates import activate
+from services.dense_worker.backends.experts.triton_grouped import max_num_blocks
+from services.dense_worker.backends.experts.triton_router import PairBlocks
+from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
+from services.dense_worker.backends.quantized.triton_skinny_quantized import TRITON_TYPES, add_product
+from services.dense_worker.backends.triton_launch import KernelLauncher
+
+MAX_BLOCK_ROWS = 64
+
+
+def grouped_quantized(
+    launcher: KernelLauncher,
+    x: PreparedInput,  # one version of num_pairs / pairs_per_row rows
+    pairs_per_row: int,  # neighbouring pairs that read the same row
+    matrix: QuantizedMatrix,  # of all experts: [num_experts * out_features, ...], twice as many rows if is_gated
+    bias: torch.Tensor | None,  # [matrix's rows]
+    out: torch.Tensor,  # [num_pairs, out_features], contiguous, the model's dtype
+    blocks: PairBlocks,
+    block_rows: int,  # those that the blocks were made with, at most MAX_BLOCK_ROWS
+    *,
+    is_gated: bool,
+    clamped: ClampedSwiglu | None = None,  # None: SwiGLU
+) -> None:
+    """Writes W[e] x + b[e] of each pair to `out`; if is_gated, activation of the first half times the second half."""
+    num_pairs, out_features = out.shape
+    _, _, in_features = x.values.shape
+    launcher(
+        _grouped_quantized_kernel,
+        (max_num_blocks(num_pairs, len(blocks.slots), block_rows), triton.cdiv(out_features, BLOCK_OUT)),
+        out,
+        x.values,
+        x.scale,
+        matrix.matrix,
+        matrix.scale,
+        matrix.zero_point,
+        bias,
+        blocks.slots,
+        blocks.counts,
+        blocks.num_blocks,
+        blocks.experts,
+        blocks.first_slots,
+        blocks.slots.stride(0),
+        out_features,
+        in_features,
+        x.values.stride(1),
+        0.0 if clamped is None else clamped.alpha,
+        0.0 if clamped is None else clamped.limit,
+        DTYPE=TRITON_TYPES[out.dtype],
+        IS_CLAMPED=clamped is not None,
+        PAIRS_PER_ROW=pairs_per_row,
+        CODES=int(matrix.codes),
+        GROUP_SIZE=matrix.group_size or 0,
+        ROW_GROUP_SIZE=matrix.row_group_size,
+        IS_GATED=is_gated,
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=BLOCK_OUT,
+        BLOCK_IN=BLOCK_IN,
+        DOT_SIZE=matrix.dot_size,
+        NUM_STAGES=4 if block_rows < MAX_BLOCK_ROWS else 3,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _grouped_quantized_kernel(
+    out,
+    x,
+    x_scale,
+    weight,
+    scale,
+    zero_point,
+    bias,
+    slots,
+    counts,
+    num_blocks,
+    block_experts,
+    block_first_slots,
+    capacity,
+    out_features,
+    in_features,
+    x_stride,
+    alpha,
+    limit,
+    DTYPE: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROW_GROUP_SIZE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    DOT_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program computes BLOCK_OUT features of the rows of one block."""
+    PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(0)
+    if block < tl.load(num_blocks):
+        expert = tl.load(block_experts + block).to(tl.int64)
+        at = tl.load(block_first_slots + block) + tl.arange(0, BLOCK_ROWS)
+        is_row = at < tl.load(counts + expert)
+        pairs = tl.load(slots + expert * capacity + at, mask=is_row, other=0).to(tl.int64)
+        features = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        is_feature = features < out_features
+        first_row = expert * (out_features * (2 if IS_GATED else 1))
+        # Features beyond the last read the first one's weights and are never stored, so weights need no mask of rows.
+        w_features = first_row + tl.where(is_feature, features, 0)
+        x_rows = pairs // PAIRS_PER_ROW
+        row_bytes = in_features // PER_BYTE
+        w_row = weight + w_features[:, None] * row_bytes
+        up_row = w_row + out_features.to(tl.int64) * row_bytes
+        x_row = x + x_rows[:, None] * x_stride
+        sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for start in tl.range(0, in_features, BLOCK_IN, num_stages=NUM_STAGES):
+            for i in tl.static_range(BLOCK_IN // DOT_SIZE):
+                first = start + i * DOT_SIZE
+                w_scale, up_scale, group_scale, zero, up_zero = None, None, None, None, None
+                if GROUP_SIZE > 0:
+                    num_groups = tl.cdiv(in_features, GROUP_SIZE)
+                    group = tl.minimum(first // GROUP_SIZE, num_groups - 1)
+                    w_scale = scale + (w_features // ROW_GROUP_SIZE) * num_groups + group
+                    up_scale = scale + ((w_features + out_features) // ROW_GROUP_SIZE) * num_groups + group
+                    if zero_point is not None:
+                        zero = zero_point + w_features * num_groups + group
+                        up_zero = zero_point + (w_features + out_features) * num_groups + group
+                    if x_scale is not None:
+                        group_scale = x_scale + x_rows * num_groups + group
+                sums = add_product(
+                    sums, x_row, group_scale, w_row, w_scale, zero, first, is_row[:, None], in_features, CODES, DOT_SIZE
+                )
+                if IS_GATED:
+                    up_sums = add_product(
+                        up_sums, x_row, group_scale, up_row, up_scale, up_zero, first, is_row[:, None], in_features,
+                        CODES, DOT_SIZE,
+                    )  # fmt: skip
+        y, up = sums, up_sums
+        if GROUP_SIZE == 0:
+            y *= tl.load(scale + w_features).to(tl.float32)[:, None]
+            if IS_GATED:
+                up *= tl.load(scale + out_features + w_features).to(tl.float32)[:, None]
+            if x_scale is not None:
+                row_scale = tl.load(x_scale + x_rows)[None, :]
+                y *= row_scale
+                up *= row_scale
+        if bias is not None:
+            y += tl.load(bias + first_row + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            if bias is not None:
+                up_bias = tl.load(bias + first_row + out_features + features, mask=is_feature, other=0.0)
+                up += up_bias.to(tl.float32)[:, None]
+            y = activate(y, up, alpha, limit, IS_CLAMPED, DTYPE)
+        target = out + pairs[None, :] * out_features + features[:, None]
+        tl.store(target, y.to(DTYPE), mask=is_feature[:, None] & is_row[None, :])
