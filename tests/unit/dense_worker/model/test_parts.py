@@ -35,6 +35,7 @@ from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.parameters import Parameter, parts_of_type, with_tensors
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights, load_weights
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.steps import attend, make_noisy, relative_error, run_step
@@ -79,7 +80,10 @@ class ScaledEmbedding:
 
     table: Parameter
 
-    def forward(self, operations: Operations, token_ids: torch.Tensor) -> Residual:
+    def forward(
+        self, operations: Operations, token_ids: torch.Tensor, given: GivenRows | None = None
+    ) -> Residual:
+        assert given is None, "these steps have token ids only"
         return Residual(operations.embed(self.table, token_ids).hidden * SCALE)
 
 
