@@ -73,9 +73,15 @@ class BeamCluster(Cluster):
         assert not step.errors, "both sides must agree on lengths and blocks"
         self.cache.commit_step()
         logprobs = self.follow(plan)
-        if plan.close_seq_ids:
+        if plan.frees_blocks:
             self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
         self.outputs += self.scheduler.update(published, StepResult(sample(plan).token_ids, logprobs))
+
+    def check(self, plan: StepPlan) -> None:
+        """Without the order of entries: several clients share a step, in which any prompt may get a single token."""
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert len(plan.entries) <= self.limits.max_num_seqs
+        assert len({entry.seq_id for entry in plan.entries}) == len(plan.entries)
 
     def follow(self, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
         """Applies a plan to the tokens; the log-probabilities of the next ones."""
@@ -126,6 +132,7 @@ arrivals = st.lists(
     st.integers(1, 3),
     st.sets(st.integers(1, 40), max_size=3),
     st.sampled_from(EarlyStopping),
+    st.sampled_from([None, None, 6]),
 )
 def test_every_search_finds_its_answers_and_every_block_is_freed(
     requests: list[tuple[int, int, int, int, int | None, int]],
@@ -136,8 +143,9 @@ def test_every_search_finds_its_answers_and_every_block_is_freed(
     answer_every: int,
     resets: set[int],
     stopping: EarlyStopping,
+    window: int | None,
 ) -> None:
-    cluster = BeamCluster(policy, num_blocks, max_num_seqs, budget)
+    cluster = BeamCluster(policy, num_blocks, max_num_seqs, budget, window=window)
     sequences: list[Sequence] = []
     cancels, num_steps = dict[int, list[Sequence]](), 0
     for number, (prompt_len, max_tokens, num_beams, gap, cancel_after, client) in enumerate(requests, start=1):
