@@ -16,6 +16,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.tensorrt import engine_contexts, engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
@@ -124,6 +125,18 @@ def test_logits_equal_torch_in_every_profile(
     found = run_once(TensorRTBackend(segments), config, num_tokens, rows)
     expected = run_once(TorchBackend(weights), config, num_tokens, rows)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_vectors_are_left_to_torch(segments: TensorRTSegments, weights: ModelWeights, config: ModelConfig) -> None:
+    by_torch = TorchBackend(weights)
+    assert not TensorRTBackend(segments).takes_given_rows
+    backend = TensorRTBackend(segments, by_torch)
+    assert backend.takes_given_rows
+    token_ids, qkv, expected_qkv = torch.tensor([1, 2, 3]), *torch.empty(2, 3, config.qkv_size)
+    given = GivenRows(torch.tensor([1]), torch.randn(1, config.hidden_size))
+    residual = backend.first(token_ids, qkv, given)
+    assert torch.equal(residual, by_torch.first(token_ids, expected_qkv, given)) and torch.equal(qkv, expected_qkv)
+    assert torch.equal(residual[1], given.vectors[0])
 
 
 def test_weights_and_the_data_region_are_bound_by_their_own_addresses(
