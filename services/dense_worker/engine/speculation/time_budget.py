@@ -8,19 +8,23 @@ from __future__ import annotations
 
 SHARE = 0.01  # of the time of decode steps that may be lost
 MAX_STEPS = 8  # as many steps' time is there at the beginning, and at most
-MAX_LOSS_STEPS = 4  # that one step may take from it: more is a pause of the machine rather than the fault of drafts
+MAX_LOSS_STEPS = 1.5  # that one step may take from it: more is a pause of the machine rather than the fault of drafts
 
 
 class TimeBudget:
-    """Seconds to lose. Gains fill it up, too, but only to its limit: so they do not pay for long losses later."""
+    """Time to lose, in steps of the present size that are planned ahead.
+
+    Gains fill it up, too, but only to its limit: so they do not pay for long losses later.
+    """
 
     def __init__(self) -> None:
-        self._left_s: float | None = None  # None before the first step
+        self._num_steps = float(MAX_STEPS)
+        self._step_s: float | None = None  # None before the first step
 
     @property
     def is_spent(self) -> bool:
         """Whether nothing may be lost now."""
-        return self._left_s is not None and self._left_s <= 0.0
+        return self._num_steps <= 0.0
 
     def add_step(self, ahead_s: float, gain_s: float) -> None:
         """A decode step has ended.
@@ -28,12 +32,11 @@ class TimeBudget:
         ahead_s: what such a step costs without drafts, if it is planned ahead; gain_s: how much less time its tokens
         have cost than they would have cost in such steps; below 0 it is a loss
         """
-        limit_s = MAX_STEPS * ahead_s
-        left_s = limit_s if self._left_s is None else self._left_s
-        gain_s = max(gain_s, -MAX_LOSS_STEPS * ahead_s)
-        self._left_s = min(left_s + SHARE * ahead_s + gain_s, limit_s)
+        self._step_s = ahead_s
+        gain = max(gain_s / ahead_s, -MAX_LOSS_STEPS)
+        self._num_steps = min(self._num_steps + SHARE + gain, MAX_STEPS)
 
     def spend(self, seconds: float) -> None:
         """Time was lost in another way."""
-        if self._left_s is not None:
-            self._left_s -= seconds
+        if self._step_s is not None:
+            self._num_steps -= min(seconds / self._step_s, MAX_LOSS_STEPS)

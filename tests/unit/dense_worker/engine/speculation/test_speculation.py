@@ -233,8 +233,9 @@ def test_wrong_guesses_that_seem_right_lose_no_more_than_the_budget(
     on = [run(monkeypatch, misleading, num_seqs, speculation, *COSTS[costs]) for _ in range(3)]
     counts = on[0].scheduler.draft_counts
     assert counts.num_draft_tokens > 10 * counts.num_accepted_tokens
+    # The budget may be spent by a step with drafts and the one after it, which has to wait, too.
     ahead_s = 1.0 + COSTS[costs][1] * (num_seqs - 1)
-    assert sum(each.time_s for each in on) <= (1 + SHARE) * off_s + (MAX_STEPS + MAX_LOSS_STEPS) * ahead_s
+    assert sum(each.time_s for each in on) <= (1 + SHARE) * off_s + (MAX_STEPS + 2 * MAX_LOSS_STEPS) * ahead_s
 
 
 def test_texts_are_looked_at_less_often_where_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
