@@ -1,8 +1,8 @@
 """Mixtures of experts of true shapes with random weights: time per token of one stream, and tokens/s at saturation.
 
-    python bench/moe.py --shape tiny --requests 4 --concurrency 2 --tokens 8  # on this CPU
-    python bench/moe.py --shape qwen3-30b-a3b                                 # on a GPU
-    python bench/moe.py --shape gpt-oss-like --set scheduler.max_num_seqs=512
+    python bench/gpu/moe.py --shape tiny --requests 4 --concurrency 2 --tokens 8  # on this CPU
+    python bench/gpu/moe.py --shape qwen3-30b-a3b                                 # on a GPU
+    python bench/gpu/moe.py --shape gpt-oss-like --set scheduler.max_num_seqs=512
 
 One server runs both; the load goes to the dense worker (`bench/core.py`), without tokenizer and gateway.
 """
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from services.common.config import EMBEDDED_MODEL
 from tests.support.cluster import running_cluster
@@ -65,7 +65,7 @@ def write_model(directory: Path, shape: str) -> Path:
 
 def run_core(address: str, num_requests: int, concurrency: int, tokens: int) -> None:
     """Sends requests of `tokens` prompt and output tokens, so many at a time; prints what bench/core.py prints."""
-    command = [sys.executable, str(Path(__file__).with_name("core.py")), "--address", address]
+    command = [sys.executable, str(Path(__file__).parents[1] / "core.py"), "--address", address]
     command += ["--max-concurrency", str(concurrency), "--warmup", str(min(concurrency, num_requests))]
     lengths = [f"--{side}-{part}" for side in ("input", "output") for part in ("mean", "stdev")]
     values = (tokens, 0, tokens, 0)
