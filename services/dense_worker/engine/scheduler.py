@@ -308,7 +308,8 @@ class Scheduler:
 
     def _drop_held_blocks(self) -> None:
         """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
-        holders = [seq_id for seq_id in self.session.held_blocks if seq_id in self._sequences]
+        opening = self.session.openings  # those are about to use theirs
+        holders = [seq_id for seq_id in self.session.held_blocks if seq_id in self._sequences and seq_id not in opening]
         if holders:
             self.session.close_held([max(holders, key=lambda seq_id: self._sequences[seq_id].order)])
 
