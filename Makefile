@@ -19,7 +19,7 @@ run: setup
 
 test: setup
 	$(RUN) -m ruff check .
-	$(MAKE) --jobs=3 --output-sync=target --keep-going test-services test-api test-gateway test-units
+	$(MAKE) --jobs=2 --output-sync=target --keep-going test-services test-api test-gateway test-units
 	$(MAKE) test-alone
 
 # The same examples in every run; without the option, new ones.
@@ -28,7 +28,7 @@ PYTEST := $(RUN) -m pytest --hypothesis-profile=ci
 # These measure delays and memory under attack, or look into the shared memory of the whole machine.
 ALONE := tests/integration/hostile tests/unit/channel
 
-# Four parts, of which three run at a time: the next one begins when one has ended. The first three often wait.
+# Four parts, of which two run at a time: the next one begins when one has ended. The first two often wait.
 test-services:
 	$(PYTEST) tests --ignore=tests/unit --ignore=tests/integration/api $(ALONE:%=--ignore=%)
 

@@ -40,7 +40,7 @@ FEW = hypothesis.settings(
     suppress_health_check=list(HealthCheck),
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
 )
-MANY = hypothesis.settings(FEW, max_examples=120)  # for requests with many options, each of which can be wrong alone
+MANY = hypothesis.settings(FEW, max_examples=80)  # for requests with many options, each of which can be wrong alone
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

@@ -80,8 +80,14 @@ def open_sequence(runner: ModelRunner, seq_id: int, *token_ids: int, table: Load
     runner.open(new, table=table)
 
 
-def run(runner: ModelRunner, *entries: PlanEntry, forks: tuple[Fork, ...] = ()) -> list[list[int]]:
-    return [list(each) for each in runner.launch(StepPlan(1, entries, forks=forks), CHANNEL).collect().token_ids]
+def run(
+    runner: ModelRunner,
+    *entries: PlanEntry,
+    forks: tuple[Fork, ...] = (),
+    chosen: tuple[tuple[int, int], ...] = (),
+) -> list[list[int]]:
+    plan = StepPlan(1, entries, forks=forks, chosen=chosen)
+    return [list(each) for each in runner.launch(plan, CHANNEL).collect().token_ids]
 
 
 def steps_of(runner: ModelRunner) -> list[tuple[list[float], bool]]:
@@ -105,8 +111,8 @@ def test_vectors_take_their_rows_in_chunks_and_beside_others(runner: ModelRunner
 def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
     open_sequence(runner, 1, VOCAB_SIZE, VOCAB_SIZE + 1, table=TABLE)
     assert run(runner, PlanEntry(1, 0, 1, 0)) == [[]]
-    fork = Fork(1, 2, 1)
-    assert run(runner, PlanEntry(1, 1, 1, 1), PlanEntry(2, 1, 1, 1), forks=(fork,)) == [[31], [31]]
+    entries = PlanEntry(1, 1, 1, 1), PlanEntry(2, 1, 1, 1)
+    assert run(runner, *entries, forks=(Fork(1, 2, 1),), chosen=((2, VOCAB_SIZE + 2),)) == [[31], [41]]
 
 
 def test_a_resumed_sequence_begins_with_its_vectors_again(runner: ModelRunner) -> None:
