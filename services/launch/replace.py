@@ -180,7 +180,7 @@ class DenseReplacer:
         timeout_s = new.config.peers.rpc_timeout_s
         async with open_channel(self._attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
-            before = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
+            before = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
             if not await compute_one_token(stub, timeout_s):  # sequences of gateways may fill all steps
                 after = await attention.GetStatus(attn_pb2.GetStatusRequest(), timeout=timeout_s)
                 if after.num_steps == before.num_steps:
@@ -213,7 +213,9 @@ async def _wait_loaded(stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -
 
 
 async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseStatus:
-    status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=old.config.peers.rpc_timeout_s)
+    # A single attempt to connect may take a busy worker too long.
+    timeout_s = old.config.peers.rpc_timeout_s
+    status = await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=timeout_s, wait_for_ready=True)
     if status.state != dense_pb2.DenseStatus.SERVING:
         state = dense_pb2.DenseStatus.State.Name(status.state).lower()
         raise PeerError(f"the present dense worker does not serve now: it is {state}")

@@ -62,7 +62,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "scheduler.max_num_seqs=16",
         "scheduler.policy=max_utilization",
         "attention.block_size=8",
-        "attention.num_blocks=28",
+        "attention.num_blocks=20",
     )
     with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
         yield path, cluster

@@ -19,7 +19,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.gateway.text.harmony.markers import MARKERS
 from services.pb import dense_pb2
 from tests.support.clients.http_clients import async_client
-from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -101,6 +101,7 @@ def with_chat_model(tmp_path: Path, template: str, answers: list[str], test: Tes
                 api_key="none needed", base_url="http://gateway/v1", http_client=transport, max_retries=0
             )
             await test(api, gateway)
+            await until(lambda: not dense.running)  # it may read a cancellation after the client has its answer
 
     run(body())
     return dense
