@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "scheduler.max_num_seqs=16",
         "scheduler.policy=max_utilization",
         "attention.block_size=8",
-        "attention.num_blocks=20",
+        "attention.num_blocks=28",
     )
     with running_cluster(tmp_path_factory.mktemp("cluster"), *settings, is_warm=True) as cluster:
         yield path, cluster
@@ -78,7 +79,9 @@ def test_random_model_of_each_family_equals_hugging_face(variant: tuple[Path, Cl
     assert alone.token_ids == expected[9]
     together = cluster.generate_all(prompts, max_tokens)
     assert [answer.token_ids for answer in together] == expected
-    assert cluster.dense_status().num_preemptions > 0, "the cache was meant to be too small"
+    config = json.loads((path / "config.json").read_text())
+    if config.get("sliding_window") is None:  # behind a window blocks become free, sometimes soon enough
+        assert cluster.dense_status().num_preemptions > 0, "the cache was meant to be too small"
     cluster.generate(prompts[15], 1)
     again = cluster.generate(prompts[15], max_tokens[15])
     assert again.token_ids == expected[15]
