@@ -63,11 +63,11 @@ class Generations:
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
         try:
             if num_answers > frontend.max_answers:
-                raise InvalidRequest(
-                    f"{len(messages)} prompts with n or best_of make {num_answers} answers, gateway.max_answers is "
-                    f"{frontend.max_answers}",
-                    "n",
-                )
+                field = "best_of" if messages[0].best_of >= messages[0].n else "n"
+                what = f"{field} is {num_answers}"
+                if len(messages) > 1:
+                    what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
+                raise InvalidRequest(f"{what}, gateway.max_answers is {frontend.max_answers}", field)
             caller.usage.check_prompts(len(messages), num_answers)
         except TwostrokeError as error:
             frontend.metrics.on_rejected(error)
