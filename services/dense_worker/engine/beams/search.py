@@ -1,7 +1,7 @@
 """`BeamSearch`: which beginnings of answers are kept, and which answers are the best. Plain Python.
 
-The choice is that of `transformers.generate(num_beams=...)`, `_beam_search` in its version 5: the same candidates,
-scores and end.
+The choice is that of `transformers.generate(num_beams=...)`, `_beam_search` in its version 5: the same beams, scores
+and end.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class BeamSearch:
     def num_candidates(self) -> int:
         """Number of most likely tokens of each beam that `advance` needs.
 
-        There are so many that enough beams go on if every stop token follows every beam.
+        Even if all stop tokens are among them, as many others follow each beam as there are beams to choose.
         """
-        return max(2, 1 + len(self._stop_token_ids)) * self._options.num_beams
+        return self._options.num_beams + len(self._stop_token_ids)
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
@@ -85,7 +85,7 @@ class BeamSearch:
         num_tokens = len(self.beams[0].token_ids) + 1
         is_last = num_tokens == self._max_tokens
         next_beams: list[_Candidate] = []
-        for rank, candidate in enumerate(self._best_candidates(rows)):
+        for rank, candidate in enumerate(self._candidates(rows)):
             is_stopped = candidate.token_id in self._stop_token_ids
             if not (is_stopped or is_last):
                 next_beams.append(candidate)
@@ -101,7 +101,7 @@ class BeamSearch:
         self.beams = [Beam(*self._continue(each, rows), each.score) for each in next_beams]
         return [each.beam for each in next_beams]
 
-    def _best_candidates(self, rows: Sequence[TokenLogprobs]) -> list[_Candidate]:
+    def _candidates(self, rows: Sequence[TokenLogprobs]) -> list[_Candidate]:
         is_too_short = len(self.beams[0].token_ids) < self._min_tokens
         candidates = [
             _Candidate(index, token_id, logprob, beam.score + logprob)
@@ -110,7 +110,7 @@ class BeamSearch:
             if not (is_too_short and token_id in self._stop_token_ids)
         ]
         candidates.sort(key=lambda each: each.score, reverse=True)
-        return candidates[: self.num_candidates]
+        return candidates
 
     def _continue(
         self, candidate: _Candidate, rows: Sequence[TokenLogprobs]
