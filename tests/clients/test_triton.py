@@ -90,7 +90,7 @@ def test_every_call_of_tritonclient(cluster: Cluster) -> None:
             assert error.startswith(("StatusCode.INVALID_ARGUMENT", "400")) and words in error
     for request_id in ("a", "b"):
         pieces = got["streamed"]["pieces"][request_id]
-        assert PROMPT + "".join(pieces) == text and len(pieces) > NUM_TOKENS / 2
+        assert PROMPT + "".join(pieces) == text and len(pieces) > 1
         assert got["streamed"]["finals"][request_id] == [False] * (len(pieces) - 1) + [True]
     assert got["compressed"] == text and got["several"] == [text] * 4 and got["plain"] == [text]
     assert min(got["statistics"]) >= 8

@@ -65,7 +65,7 @@ def test_a_streamed_message_is_the_whole_one_in_pieces(tmp_path: Path) -> None:
         assert message["usage"]["input_tokens"] == whole["usage"]["input_tokens"] + 2, "cached tokens are not known yet"
         assert ping == {"type": "ping"}
         assert begin == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        assert len(deltas) > 3
+        assert len(deltas) > 1
         assert {(each["type"], each["index"], each["delta"]["type"]) for each in deltas} == {
             ("content_block_delta", 0, "text_delta")
         }

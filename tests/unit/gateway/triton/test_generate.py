@@ -128,7 +128,7 @@ def test_a_stream_has_pieces_or_one_whole_answer(tmp_path: Path, is_stream: bool
         text = "".join(each["text_output"] for each in objects)
         if is_stream:
             assert text == ANSWER, "pieces never include the prompt"
-            assert len(objects) > 3
+            assert len(objects) > 1
             probabilities = [p for each in objects for p in _list(each["output_log_probs"])]
             assert len(probabilities) == len(TOKENS)
             assert objects[-1]["cum_log_probs"] == pytest.approx(sum(probabilities), rel=1e-5)

@@ -133,7 +133,7 @@ def test_a_stream_runs_several_requests_and_survives_a_wrong_one(tmp_path: Path)
             of_id.setdefault(response.infer_response.id, []).append(response)
         assert "max_tokens is -1" in of_id["wrong"][0].error_message and len(of_id["wrong"]) == 1
         pieces = [output(each.infer_response, "text_output")[0] for each in of_id["text"]]
-        assert "".join(pieces) == text_of([*PROMPT_IDS, *TOKENS]).removeprefix(PROMPT) and len(pieces) > 3
+        assert "".join(pieces) == text_of([*PROMPT_IDS, *TOKENS]).removeprefix(PROMPT) and len(pieces) > 1
         got = [token for each in of_id["ids"] for token in output(each.infer_response, "output_ids")[0, 0].tolist()]
         assert got == TOKENS
         assert [output(each.infer_response, "text_output") for each in of_id["whole"]] == [
