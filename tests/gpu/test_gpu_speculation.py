@@ -1,7 +1,8 @@
-"""Speculation on a GPU: the answers are those without it, and repeated answers take fewer steps."""
+"""Speculation on a GPU: the answers are those without it, also over a kill."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -36,9 +37,11 @@ def test_answers_are_those_without_speculation(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     with gpu_cluster(tmp_path / "off", "model.dtype=float32") as cluster:
         expected = token_ids(cluster)
-    with gpu_cluster(tmp_path / "on", "model.dtype=float32", "scheduler.speculation=suffix") as cluster:
+    step_log = tmp_path / "steps"
+    settings = "model.dtype=float32", "scheduler.speculation=suffix", f"dense.step_log={step_log}"
+    with gpu_cluster(tmp_path / "on", *settings) as cluster:
         assert [token_ids(cluster) for _ in range(3)] == [expected] * 3
-        num_steps = cluster.dense_status().num_steps
-        cluster.generate(REPEATING, MAX_TOKENS, ignore_eos=True, temperature=1.0, seed=7)
-        assert cluster.dense_status().num_steps - num_steps < 0.7 * MAX_TOKENS
         assert token_ids(cluster, kills=True) == expected
+    steps = [json.loads(line) for line in step_log.read_text().splitlines()]
+    # How many do depends on what they bring by the clock: a small model's steps are so short that it may be nothing.
+    assert any(step["num_sampled"] > step["num_seqs"] > 0 for step in steps), "no step has verified drafts"
