@@ -81,8 +81,8 @@ class Channel(Protocol):
     """
 
     kind: str  # as in the message `LaneHandle`
-    qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim]
+    qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of the widest layer
+    attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim], of the widest layer
     waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where the host does not see the waits
     num_waits: int | None  # calls of `wait` that have returned without an error; None on CUDA
     is_waiting: bool  # whether a thread is in `wait` now; always False on CUDA
@@ -124,6 +124,14 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Unmaps the region; its creator also removes it. Its tensors must not be used afterwards."""
+
+
+def rows_of_layer(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """The first elements of rows of the seam, [n, widest layer], as rows [n, width] without gaps.
+
+    Both workers use it for layers whose heads are narrower than those of others.
+    """
+    return rows if rows.shape[1] == width else rows.view(-1)[: len(rows) * width].view(-1, width)
 
 
 def align_up(num_bytes: int, alignment: int) -> int:

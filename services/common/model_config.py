@@ -17,14 +17,14 @@ from transformers import AutoConfig
 from services.common.errors import ModelError
 from services.common.families.fields import ConfigFields
 from services.common.families.registry import FAMILIES, TEXT_PARTS
-from services.common.families.shape import AttentionOptions, LayerParts, ModelConfig, RopeConfig
+from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.json_files.read_json import read_json
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["AttentionOptions", "LayerParts", "ModelConfig", "RopeConfig", "load_model_config"]
+__all__ = ["AttentionOptions", "LayerHeads", "LayerParts", "ModelConfig", "RopeConfig", "load_model_config"]
 
 _SIZES = (
     "vocab_size",
@@ -99,6 +99,9 @@ def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
 def _first_layers(config: ModelConfig, num_layers: int, path: Path) -> ModelConfig:
     if not 1 <= num_layers <= config.num_layers:
         raise ModelError(f"num_layers is {num_layers}, the model in {path} allows 1 to {config.num_layers}")
-    attention = replace(config.attention, layer_ropes=config.attention.layer_ropes[:num_layers])
+    options = config.attention
+    attention = replace(
+        options, layer_ropes=options.layer_ropes[:num_layers], layer_heads=options.layer_heads[:num_layers]
+    )
     windows = config.sliding_windows[:num_layers]
     return replace(config, num_layers=num_layers, sliding_windows=windows, attention=attention)

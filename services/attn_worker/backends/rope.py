@@ -75,7 +75,7 @@ def inverse_frequencies(rope: RopeConfig, lengths: torch.Tensor) -> torch.Tensor
 
     Rows differ only for the rope types "dynamic" and "longrope". Sources: RoPE, arXiv:2104.09864; linear,
     arXiv:2306.15595; dynamic (NTK-aware) and yarn, arXiv:2309.00071; longrope, arXiv:2402.13753; llama3: the
-    Llama 3.1 release.
+    Llama 3.1 release; proportional: transformers' Gemma 4.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     periods = rope.theta**exponents  # positions per radian
@@ -90,6 +90,9 @@ def inverse_frequencies(rope: RopeConfig, lengths: torch.Tensor) -> torch.Tensor
     frequencies = 1.0 / periods
     if rope.rope_type == "linear":
         frequencies = frequencies / rope.factor
+    elif rope.rope_type == "proportional":
+        frequencies = frequencies / rope.factor
+        frequencies[..., rope.num_turning :] = 0.0
     elif rope.rope_type == "yarn":
         kept = _yarn_kept_fraction(rope)
         frequencies = (1 - kept) / (rope.factor * periods) + kept * frequencies

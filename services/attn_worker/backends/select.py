@@ -48,6 +48,11 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         needed = "a CUDA device" if is_on_cpu else "the CPU alone"
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
     if name != "torch":
+        if model.config.attention.layer_heads:
+            raise ConfigError(
+                f"its kernels have one size of heads for all layers, and those of {model.config.family!r} differ:"
+                " set attention.device to cpu"
+            )
         _check_ropes(model.config)
         if model.config.attention.num_sink_tokens:
             raise ConfigError("its kernels have no attention.sink_tokens, which need attention.backend torch, on a CPU")

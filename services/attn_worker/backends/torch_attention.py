@@ -7,7 +7,7 @@ everything that depends on the step but not on the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,23 +19,32 @@ from services.attn_worker.backends.torch_layer_cache import make_layer_cache
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata
+from services.channel import rows_of_layer
 from services.common.kv_cache.scales import KVScales
-from services.common.model_config import ModelConfig, RopeConfig
+from services.common.model_config import LayerHeads, ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A padded group on the device; keys and values are views of the gathered blocks."""
+    """A padded group on the device."""
 
+    num_seqs: int
     rows: slice | torch.Tensor  # of qkv: one slice, or int64 [group_size * max_tokens]
     valid: torch.Tensor | None  # int64, indexes of the unpadded `rows`; None: all
     out_rows: torch.Tensor | None  # int64, their rows in out; None: the slice `rows`
     max_tokens: int
+    max_context: int
     blocks: torch.Tensor  # int64 [group_size * blocks per sequence]
+    masks: dict[int | None, torch.Tensor | None]  # by window; see _masks
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What a group's sequences have in the cache of a layer; keys and values are views of the gathered blocks."""
+
     gathered: torch.Tensor  # [len(blocks), block_size * 2 * kv_size]
     keys: torch.Tensor  # [group_size, num_kv_heads, max_context, head_dim]
     values: torch.Tensor
-    masks: dict[int | None, torch.Tensor | None]  # by window; see _masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,17 @@ class _Rotation:
     def apply(self) -> None:
         partners = torch.stack(self.swapped, dim=-1).flatten(-2) if self.has_pairs else torch.cat(self.swapped, dim=-1)
         self.heads.mul_(self.cos).addcmul_(partners, self.sin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Workspaces and rotations of a step for all layers with the same heads: layers use them one after the other."""
+
+    qkv: torch.Tensor  # [num_rows, qkv_size]
+    query: torch.Tensor  # a view
+    key_value: torch.Tensor  # a view; of no columns if the layers read the keys and values of others
+    rotations: dict[RopeConfig, _Rotation]
+    contexts: list[_Context]  # by group
 
 
 class TorchAttention:
@@ -74,13 +94,19 @@ class TorchAttention:
         self._block_size = spec.block_size
         self._dtype = dtype
         self._device = device
-        ropes = {rope for rope in config.layer_ropes if rope is not None}
+        # Layers that read the keys of others are alike, whichever they read.
+        heads = [each if each.kv_layer is None else replace(each, kv_layer=0) for each in config.layer_heads]
+        self._kinds = list(dict.fromkeys(heads))  # layers of one kind have the same heads
+        self._layer_kinds = [self._kinds.index(each) for each in heads]
+        self._kind_ropes: list[set[RopeConfig]] = [set() for _ in self._kinds]
+        for kind, rope in zip(self._layer_kinds, config.layer_ropes, strict=True):
+            self._kind_ropes[kind].update([] if rope is None else [rope])
         self._num_sink_tokens = config.attention.num_sink_tokens
         self._ropes: dict[RopeConfig, RotaryEmbedding | UnboundedRotaryEmbedding] = {
             rope: UnboundedRotaryEmbedding(rope, device)
             if self._num_sink_tokens
             else RotaryEmbedding(rope, max_model_len, device)
-            for rope in ropes
+            for rope in set().union(*self._kind_ropes)
         }
         self._sinks: torch.Tensor | None = None  # float32 [num_layers, num_heads], of models that have them
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
@@ -105,53 +131,57 @@ class TorchAttention:
 
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
-        config, num_rows = self._config, len(step.positions)
         self._slots = self._to_device(step.slot_mapping)
-        self._qkv = self._workspace("qkv", num_rows, config.qkv_size)
-        self._query = self._qkv[:, : config.attn_size]
-        self._key_value = self._qkv[:, config.attn_size :]
-        heads = self._qkv[:, : config.attn_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
         positions, rope_lens = self._to_device(step.positions), self._to_device(step.rope_lens)
-        self._rotations = self._make_rotations(heads, positions, rope_lens)
-        self._prepare_sinks(step, positions, rope_lens)
+        angles = {rope: embedding(positions, rope_lens) for rope, embedding in self._ropes.items()}
         groups = build_padded_groups(step.num_tokens, step.context_lens)
         self._groups = [self._prepare(group, step.block_tables) for group in groups]
+        kinds = zip(self._kinds, self._kind_ropes, strict=True)
+        self._rows = [
+            self._prepare_rows(kind, len(positions), {rope: angles[rope] for rope in ropes}) for kind, ropes in kinds
+        ]
+        self._prepare_sinks(step, positions, rope_lens)
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Rotates, appends and attends with torch operations."""
         # This copy has no NaN or infinity. In the cache they would spread through the masked padding to every sequence
         # that later owns the block. The dense stroke's residual still carries them.
-        torch.nan_to_num(qkv, 0.0, 0.0, 0.0, out=self._qkv)
+        rows = self._rows[self._layer_kinds[layer]]
+        out = rows_of_layer(out, rows.query.shape[1])
+        torch.nan_to_num(rows_of_layer(qkv, rows.qkv.shape[1]), 0.0, 0.0, 0.0, out=rows.qkv)
         rope = self._config.layer_ropes[layer]
         if self._sink_query is not None:
-            self._sink_query.copy_(self._query)
+            self._sink_query.copy_(rows.query)
             if rope is not None:
                 self._sink_rotations[rope].apply()
         if rope is not None:
-            self._rotations[rope].apply()
-        self._layers[layer].append(self._slots, self._key_value)
-        for group in self._groups:
-            self._attend(layer, group, out)
+            rows.rotations[rope].apply()
+        if rows.key_value.shape[1]:
+            self._layers[layer].append(self._slots, rows.key_value)
+        for group, context in zip(self._groups, rows.contexts, strict=True):
+            self._attend(layer, group, context, rows.query, out)
 
-    def _attend(self, layer: int, group: _Group, out: torch.Tensor) -> None:
-        self._layers[layer].gather(group.blocks, group.gathered)
+    def _attend(
+        self, layer: int, group: _Group, context: _Context, query: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self._layers[layer].gather(group.blocks, context.gathered)
         mask = group.masks[self._spec.windows[layer]]
         is_slice = group.out_rows is None
-        queries = [self._query] if self._sink_query is None else [self._query, self._sink_query]
+        queries = [query] if self._sink_query is None else [query, self._sink_query]
         queries = [each[group.rows] if is_slice else each.index_select(0, group.rows) for each in queries]
-        group_size, num_kv_heads, _, head_dim = group.keys.shape
+        group_size, num_kv_heads, _, head_dim = context.keys.shape
         sinks = None
         if self._config.attention.has_sinks:
             sinks = self._sinks[layer].view(num_kv_heads if group.max_tokens == 1 else self._config.num_heads, -1, 1)
         if group.max_tokens == 1:
             # The q heads of a kv head are passed as query positions, so keys and values need not be repeated.
             queries = [each.view(group_size, num_kv_heads, -1, head_dim) for each in queries]
-            attended = self._attention(*queries, keys=group.keys, values=group.values, mask=mask, sinks=sinks)
+            attended = self._attention(*queries, keys=context.keys, values=context.values, mask=mask, sinks=sinks)
         else:
             shape = (group_size, group.max_tokens, -1, head_dim)
             queries = [each.view(shape).transpose(1, 2) for each in queries]
             attended = self._attention(
-                *queries, keys=group.keys, values=group.values, mask=mask, sinks=sinks, is_causal=mask is None
+                *queries, keys=context.keys, values=context.values, mask=mask, sinks=sinks, is_causal=mask is None
             )
             attended = attended.transpose(1, 2)
         if is_slice:
@@ -211,14 +241,28 @@ class TorchAttention:
             return (weights @ values.float() / total).to(query.dtype)
         return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
 
-    def _make_rotations(
-        self, heads: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor
-    ) -> dict[RopeConfig, _Rotation]:
-        """heads: a view [num_rows, num_heads, head_dim]; positions, rope_lens [num_rows]."""
-        return {
-            rope: self._rotation(heads[..., : rope.rotary_dim], *embedding(positions, rope_lens))
-            for rope, embedding in self._ropes.items()
-        }
+    def _prepare_rows(
+        self, kind: LayerHeads, num_rows: int, angles: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
+    ) -> _Rows:
+        """angles: cos and sin of the step's rows."""
+        qkv = self._workspace("qkv", num_rows, kind.qkv_size)
+        heads = qkv[:, : kind.attn_size + kind.kv_size].unflatten(-1, (-1, kind.head_dim))
+        return _Rows(
+            qkv=qkv,
+            query=qkv[:, : kind.attn_size],
+            key_value=qkv[:, kind.attn_size :],
+            rotations={
+                rope: self._rotation(heads[..., : rope.rotary_dim], *of_rope) for rope, of_rope in angles.items()
+            },
+            contexts=[self._prepare_context(kind, group) for group in self._groups],
+        )
+
+    def _prepare_context(self, kind: LayerHeads, group: _Group) -> _Context:
+        num_columns = self._block_size * 2 * kind.num_kv_heads * kind.head_dim
+        gathered = self._workspace("gathered", len(group.blocks), num_columns)
+        heads = gathered.view(group.num_seqs, -1, 2 * kind.num_kv_heads, kind.head_dim)
+        heads = heads[:, : group.max_context].transpose(1, 2)
+        return _Context(gathered, keys=heads[:, : kind.num_kv_heads], values=heads[:, kind.num_kv_heads :])
 
     def _prepare_sinks(self, step: StepMetadata, positions: torch.Tensor, rope_lens: torch.Tensor) -> None:
         """The queries that meet the first tokens, if the text has become longer than what is seen of it.
@@ -237,8 +281,11 @@ class TorchAttention:
         if not len(step.positions) or step.positions.max() <= last_place:
             return
         self._sink_query = self._workspace("sink_query", len(positions), self._config.attn_size)
-        heads = self._sink_query.unflatten(-1, (-1, self._config.head_dim))
-        self._sink_rotations = self._make_rotations(heads, positions.clamp(max=last_place), rope_lens)
+        heads, places = self._sink_query.unflatten(-1, (-1, self._config.head_dim)), positions.clamp(max=last_place)
+        self._sink_rotations = {
+            rope: self._rotation(heads[..., : rope.rotary_dim], *embedding(places, rope_lens))
+            for rope, embedding in self._ropes.items()
+        }
 
     def _rotation(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> _Rotation:
         """heads: a view [num_rows, num_heads, rotary_dim]; cos, sin float32 [num_rows, rotary_dim / 2]."""
@@ -252,11 +299,7 @@ class TorchAttention:
         return _Rotation(heads, (second, first), torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False)
 
     def _prepare(self, group: PaddedGroup, block_tables: np.ndarray) -> _Group:
-        config, (group_size, max_tokens) = self._config, group.rows.shape
         num_blocks = -(-group.max_context // self._block_size)
-        gathered = self._workspace("gathered", group_size * num_blocks, self._block_size * 2 * config.kv_size)
-        heads = gathered.view(group_size, num_blocks * self._block_size, -1, config.head_dim)
-        heads = heads[:, : group.max_context].transpose(1, 2)
         if group.has_consecutive_rows:
             first_row = int(group.rows[0, 0])
             rows, valid, out_rows = slice(first_row, first_row + group.rows.size), None, None
@@ -265,15 +308,15 @@ class TorchAttention:
             rows = self._to_device(group.rows.ravel())
             valid = None if is_valid.all() else self._to_device(np.flatnonzero(is_valid))
             out_rows = self._to_device(group.rows[group.is_valid])
+        num_seqs, max_tokens = group.rows.shape
         return _Group(
+            num_seqs=num_seqs,
             rows=rows,
             valid=valid,
             out_rows=out_rows,
             max_tokens=max_tokens,
+            max_context=group.max_context,
             blocks=self._to_device(block_tables[group.seqs, :num_blocks].ravel()),
-            gathered=gathered,
-            keys=heads[:, : config.num_kv_heads],
-            values=heads[:, config.num_kv_heads :],
             masks=self._masks(group),
         )
 
@@ -313,9 +356,12 @@ class TorchAttention:
         return torch.from_numpy(array).to(self._device, torch.int64)
 
     def _workspace(self, name: str, num_rows: int, num_columns: int) -> torch.Tensor:
-        """An uninitialised tensor [num_rows, num_columns], reused in every step: new memory is slow at first."""
-        buffer = self._workspaces.get(name)
-        if buffer is None or len(buffer) < num_rows:
-            buffer = torch.empty(num_rows * 3 // 2, num_columns, dtype=self._dtype, device=self._device)
+        """An uninitialised tensor [num_rows, num_columns], reused in every step: new memory is slow at first.
+
+        Layers and groups have the same memory, because they run one after the other.
+        """
+        size, buffer = num_rows * num_columns, self._workspaces.get(name)
+        if buffer is None or len(buffer) < size:
+            buffer = torch.empty(size * 3 // 2, dtype=self._dtype, device=self._device)
             self._workspaces[name] = buffer
-        return buffer[:num_rows]
+        return buffer[:size].view(num_rows, num_columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,38 +14,42 @@ from services.common.kv_cache.scales import KVScales
 class BlockStorage:
     """One tensor per layer, with its scales if it has any. A block, also the null block, has one index for all layers.
 
-    Layers of one dtype lie in one tensor, so that one operation copies a block in all of them.
+    Layers of one dtype and shape lie in one tensor, so that one operation copies a block in all of them. A layer that
+    reads the keys of another one has that one's tensor.
     """
 
-    def __init__(self, spec: KVCacheSpec, block_shape: tuple[int, ...], device: torch.device) -> None:
-        """`block_shape` is one of the two shapes of the spec. Raises CapacityError if memory is too small.
+    def __init__(
+        self, spec: KVCacheSpec, block_shape: Callable[[int], tuple[int, ...]], device: torch.device
+    ) -> None:
+        """`block_shape` is one of the two methods of the spec. Raises CapacityError if memory is too small.
 
         Everything is zero at first: even masked elements must be finite.
         """
-        layers_of: dict[torch.dtype, list[int]] = {}
-        for layer, dtype in enumerate(spec.dtypes):
-            layers_of.setdefault(dtype, []).append(layer)
+        layers_of: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
+        for layer in spec.storing_layers:
+            layers_of.setdefault((spec.dtype_of(layer), block_shape(layer)), []).append(layer)
         num_blocks = spec.num_blocks + 1
-        self._tensors: list[torch.Tensor] = []  # [layers of one dtype, num_blocks + 1, ...]
+        self._tensors: list[torch.Tensor] = []  # [layers of one dtype and shape, num_blocks + 1, ...]
         by_layer: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         try:
             # float32 [num_layers, 4]: the scales of keys and of values of FP8 layers. The rest makes every address a
             # multiple of 16 bytes, so that kernels are not compiled twice.
             self._layer_scales = torch.ones(spec.num_layers, 4, dtype=SCALE_DTYPE, device=device)
-            for dtype, layers in layers_of.items():
-                blocks = self._allocate((len(layers), num_blocks, *block_shape), dtype, device)
+            for (dtype, shape), layers in layers_of.items():
+                blocks = self._allocate((len(layers), num_blocks, *shape), dtype, device)
                 scales: Sequence[torch.Tensor | None] = [None] * len(layers)
                 if dtype == torch.int8:
-                    scales = list(self._allocate((len(layers), num_blocks, *block_shape[:-1]), SCALE_DTYPE, device))
+                    scales = list(self._allocate((len(layers), num_blocks, *shape[:-1]), SCALE_DTYPE, device))
                 elif dtype == torch.float8_e4m3fn:
                     scales = [self._layer_scales[layer, :2] for layer in layers]
                 by_layer |= zip(layers, zip(blocks, scales, strict=True), strict=True)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
             num_bytes = spec.num_bytes + spec.block_bytes
             raise CapacityError(f"{num_blocks} KV blocks need {num_bytes} bytes on {device}: {error}") from error
-        self.layers = [by_layer[layer][0] for layer in range(spec.num_layers)]  # [num_blocks + 1, *block_shape]
-        # float32; int8: [num_blocks + 1, *block_shape[:-1]]; float8_e4m3fn: [2], of keys and values; None: no scales
-        self.scales = [by_layer[layer][1] for layer in range(spec.num_layers)]
+        of_layers = [by_layer[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
+        self.layers = [blocks for blocks, _ in of_layers]  # [num_blocks + 1, *block_shape(layer)]
+        # float32; int8: [num_blocks + 1, *block_shape(layer)[:-1]]; float8_e4m3fn: [2], of keys and values; None: none
+        self.scales = [scales for _, scales in of_layers]
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers, in place. What was stored with others means something else from now on."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.common.model_config import ModelConfig
+from services.common.model_config import LayerHeads, ModelConfig
 
 SCALE_DTYPE = torch.float32
 
@@ -23,20 +23,41 @@ class KVCacheSpec:
 
     num_blocks: int  # for sequences; one more block with this index, the null block, serves rows without a sequence
     block_size: int  # tokens
-    num_kv_heads: int
+    num_kv_heads: int  # of every layer, if `layer_heads` does not say otherwise
     head_dim: int
     dtype: torch.dtype  # of stored elements, except in `exceptions`; the model may compute in another dtype
     windows: tuple[int | None, ...]  # per layer; token i sees token j iff 0 <= i - j < window; None: iff 0 <= i - j
     exceptions: Mapping[int, torch.dtype] = field(default_factory=dict)  # layers with another dtype, from 0
+    layer_heads: tuple[LayerHeads, ...] = ()  # per layer, if they differ, or if some read the keys of others
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
         """The spec with the heads and windows of a model."""
-        return cls(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype, config.sliding_windows)
+        return cls(
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            config.sliding_windows,
+            layer_heads=config.attention.layer_heads,
+        )
 
     def dtype_of(self, layer: int) -> torch.dtype:
         """The dtype of the stored elements of a layer."""
-        return self.exceptions.get(layer, self.dtype)
+        return self.exceptions.get(self.kv_layer(layer), self.dtype)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose part of the blocks a layer reads: itself, or an earlier one."""
+        if not self.layer_heads or self.layer_heads[layer].kv_layer is None:
+            return layer
+        return self.layer_heads[layer].kv_layer
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """The number of k heads, as many as v heads, that a layer reads, and their size."""
+        if not self.layer_heads:
+            return self.num_kv_heads, self.head_dim
+        return self.layer_heads[layer].num_kv_heads, self.layer_heads[layer].head_dim
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -54,14 +75,14 @@ class KVCacheSpec:
         return max(windows) if len(windows) == self.num_layers else None
 
     @property
-    def kv_size(self) -> int:
-        """Number of elements of a token's keys in one layer, all heads together; the values have as many."""
-        return self.num_kv_heads * self.head_dim
+    def storing_layers(self) -> list[int]:
+        """The layers that store keys and values of their own."""
+        return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys, values and scales in all layers."""
-        return 2 * self.num_kv_heads * sum(map(self._head_bytes, self.dtypes))
+        return sum(map(self._layer_bytes, self.storing_layers))
 
     @property
     def block_bytes(self) -> int:
@@ -73,16 +94,17 @@ class KVCacheSpec:
         """Bytes of all blocks without the null block."""
         return self.num_blocks * self.block_bytes
 
-    @property
-    def token_major_block(self) -> tuple[int, ...]:
+    def token_major_block(self, layer: int) -> tuple[int, ...]:
         """The shape of a layer's part of a block in which each token has its k heads and then its v heads."""
-        return (self.block_size, 2 * self.num_kv_heads, self.head_dim)
+        num_kv_heads, head_dim = self.kv_shape(layer)
+        return (self.block_size, 2 * num_kv_heads, head_dim)
 
-    @property
-    def head_major_block(self) -> tuple[int, ...]:
+    def head_major_block(self, layer: int) -> tuple[int, ...]:
         """The shape of a layer's part of a block in which each head has the keys and then the values of all tokens."""
-        return (self.num_kv_heads, 2, self.block_size, self.head_dim)
+        num_kv_heads, head_dim = self.kv_shape(layer)
+        return (num_kv_heads, 2, self.block_size, head_dim)
 
-    def _head_bytes(self, dtype: torch.dtype) -> int:
+    def _layer_bytes(self, layer: int) -> int:
+        dtype, (num_kv_heads, head_dim) = self.dtype_of(layer), self.kv_shape(layer)
         scale_bytes = SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
-        return self.head_dim * dtype.itemsize + scale_bytes
+        return 2 * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)

@@ -28,6 +28,7 @@ def read_base(
     activation: str | Activation = "hidden_act",
     intermediate_size: int | None = None,
     num_kv_heads: int | None = None,
+    head_dim: int | None = None,
     num_positions: int | None = None,
     rope: RopeConfig | None = None,
     allows_partial_rope: bool = False,
@@ -35,8 +36,8 @@ def read_base(
     """The sizes, activation, rotary embedding and tokens of a model, with the parts of Llama.
 
     `eps` and `activation` name the fields, or are what the family always has. None stands for `intermediate_size`,
-    `num_key_value_heads` and `max_position_embeddings` of the config, and for one rotary embedding of all layers, which
-    may turn a part of each head only if `allows_partial_rope`.
+    `num_key_value_heads`, `head_dim` and `max_position_embeddings` of the config, and for one rotary embedding of all
+    layers, which may turn a part of each head only if `allows_partial_rope`.
     """
     num_heads = fields.size("num_attention_heads")
     if num_kv_heads is None:
@@ -45,7 +46,7 @@ def read_base(
         raise fields.error(
             "num_attention_heads", num_heads, f"expected a multiple of its num_key_value_heads {num_kv_heads}"
         )
-    head_dim = read_head_dim(fields)
+    head_dim = head_dim or read_head_dim(fields)
     norm_eps = fields[eps] if isinstance(eps, str) else eps
     if not (math.isfinite(norm_eps) and norm_eps >= 0):
         raise fields.error(str(eps), norm_eps, "expected a finite number of at least 0")

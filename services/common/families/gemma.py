@@ -39,7 +39,7 @@ def read_gemma2(fields: ConfigFields, rope: RopeConfig | None = None) -> ModelCo
 
 def read_gemma3(fields: ConfigFields) -> ModelConfig:
     """The text part of Gemma 3: norms of heads, and one rotary embedding for each kind of layer."""
-    ropes = read_ropes_by_type(fields, read_head_dim(fields))
+    ropes = read_ropes_by_type(fields, dict.fromkeys(fields["layer_types"], read_head_dim(fields)))
     layer_ropes = tuple(ropes[kind] for kind in fields["layer_types"])
     config = read_gemma2(fields, ropes.get("full_attention", layer_ropes[0]))
     return replace(config, qk_norm=True, attention=replace(config.attention, layer_ropes=layer_ropes))

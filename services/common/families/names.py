@@ -64,6 +64,7 @@ class CheckpointNames:
     down: str = "mlp.down_proj"
     of_experts: ExpertNames = ExpertNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
+    layer_scalar: str = "layer_scalar"  # a tensor
     final_norm: str = "model.norm"
     head: str = "lm_head"
     has_transposed_weights: bool = False  # of the linear layers, [in_features, out_features]
@@ -122,6 +123,7 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
+    "gemma4_text": _GEMMA2,
     "glm": _GLM,
     "glm4": replace(_GLM, norm_after_attention="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
     "glm4_moe": CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts")),

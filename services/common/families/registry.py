@@ -9,6 +9,7 @@ from services.common.families.cohere import read_cohere, read_cohere2
 from services.common.families.experts import read_glm4_moe, read_gpt_oss, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from services.common.families.fields import ConfigFields
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
+from services.common.families.gemma4 import read_gemma4
 from services.common.families.layer_norm import (
     read_falcon,
     read_gpt_neox,
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gemma": Family("GemmaForCausalLM", read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", read_gemma3),
+    "gemma4_text": Family("Gemma4ForCausalLM", read_gemma4),
     "gpt_neox": Family("GPTNeoXForCausalLM", read_gpt_neox),
     "falcon": Family("FalconForCausalLM", read_falcon),
     "mpt": Family("MptForCausalLM", read_mpt),
@@ -78,4 +80,5 @@ FAMILIES: dict[str, Family] = {  # by model_type
 TEXT_PARTS: dict[str, str] = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from services.common.families.fields import ConfigFields
 from services.common.families.shape import RopeConfig
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 def read_rope(fields: ConfigFields, head_dim: int, *, allows_partial: bool = False) -> RopeConfig:
@@ -22,11 +23,11 @@ def no_rope(head_dim: int, num_positions: int) -> RopeConfig:
     return RopeConfig("default", 1e4, head_dim, num_positions)
 
 
-def read_ropes_by_type(fields: ConfigFields, head_dim: int) -> dict[str, RopeConfig]:
-    """The rotary embedding of each of the config's `layer_types`."""
+def read_ropes_by_type(fields: ConfigFields, head_dims: Mapping[str, int]) -> dict[str, RopeConfig]:
+    """The rotary embedding of each of the config's `layer_types`; `head_dims` has the size of their heads."""
     fields.ignore("rope_scaling", "rope_theta", "rope_local_base_freq")
     parameters = fields["rope_parameters"]
-    return {kind: parse_rope(fields, parameters[kind], head_dim) for kind in sorted(set(fields["layer_types"]))}
+    return {kind: parse_rope(fields, parameters[kind], head_dims[kind]) for kind in sorted(set(fields["layer_types"]))}
 
 
 def parse_rope(
@@ -37,7 +38,10 @@ def parse_rope(
     rope_type = parameters.get("rope_type")
     if rope_type not in ROPE_TYPES:
         raise fields.error("rope_type", rope_type, f"supported: {', '.join(ROPE_TYPES)}")
-    rotary_dim = _rotary_dim(fields, parameters.get("partial_rotary_factor", 1.0), head_dim, allows_partial)
+    part, num_turning = parameters.get("partial_rotary_factor", 1.0), None
+    if rope_type == "proportional":  # pairs are half a head apart, and the part that does not turn has the frequency 0
+        num_turning, part = _rotary_dim(fields, part, head_dim, allows_partial=True) // 2, 1.0
+    rotary_dim = _rotary_dim(fields, part, head_dim, allows_partial)
 
     def number(name: str, default: float | None = None) -> float | None:
         value = parameters.get(name)
@@ -81,6 +85,7 @@ def parse_rope(
         mscale=number("mscale"),
         mscale_all_dim=number("mscale_all_dim"),
         truncate=bool(parameters.get("truncate", True)),
+        num_turning=num_turning,
         low_freq_factor=low,
         high_freq_factor=high,
         short_factor=factors("short_factor"),

@@ -58,10 +58,36 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: whether the ramp starts and ends at whole dimensions
+    num_turning: int | None = None  # proportional: the first frequencies, of rotary_dim // 2; the others are 0
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
     short_factor: tuple[float, ...] | None = None  # longrope, [rotary_dim // 2]
     long_factor: tuple[float, ...] | None = None  # longrope, [rotary_dim // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """The heads of one layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
+
+    @property
+    def attn_size(self) -> int:
+        """Width of all q heads, and of the attention output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the layer's own k heads; the v heads are as wide. 0 if it reads those of another layer."""
+        return self.num_kv_heads * self.head_dim if self.kv_layer is None else 0
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of the merged projection: q heads, then own k heads, then own v heads."""
+        return self.attn_size + 2 * self.kv_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +101,7 @@ class AttentionOptions:
     num_sink_tokens: int = 0  # all tokens see these first ones, too, at their places in the cache: StreamingLLM
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
     has_sinks: bool = False  # a learned logit per layer and head joins each softmax and adds no value
+    layer_heads: tuple[LayerHeads, ...] = ()  # per layer; empty: all have the heads of `ModelConfig`
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +153,9 @@ class LayerParts:
     has_norms_before: bool = True  # of attention and of the MLP: x + f(norm(x))
     has_norms_after: bool = False  # x + norm(f(x)); with both, x + norm(f(norm(x)))
     qk_norm: QkNormKind = QkNormKind.HEADS  # used if `ModelConfig.qk_norm`
+    has_v_norm: bool = False  # each v head is normalised by its RMS, without a weight
+    key_value_layers: tuple[int, ...] = ()  # without a projection of v: v is what k is before its norm and rotation
+    has_layer_scalar: bool = False  # a learned number multiplies the residual after each layer
     num_learned_positions: int = 0  # rows of a table that is added to the embedding; 0: none
     learned_position_offset: int = 0  # the row of position 0
     has_embedding_norm: bool = False  # the embedding is normalised before layer 0
@@ -170,19 +200,29 @@ class ModelConfig:
         return hashlib.blake2b(repr(replace(self, quantization=None)).encode(), digest_size=16).hexdigest()
 
     @property
+    def heads(self) -> LayerHeads:
+        """The heads of every layer, if the layers do not differ."""
+        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def layer_heads(self) -> tuple[LayerHeads, ...]:
+        """The heads of each layer."""
+        return self.attention.layer_heads or (self.heads,) * self.num_layers
+
+    @property
     def attn_size(self) -> int:
-        """Width of all q heads, and of the attention output."""
-        return self.num_heads * self.head_dim
+        """Width of all q heads, and of the attention output, in the widest layer."""
+        return max(heads.attn_size for heads in self.attention.layer_heads or (self.heads,))
 
     @property
     def kv_size(self) -> int:
-        """Width of all k heads; the v heads are as wide."""
-        return self.num_kv_heads * self.head_dim
+        """Width of all k heads, and of all v heads, if the layers do not differ."""
+        return self.heads.kv_size
 
     @property
     def qkv_size(self) -> int:
-        """Width of the merged projection: q heads, then k heads, then v heads."""
-        return self.attn_size + 2 * self.kv_size
+        """Width of the merged projection in the widest layer."""
+        return max(heads.qkv_size for heads in self.attention.layer_heads or (self.heads,))
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig | None, ...]:

@@ -137,8 +137,8 @@ class CudaBackend:
 
 
 def _linears_of_each_kind(weights: ModelWeights) -> list[Linear]:
-    """One linear layer of each name, in the order of a step. Layers with experts may have others than those without."""
-    found: dict[str, Linear] = {}
+    """One linear layer of each name and shape, in the order of a step: layers with experts have others, for example."""
+    found: dict[tuple[str, int, int], Linear] = {}
     for linear in parts_of_type(Linear, (weights.layers, weights.head)):
-        found.setdefault(linear.name, linear)
+        found.setdefault((linear.name, linear.out_features, linear.in_features), linear)
     return list(found.values())

@@ -142,19 +142,23 @@ class CudaOperations:
             change.mul_(multiplier)
         return Residual(self.settle(residual), change)
 
+    def scale(self, residual: Residual, factor: Parameter) -> Residual:
+        """In place."""
+        return Residual(self.settle(residual).mul_(factor.data))
+
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
         q, k = norms.q, norms.k
-        are_equal = type(q) is RmsNorm and type(k) is RmsNorm and q.weight.data.shape == k.weight.data.shape
+        has_only_rms = norms.v is None and type(q) is RmsNorm and type(k) is RmsNorm
+        are_equal = has_only_rms and q.weight.data.shape == k.weight.data.shape
         if are_equal and len(q.weight.data) <= _MAX_HEAD_DIM:
             weights = q.weight.data, k.weight.data
             head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, q.eps)
             return qkv
-        q_size, k_size = norms.sizes
-        q_heads, k_heads = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
-        normed_q, normed_k = norms.normalize(q_heads, k_heads)
-        q_heads.copy_(normed_q)
-        k_heads.copy_(normed_k)
+        parts = qkv.split(norms.sizes, dim=1)
+        for place, part in zip(parts, norms.normalize(parts), strict=True):
+            if part is not place:
+                place.copy_(part)
         return qkv
 
     def select_rows(

@@ -6,10 +6,12 @@ A family that is made of existing parts is a page of names and a reader of its c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, names_of
-from services.common.families.shape import ExpertOptions, QkNormKind, ResidualKind
+from services.common.families.shape import ExpertOptions, LayerHeads, QkNormKind, ResidualKind
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.allocator import WeightAllocator
@@ -28,7 +30,7 @@ from services.dense_worker.model.layer import (
 from services.dense_worker.model.linear import Cut, Linear, Projection
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm
+from services.dense_worker.model.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.parameters import Parameter, Source, StoredLayout
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.stored_layout import GroupedHeads, StackedExperts, Transposed
@@ -71,8 +73,11 @@ def build_embedding(
 def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
     """One layer, counted from 0."""
     layer = f"{names.layers}.{index}"  # the names of its modules begin so
-    before = build_normed_qkv(config, allocator, names, layer)
-    o = build_o(config, allocator, names, layer)
+    heads = config.layer_heads[index]
+    if index in config.parts.key_value_layers:
+        names = replace(names, qkv=(*names.qkv[:2], names.qkv[1]))  # the same rows twice
+    before = build_normed_qkv(config, allocator, names, layer, heads)
+    o = build_o(config, allocator, names, layer, heads)
     experts = config.parts.experts
     if experts is not None and index in experts.layers:
         # The last layer computes only the tokens that need logits, and does not count them.
@@ -84,46 +89,52 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
 
 
 def build_normed_qkv(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
 ) -> NormedQkv:
     """The first half of a layer."""
     parts = config.parts
-    sizes = (config.attn_size, config.kv_size, config.kv_size)
+    sizes = (heads.attn_size, heads.kv_size, heads.kv_size)
     if len(names.qkv) == 1:
         layout: StoredLayout | None = _weight_layout(names)
         if names.fused_heads is FusedHeads.BY_KV_HEAD:
-            layout = GroupedHeads(config.num_kv_heads, config.head_dim)
-        merged = (Projection(f"{layer}.{names.qkv[0]}", config.qkv_size, layout),)
+            layout = GroupedHeads(heads.num_kv_heads, heads.head_dim)
+        merged = (Projection(f"{layer}.{names.qkv[0]}", heads.qkv_size, layout),)
     else:
-        merged = tuple(Projection(f"{layer}.{name}", size) for name, size in zip(names.qkv, sizes, strict=True))
+        by_name = zip(names.qkv, sizes, strict=True)
+        merged = tuple(Projection(f"{layer}.{name}", size) for name, size in by_name if size)
     norm = None
     if parts.has_norms_before:
         name = f"{layer}.{names.attention_norm}"
         norm = allocator.norm("input_norm", name, config.hidden_size, config.norm_eps, parts.norm)
     qkv = allocator.linear("qkv", config.hidden_size, merged, Cut.OUT, config.qkv_bias)
-    return NormedQkv(norm, qkv, build_head_norms(config, allocator, names, layer) if config.qk_norm else None)
+    return NormedQkv(norm, qkv, build_head_norms(config, allocator, names, layer, heads) if config.qk_norm else None)
 
 
 def build_head_norms(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
 ) -> HeadNorms:
-    """The norms of q and k."""
-    kind, num_heads, num_kv_heads = config.parts.qk_norm, config.num_heads, config.num_kv_heads
-    sizes: tuple[int | tuple[int, int], ...] = (config.head_dim, config.head_dim)
+    """The norms of q and k, and in some families of v."""
+    kind, num_heads, num_kv_heads = config.parts.qk_norm, heads.num_heads, heads.num_kv_heads
+    sizes: tuple[int | tuple[int, int], ...] = (heads.head_dim, heads.head_dim)
     if kind is QkNormKind.ALL_HEADS:
-        sizes, num_heads, num_kv_heads = (config.attn_size, config.kv_size), 1, 1
+        sizes, num_heads, num_kv_heads = (heads.attn_size, heads.kv_size), 1, 1
     elif kind is QkNormKind.OWN_HEADS:
-        sizes = ((num_heads, config.head_dim), (num_kv_heads, config.head_dim))
+        sizes = ((num_heads, heads.head_dim), (num_kv_heads, heads.head_dim))
     eps, norm = config.norm_eps, config.parts.norm
     q_norm = allocator.norm("q_norm", f"{layer}.{names.q_norm}", sizes[0], eps, norm)
+    if not heads.kv_size:
+        return HeadNorms(q_norm, None, num_heads, num_kv_heads)
     k_norm = allocator.norm("k_norm", f"{layer}.{names.k_norm}", sizes[1], eps, norm)
-    return HeadNorms(q_norm, k_norm, num_heads, num_kv_heads)
+    v_norm = UnweightedRmsNorm(eps) if config.parts.has_v_norm else None
+    return HeadNorms(q_norm, k_norm, num_heads, num_kv_heads, v_norm)
 
 
-def build_o(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str) -> Linear:
+def build_o(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
+) -> Linear:
     """The projection of attention's output."""
     merged = (Projection(f"{layer}.{names.o}", config.hidden_size, _weight_layout(names)),)
-    return allocator.linear("o", config.attn_size, merged, Cut.IN, config.o_bias)
+    return allocator.linear("o", heads.attn_size, merged, Cut.IN, config.o_bias)
 
 
 def build_mlp(
@@ -229,7 +240,10 @@ def build_residual(
 
     after_attention = norm("attention_out_norm", names.norm_after_attention)
     after_mlp = norm("mlp_out_norm", names.norm_after_mlp)
-    return SequentialResidual(o, mlp, after_attention, after_mlp, parts.residual_multiplier)
+    scalar = None
+    if parts.has_layer_scalar:
+        scalar = allocator.parameter("layer_scalar", 1, sources=(Source(f"{layer}.{names.layer_scalar}", 1),))
+    return SequentialResidual(o, mlp, after_attention, after_mlp, parts.residual_multiplier, scalar)
 
 
 def build_head(

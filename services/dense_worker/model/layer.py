@@ -10,9 +10,11 @@ from typing import Protocol
 
 import torch
 
+from services.channel import rows_of_layer
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Operations, Residual
+from services.dense_worker.model.parameters import Parameter
 
 
 class BeforeAttention(Protocol):
@@ -21,14 +23,16 @@ class BeforeAttention(Protocol):
     def forward(
         self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Residual]:
-        """residual [n, hidden] -> qkv [n, qkv_size], the residual; qkv is `qkv_out` if that is given."""
+        """residual [n, hidden] -> qkv [n, qkv_size], the residual; qkv is the layer's rows of `qkv_out`, if given."""
 
 
 class AfterAttention(Protocol):
     """The half of a layer that begins with attention's output."""
 
+    o: Linear  # the projection of attention's output
+
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        """attn_out [n, in_features of o], residual [n, hidden] -> the layer's residual."""
 
 
 class Mlp(Protocol):
@@ -67,7 +71,9 @@ class NormedQkv:
     def forward(
         self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Residual]:
-        """residual [n, hidden] -> qkv [n, qkv_size], in `qkv_out` where given, and the residual."""
+        """residual [n, hidden] -> qkv [n, qkv_size], in its rows of `qkv_out` where given, and the residual."""
+        if qkv_out is not None:
+            qkv_out = rows_of_layer(qkv_out, self.qkv.out_features)
         residual, qkv = operations.norm_linear(residual, self.norm, self.qkv, qkv_out)
         if self.head_norms is not None:
             qkv = operations.norm_heads(qkv, self.head_norms, is_in_place=qkv_out is not None)
@@ -83,12 +89,16 @@ class SequentialResidual:
     norm_after_attention: Norm | None = None
     norm_after_mlp: Norm | None = None
     multiplier: float = 1.0  # of both additions
+    layer_scalar: Parameter | None = None  # [1], of the residual in the end
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
         residual = operations.linear_add(residual, self.o, attn_out, self.norm_after_attention, self.multiplier)
         residual, activation = self.mlp.activate(operations, residual)
-        return self.mlp.add(operations, residual, activation, self.norm_after_mlp, self.multiplier)
+        residual = self.mlp.add(operations, residual, activation, self.norm_after_mlp, self.multiplier)
+        if self.layer_scalar is None:
+            return residual
+        return operations.scale(residual, self.layer_scalar)
 
 
 @dataclass(frozen=True, slots=True)

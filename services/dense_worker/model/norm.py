@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +51,18 @@ class RmsNormPlusOne:
 
 
 @dataclass(frozen=True, slots=True)
+class UnweightedRmsNorm:
+    """RMSNorm over the last dimension without a weight, in float32, rounded at the end (the v heads of Gemma 4)."""
+
+    eps: float
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerNorm:
     """LayerNorm over the last dimension (arXiv:1607.06450), in float32, rounded at the end."""
 
@@ -72,21 +85,27 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of q and of k, after the projection. Each normalises its heads one by one, or all heads as if one."""
+    """Norms of q and k, after the projection. Each normalises its heads one by one, or all heads as if one."""
 
     q: Norm
-    k: Norm
+    k: Norm | None  # None: the layer has no keys and values of its own
     num_heads: int  # 1 if the norm covers all heads together
     num_kv_heads: int
+    v: UnweightedRmsNorm | None = None  # of each v head, which is as wide as a k head
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """The widths of q and of k."""
-        return self.num_heads * self.q.weight.data.shape[-1], self.num_kv_heads * self.k.weight.data.shape[-1]
+    def sizes(self) -> tuple[int, ...]:
+        """The widths of q, k and v; of q alone if the layer has no others."""
+        q_size = self.num_heads * self.q.weight.data.shape[-1]
+        if self.k is None:
+            return (q_size,)
+        kv_size = self.num_kv_heads * self.k.weight.data.shape[-1]
+        return (q_size, kv_size, kv_size)
 
-    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [n, q width], k [n, k width] -> the same shapes."""
-        q_size, k_size = self.sizes
-        normed_q = self.q.normalize(q.view(-1, self.num_heads, q_size // self.num_heads))
-        normed_k = self.k.normalize(k.view(-1, self.num_kv_heads, k_size // self.num_kv_heads))
-        return normed_q.view(-1, q_size), normed_k.view(-1, k_size)
+    def normalize(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """q, k and v, [n, width] each, or q alone -> the same shapes; v itself if it has no norm."""
+        of_parts = (self.q, self.num_heads), (self.k, self.num_kv_heads), (self.v, self.num_kv_heads)
+        return [
+            part if norm is None else norm.normalize(part.view(-1, count, size // count)).view(-1, size)
+            for part, size, (norm, count) in zip(parts, self.sizes, of_parts, strict=False)
+        ]

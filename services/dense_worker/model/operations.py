@@ -66,8 +66,11 @@ class Operations(Protocol):
     ) -> Residual:
         """Adds change [n, hidden] to the residual, normalised if there is a norm, times multiplier."""
 
+    def scale(self, residual: Residual, factor: Parameter) -> Residual:
+        """The residual, with all additions done, times factor [1]."""
+
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
-        """qkv [n, qkv_size], n at least 1 -> qkv with normalised q and k heads; `is_in_place`: in the same tensor."""
+        """qkv [n, qkv_size], n at least 1 -> qkv with normalised heads; `is_in_place`: in the same tensor."""
 
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor

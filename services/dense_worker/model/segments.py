@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.head import Embedding, Head
 from services.dense_worker.model.layer import AfterAttention, BeforeAttention
@@ -63,6 +64,7 @@ class Middle:
 
         If `qkv_out` is given, qkv is that tensor, written in place.
         """
+        attn_out = rows_of_layer(attn_out, self.after.o.in_features)
         stream = self.after.forward(operations, attn_out, Residual(residual))
         qkv, stream = self.before.forward(operations, stream, qkv_out)
         return qkv, operations.settle(stream)
@@ -79,6 +81,7 @@ class Last:
         self, operations: Operations, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """attn_out [n, attn_size], residual [n, hidden], rows int64 [r] -> logits float32 [r, vocab]."""
+        attn_out = rows_of_layer(attn_out, self.after.o.in_features)
         attn_rows, stream = operations.select_rows(attn_out, residual, rows)
         stream = self.after.forward(operations, attn_rows, stream)
         return self.head.forward(operations, stream)

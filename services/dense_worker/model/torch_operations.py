@@ -81,15 +81,19 @@ class TorchOperations:
             change = norm.normalize(change)
         return Residual(residual.hidden + (change if multiplier == 1.0 else change * multiplier))
 
+    def scale(self, residual: Residual, factor: Parameter) -> Residual:
+        """A new tensor."""
+        return Residual(residual.hidden * factor.data)
+
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
-        """Splits qkv, normalises q and k, and joins or writes them back."""
-        q_size, kv_size = norms.sizes
-        q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
-        normed_q, normed_k = norms.normalize(q, k)
+        """Splits qkv, normalises its parts, and joins or writes them back."""
+        parts = qkv.split(norms.sizes, dim=1)
+        normed = norms.normalize(parts)
         if not is_in_place:
-            return torch.cat([normed_q, normed_k, v], dim=1)
-        q.copy_(normed_q)
-        k.copy_(normed_k)
+            return torch.cat(normed, dim=1)
+        for place, part in zip(parts, normed, strict=True):
+            if part is not place:
+                place.copy_(part)
         return qkv
 
     def select_rows(

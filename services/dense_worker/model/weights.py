@@ -67,7 +67,7 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
-    """Random weights, generated on `device`: norms are one, all else has the standard deviation 0.02.
+    """Random weights, generated on `device`: norms and layers' scalars are 1, all else has the standard deviation 0.02.
 
     Unquantized weights are normally distributed; for the others see `fill_random` of their format.
 
@@ -81,7 +81,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
         weight.fill_random(RANDOM_STD, generator)
     filled = {id(tensor) for weight in quantized for tensor in tensors_by_name(weight).values()}
     for name, tensor in weights.named_tensors():
-        if name.endswith("norm"):
+        if name.endswith(("norm", "layer_scalar")):
             tensor.fill_(1.0)
         elif id(tensor) not in filled:
             tensor.normal_(std=RANDOM_STD, generator=generator)

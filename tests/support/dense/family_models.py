@@ -157,6 +157,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (  # as the dense 31B: layers that see everything have fewer and larger heads, and v is k
+        "gemma4_text",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+            },
+        },
+    ),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon-7b": ("falcon", {"ffn_hidden_size": 48}),
@@ -196,5 +214,7 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.3)
+            elif name.endswith("layer_scalar"):
+                torch.nn.init.normal_(buffer, mean=0.8, std=0.2)
     model.save_pretrained(path)
     return path

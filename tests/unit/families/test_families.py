@@ -107,7 +107,7 @@ def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
     check_logits(logits, true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT))
 
 
-@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "cohere", "bloom", "granite", "gpt2"])
+@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "gemma4", "cohere", "bloom", "granite", "gpt2"])
 def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
     """`CudaOperations` with its kernels replaced by torch: which residual is added when, and by which norm."""
     path = make_family_model(tmp_path, variant)
@@ -129,6 +129,12 @@ def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
 def test_learned_positions_are_not_exported(family: str, tmp_path: Path) -> None:
     config = load_model_config(make_family_model(tmp_path, family))
     with pytest.raises(ConfigError, match=f"learned positions of '{family}' are not exported to ONNX"):
+        export_networks(config, torch.float32)
+
+
+def test_layers_with_different_heads_are_not_exported(tmp_path: Path) -> None:
+    config = load_model_config(make_family_model(tmp_path, "gemma4"))
+    with pytest.raises(ConfigError, match=r"the layers of 'gemma4_text', whose heads differ, are not exported to ONNX"):
         export_networks(config, torch.float32)
 
 

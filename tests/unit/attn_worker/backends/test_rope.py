@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "longrope": ("longrope", {"factor": MAX_POSITION / ORIGINAL, **LONGROPE}),
     "longrope with its attention factor": ("longrope", {"factor": 8.0, "attention_factor": 1.2, **LONGROPE}),
+    "proportional": ("proportional", {"factor": 2.0, "num_turning": HEAD_DIM // 8}),
     "llama3": (
         "llama3",
         {
@@ -66,6 +67,8 @@ def make_pair(kind: str) -> tuple[RotaryEmbedding, LlamaRotaryEmbedding]:
         **parameters,
     )
     lists = {name: list(value) if isinstance(value, tuple) else value for name, value in parameters.items()}
+    if "num_turning" in lists:
+        lists["partial_rotary_factor"] = 2 * lists.pop("num_turning") / HEAD_DIM
     config = LlamaConfig(
         hidden_size=2 * HEAD_DIM,
         num_attention_heads=2,

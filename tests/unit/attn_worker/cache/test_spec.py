@@ -14,6 +14,7 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
+from services.common.model_config import LayerHeads
 from services.common.resolve import ResolvedModel, resolve_model
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ LLAMA = KVCacheSpec(100, 16, 8, 128, torch.bfloat16, (None,) * 32)
 
 
 def test_a_token_takes_two_vectors_per_kv_head_and_layer() -> None:
-    assert (LLAMA.num_layers, LLAMA.kv_size) == (32, 1024)
+    assert (LLAMA.num_layers, LLAMA.kv_shape(0)) == (32, (8, 128))
     assert LLAMA.token_bytes == 128 * 1024
     assert LLAMA.block_bytes == 2 * 1024 * 1024
     assert LLAMA.num_bytes == 200 * 1024 * 1024
@@ -33,8 +34,8 @@ def test_a_token_takes_two_vectors_per_kv_head_and_layer() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_both_layouts_have_all_blocks_and_the_null_block(dtype: torch.dtype) -> None:
     spec = KVCacheSpec(5, 4, 2, 16, dtype, (None, 6, None))
-    for shape in (spec.token_major_block, spec.head_major_block):
-        layers = BlockStorage(spec, shape, CPU).layers
+    for block_shape in (spec.token_major_block, spec.head_major_block):
+        layers, shape = BlockStorage(spec, block_shape, CPU).layers, block_shape(0)
         assert [layer.shape for layer in layers] == [(5 + 1, *shape)] * 3
         assert all(layer.dtype == dtype and not layer.any() for layer in layers)
         assert sum(layer.nbytes for layer in layers) == spec.num_bytes + spec.block_bytes
@@ -69,6 +70,22 @@ def test_8_bits_fit_twice_as_many_tokens_and_int8_a_scale_for_each_head_beside_t
     exceptions = {0: torch.bfloat16, 31: torch.int8}
     mixed = dataclasses.replace(LLAMA, dtype=torch.float8_e4m3fn, exceptions=exceptions)
     assert mixed.token_bytes == 2 * 8 * (30 * 128 + 2 * 128 + (128 + 4))
+
+
+def test_layers_of_different_heads_share_block_numbers_and_one_may_read_the_keys_of_another() -> None:
+    heads = (LayerHeads(4, 2, 16), LayerHeads(4, 1, 32), LayerHeads(4, 2, 16, kv_layer=0), LayerHeads(4, 2, 16))
+    spec = KVCacheSpec(5, 4, 2, 16, torch.int8, (None,) * 4, exceptions={0: torch.float16}, layer_heads=heads)
+    assert spec.token_bytes == 2 * (2 * 16 * 2 + 1 * (32 + 4) + 2 * (16 + 4))
+    storage = BlockStorage(spec, spec.head_major_block, CPU)
+    shapes = [(6, 2, 2, 4, 16), (6, 1, 2, 4, 32), (6, 2, 2, 4, 16), (6, 2, 2, 4, 16)]
+    assert [layer.shape for layer in storage.layers] == shapes
+    assert storage.layers[2].data_ptr() == storage.layers[0].data_ptr() and storage.scales[2] is None
+    for layer in (0, 1, 3):
+        storage.layers[layer][3] = layer + 1
+    storage.copy_blocks([(3, 5)])
+    assert [bool((layer[5] == i + 1).all()) for i, layer in enumerate(storage.layers)] == [True, True, False, True]
+    tensors = [storage.layers[i] for i in (0, 1, 3)] + [storage.scales[1], storage.scales[3]]
+    assert sum(tensor.nbytes for tensor in tensors) == spec.num_bytes + spec.block_bytes
 
 
 def test_layers_of_different_dtypes_share_block_numbers() -> None:

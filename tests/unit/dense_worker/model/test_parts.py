@@ -99,8 +99,9 @@ def build_parallel(config: ModelConfig, allocator: WeightAllocator) -> ModelWeig
             allocator.linear("up", hidden, up, Cut.OUT, has_bias=True),
             allocator.linear("down", config.intermediate_size, down, Cut.IN, has_bias=False),
         )
-        o = build_o(config, allocator, names, prefix)
-        return DecoderLayer(build_normed_qkv(config, allocator, names, prefix), ParallelResidual(o, mlp))
+        o = build_o(config, allocator, names, prefix, config.heads)
+        before = build_normed_qkv(config, allocator, names, prefix, config.heads)
+        return DecoderLayer(before, ParallelResidual(o, mlp))
 
     layers = tuple(layer(f"model.layers.{i}") for i in range(config.num_layers))
     return ModelWeights(ScaledEmbedding(table), layers, build_head(config, allocator, names, table))

@@ -1,0 +1,77 @@
+"""The text part of Gemma 4: layers with other heads, v as k, norms of v and a number that multiplies each layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.common.families.base import read_base, read_window, windows_of_layers
+from services.common.families.fields import ConfigFields
+from services.common.families.rope import read_ropes_by_type
+from services.common.families.shape import AttentionOptions, LayerHeads, ModelConfig
+
+
+def read_gemma4(fields: ConfigFields) -> ModelConfig:
+    """Gemma 4: layers with a window have heads of one size, those that see everything fewer and larger ones."""
+    fields.only("use_bidirectional_attention", "vision")  # of the tokens of images alone
+    fields.only("enable_moe_block", False)
+    fields.only("hidden_size_per_layer_input", 0)
+    fields.only("num_kv_shared_layers", 0)
+    fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of the mixture
+    fields.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")  # of these inputs, and of these layers
+    heads, kinds = _read_heads(fields), fields["layer_types"]
+    head_dims = {kind: each.head_dim for kind, each in zip(kinds, heads, strict=True)}
+    for layer, (kind, each) in enumerate(zip(kinds, heads, strict=True)):
+        if each.head_dim != head_dims[kind]:
+            others = f"but {head_dims[kind]} in others of {kind}"
+            raise fields.error(f"head_dim of layer {layer}", each.head_dim, others)
+    ropes = read_ropes_by_type(fields, head_dims)
+    config = read_base(
+        fields,
+        activation="hidden_activation",
+        num_kv_heads=heads[0].num_kv_heads,
+        head_dim=heads[0].head_dim,
+        rope=ropes["full_attention"],
+    )
+    has_bias = fields.flag("attention_bias")
+    full_layers = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    parts = replace(
+        config.parts,
+        embedding_multiplier=config.hidden_size**0.5,
+        is_multiplier_of_table=True,
+        has_norms_after=True,
+        has_v_norm=True,
+        key_value_layers=full_layers if fields.flag("attention_k_eq_v") else (),
+        has_layer_scalar=True,
+        logit_softcap=fields.number("final_logit_softcapping"),
+    )
+    attention = AttentionOptions(scale=1.0, layer_ropes=tuple(ropes[kind] for kind in kinds), layer_heads=heads)
+    windows = windows_of_layers(fields, read_window(fields))
+    return replace(
+        config,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        qk_norm=True,
+        parts=parts,
+        attention=attention,
+        sliding_windows=windows,
+    )
+
+
+def _read_heads(fields: ConfigFields) -> tuple[LayerHeads, ...]:
+    """The heads of each layer. transformers has made `per_layer_config` of the fields for those that see everything."""
+    fields.ignore("global_head_dim", "num_global_key_value_heads", "num_key_value_heads", "head_dim")
+    given = fields.raw.get("per_layer_config") or {}
+    others = {name for each in given.values() for name in each} - {"head_dim", "num_key_value_heads"}
+    if others:
+        raise fields.error("per_layer_config with", sorted(others), "supported: head_dim, num_key_value_heads")
+    num_heads, layers = fields.size("num_attention_heads"), fields["per_layer_config"]
+    found = []
+    for layer in range(fields.size("num_hidden_layers")):
+        num_kv_heads, head_dim = layers[layer].num_key_value_heads, layers[layer].head_dim
+        if type(num_kv_heads) is not int or num_kv_heads < 1 or num_heads % num_kv_heads:
+            wanted = f"expected a divisor of its num_attention_heads {num_heads}"
+            raise fields.error(f"num_key_value_heads of layer {layer}", num_kv_heads, wanted)
+        if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
+            raise fields.error(f"head_dim of layer {layer}", head_dim, "expected an even number of at least 2")
+        found.append(LayerHeads(num_heads, num_kv_heads, head_dim))
+    return tuple(found)
