@@ -20,7 +20,7 @@ from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from tests.support.clients.dense_stream import submit
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Stream:

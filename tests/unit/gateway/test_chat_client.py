@@ -71,9 +71,13 @@ def test_stop_after_ms_ends_the_request(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: ids("begin"))  # and then nothing more
         async with running_gateway(tmp_path, dense) as gateway:
-            client = start("--address", gateway.address, "--prompt", "x", "--stop_after_ms", "300")
-            assert await client.outcome() == (0, "begin\n", "")
-            await until(lambda: len(dense.cancelled_seq_ids) == 1)
+            for stop_after_ms in (300, 1000, 3000, 9000):
+                client = start("--address", gateway.address, "--prompt", "x", "--stop_after_ms", str(stop_after_ms))
+                outcome = await client.outcome()
+                if outcome[1] == "begin\n":  # on a busy machine it may come later
+                    break
+            assert outcome == (0, "begin\n", "")
+            await until(lambda: len(dense.cancelled_seq_ids) == len(dense.submits))
 
     run(test())
 

@@ -96,11 +96,11 @@ def test_an_idle_reflection_call_ends_in_bounded_time(tmp_path: Path, version: s
         for _ in range(num_questions):
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             assert (await call.read()).HasField("list_services_response")
-        with pytest.raises(grpc.aio.AioRpcError, match=r"not complete within 0.3 s") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not complete within 1 s") as refused:
             await call.read()
         assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    with_gateway(tmp_path, FakeDense(say([])), test, body_timeout_s=0.3)
+    with_gateway(tmp_path, FakeDense(say([])), test, body_timeout_s=1.0)
 
 
 def test_an_aborted_answer_returns_the_tokens_so_far(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from services.common.errors import PeerError
 from services.launch import mps
 from services.launch.mps import CONTROL, MpsDaemon
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 2.0
 # Like the real program, as far as needed here: `-d` starts a daemon, and `quit` ends it.
 WORKING = """
 if [ "$1" = -d ]; then echo "devices: $CUDA_VISIBLE_DEVICES" > "$CUDA_MPS_PIPE_DIRECTORY/daemon"; exit; fi

@@ -139,7 +139,7 @@ class World:
     def __init__(self, directory: Path, prepare: Callable[[World], None]) -> None:
         self.calls: list[str] = []
         self.link = directory / "dense.sock"
-        config = load_config(None, ["peers.rpc_timeout_s=0.5", "channel.wait_timeout_s=20"])
+        config = load_config(None, ["peers.rpc_timeout_s=2", "channel.wait_timeout_s=20"])
         dense_address = DenseAddress(f"unix:{self.link}", directory)
         address = dense_address.new_address()
         dense_address.point_to(address)

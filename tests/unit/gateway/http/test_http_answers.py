@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import httpx2
@@ -283,14 +282,14 @@ def test_stop_strings_end_the_answer_and_are_named(stop: str | list[str], tmp_pa
 
 def test_an_aborted_answer_has_its_own_finish_reason(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        body = {"messages": USER, "stream": True}
-        answer = asyncio.create_task(
-            client.post("/v1/chat/completions", json=body, headers={"x-request-id": "to-abort"})
-        )
-        await until(lambda: bool(dense.submits))
-        await asyncio.sleep(0.1)  # until its tokens are sent
-        assert (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running
-        choices = [choice for chunk in events((await answer).text) for choice in chunk["choices"]]
+        body, headers = {"messages": USER, "stream": True}, {"x-request-id": "to-abort"}
+        async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+            text, pieces = "", response.aiter_text()
+            while "two" not in text:
+                text += await anext(pieces)
+            assert (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id="to-abort"))).was_running
+            text += "".join([piece async for piece in pieces])
+        choices = [choice for chunk in events(text) for choice in chunk["choices"]]
         assert choices[-1]["finish_reason"] == "abort"
         assert "".join(choice["delta"].get("content", "") for choice in choices) == " one two"
 

@@ -197,7 +197,7 @@ def test_health_is_503_with_a_reason_until_requests_can_run(tmp_path: Path) -> N
 
     async def body() -> None:
         async with running_gateway(tmp_path, None) as gateway, async_client(gateway.http_address) as client:
-            for _ in range(200):  # until the gateway listens
+            for _ in range(1000):  # until the gateway listens
                 if Path(gateway.http_address.removeprefix("unix:")).exists():
                     break
                 await asyncio.sleep(0.05)

@@ -201,12 +201,12 @@ def test_a_worker_that_stays_away_fails_requests_but_not_the_gateway(tmp_path: P
 def test_a_wait_that_ended_in_time_does_not_fail_the_sequence_later(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(count_up, step_s=0.01)
-        async with connected(tmp_path, dense, connect_timeout_s=1.5) as (gateway, address):
+        async with connected(tmp_path, dense, connect_timeout_s=4.0) as (gateway, address):
             loop = asyncio.get_running_loop()
             entry = gateway.submit("r", [10], max_tokens=1000)
             await take(entry)
             await dense.kill()
-            latest_failure = loop.time() + 1.5
+            latest_failure = loop.time() + 4.0
             await dense.start(address)
             await until(lambda: gateway.connections == [True, False, True])
             await until(lambda: loop.time() > latest_failure + 0.1)
@@ -356,7 +356,7 @@ def test_a_cancellation_works_while_the_stream_breaks(tmp_path: Path) -> None:
         for _ in range(num_turns):
             await asyncio.sleep(0)
         task.cancel()
-        await asyncio.wait([task], timeout=5.0)
+        await asyncio.wait([task], timeout=30.0)
         assert task.cancelled()
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -143,7 +143,7 @@ def test_a_stream_runs_several_requests_and_survives_a_wrong_one(tmp_path: Path)
             finals = [each.infer_response.parameters["triton_final_response"].bool_param for each in found]
             assert finals == [False] * (len(found) - 1) + [True]
 
-    dense = FakeDense(lambda submit: TOKENS, step_s=0.002)
+    dense = FakeDense(lambda submit: TOKENS, step_s=0.02)
     with_stub(tmp_path, test, dense)
 
 
@@ -227,5 +227,5 @@ def test_an_idle_stream_ends_and_a_busy_one_does_not(tmp_path: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert num_responses > 3
 
-    dense = FakeDense(lambda submit: TOKENS, step_s=0.15)  # longer than the limit, all together
-    with_gateway(tmp_path, dense, body, grpc_idle_timeout_s=0.5)
+    dense = FakeDense(lambda submit: TOKENS, step_s=0.3)  # longer than the limit, all together
+    with_gateway(tmp_path, dense, body, grpc_idle_timeout_s=1.2)
