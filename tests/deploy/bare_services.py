@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY, free_port
 from tests.support.warm_process import WarmProcess, warm_server
 
 START_TIMEOUT_S = 90.0
@@ -99,7 +98,5 @@ class BareServices:
 
     def _address(self, port: str) -> str:
         if port not in self._ports:
-            with socket.socket() as finder:
-                finder.bind(("127.0.0.1", 0))
-                self._ports[port] = f"127.0.0.1:{finder.getsockname()[1]}"
+            self._ports[port] = f"127.0.0.1:{free_port()}"
         return self._ports[port]

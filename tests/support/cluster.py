@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -33,8 +34,11 @@ from tests.support.warm_process import WARM_SERVER, WarmProcess, run_warm, warm_
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 CTL_TIMEOUT_S = 200.0
+FIRST_PORT = 12_000
+RESERVATIONS: list[socket.socket] = []  # of the ports that this process uses
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Stubs:
         request = dense_pb2.GetStatusRequest()
         return self.dense.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> attn_pb2.AttentionStatus:
+    def wait_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> attn_pb2.AttentionStatus:
         """Waits until no sequence is open and all blocks are free; fails after `timeout_s` seconds.
 
         If an attention worker was just killed, this also waits for its successor and for the dense worker to attach.
@@ -129,6 +133,16 @@ class Cluster(Stubs):
                     if f"services.{role}" in Path(f"/proc/{pid}/cmdline").read_text():
                         return pid
             assert time.monotonic() < deadline, f"no {role} among the children of the launcher"
+            time.sleep(0.02)
+
+    def kill(self, *roles: str) -> None:
+        """Kills these services at once; returns when the launcher has started others in their place."""
+        pids = {role: self.pid_of(role) for role in roles}
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while any(self.pid_of(role) == pid for role, pid in pids.items()):
+            assert time.monotonic() < deadline, f"{roles} were not started again"
             time.sleep(0.02)
 
 
@@ -202,10 +216,23 @@ def wait_for_log(process: subprocess.Popen[str] | WarmProcess, log_file: Path, t
 
 
 def free_port() -> int:
-    """A port of this machine at which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of this machine at which no process listens, and that no other test gets until this process ends.
+
+    The system gives outgoing connections none of these ports, so that nobody takes it before the service does.
+    """
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = FIRST_PORT + secrets.randbelow(max(first_outgoing - FIRST_PORT, 1000))
+        reservation = socket.socket(socket.AF_UNIX)
+        try:
+            reservation.bind(f"\0twostroke-test-port-{port}")  # the name of no file; it ends with the process
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            reservation.close()
+        else:
+            RESERVATIONS.append(reservation)
+            return port
 
 
 def stale_regions() -> set[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from schemathesis.checks import (
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2, sampling_pb2
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import Cluster, free_port, running_cluster
 
 REQUEST_TIMEOUT_S = 60.0
 MODEL = EMBEDDED_MODEL.name
@@ -50,11 +49,9 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     limits = (f"model.max_model_len={MAX_MODEL_LEN}", "gateway.max_n=3", "gateway.max_prompts=4")
     directory = tmp_path_factory.mktemp("fuzz")
-    with running_cluster(directory, f"gateway.http_address=127.0.0.1:{port}", *limits, is_warm=True) as cluster:
+    with running_cluster(directory, f"gateway.http_address=127.0.0.1:{free_port()}", *limits, is_warm=True) as cluster:
         yield cluster
 
 

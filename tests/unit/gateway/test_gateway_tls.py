@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import ssl
 from pathlib import Path
 
@@ -16,14 +15,13 @@ from services.common.errors import ConfigError
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from services.rpc.tls import is_exposed, tls_files
 from tests.support.certificates import Authority, Pair
+from tests.support.cluster import free_port
 from tests.support.running_gateway import RunningGateway, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
 
 
 def free_address() -> str:
-    with socket.socket() as finder:
-        finder.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{finder.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def options(tmp_path: Path, server: Pair, client_ca: Path | None = None) -> dict[str, object]:

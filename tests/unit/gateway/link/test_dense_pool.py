@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -19,6 +18,7 @@ from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import DENSE_WORKER
 from tests.support.clients.generation_requests import make_request, open_entry, take
+from tests.support.cluster import free_port
 from tests.support.running_gateway import run, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -31,9 +31,7 @@ class Replica(FakeDense):
     def __init__(self, epoch: int, *, step_s: float = 0.002) -> None:
         super().__init__(count_up, step_s=step_s)
         self.info.epoch = epoch
-        with socket.socket() as finder:
-            finder.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{finder.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self.is_serving = True
 
     async def start(self, address: str | None = None) -> None:
@@ -149,12 +147,12 @@ def test_when_a_replica_dies_only_its_sequences_move_to_another() -> None:
         pair = dying, other = Replica(1), Replica(2)
         async with replicas(*pair) as gateway:
             await found(gateway, 2)
-            entries = [gateway.submit(1000 * i, max_tokens=100) for i in range(1, 5)]
+            entries = [gateway.submit(1000 * i, max_tokens=400) for i in range(1, 5)]
             await until(lambda: all(len(entry.output_token_ids) > 5 for entry in entries))
             moved = set(dying.running)
             await dying.kill()
             outputs = await asyncio.gather(*map(all_tokens, entries))
-            assert outputs == [list(range(1000 * i, 1000 * i + 100)) for i in range(1, 5)]
+            assert outputs == [list(range(1000 * i, 1000 * i + 400)) for i in range(1, 5)]
             assert {entry.finish_reason for entry in entries} == {FinishReason.LENGTH}
             assert len(moved) == 2
             resubmitted = {submit.seq_id for submit in other.submits if submit.output_token_ids}
