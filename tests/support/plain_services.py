@@ -57,6 +57,16 @@ class PlainServices(Stubs):
         """Process id of the newest process of that role."""
         return self._processes[role].pid
 
+    def kill(self, *roles: str) -> None:
+        """Kills the newest processes of these roles at once; returns when others have been started in their place."""
+        starts = {role: self.num_starts[role] for role in roles}
+        for role in roles:
+            os.kill(self.pid_of(role), signal.SIGKILL)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while any(self.num_starts[role] == count for role, count in starts.items()):
+            assert time.monotonic() < deadline, f"{roles} were not started again"
+            time.sleep(0.01)
+
     def log(self, role: str) -> str:
         """Everything that the processes of that role have written."""
         return (self._directory / f"{role}.log").read_text()

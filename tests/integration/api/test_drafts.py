@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from tests.support.reference import make_served_model, random_prompts, reference
 from tests.support.workers.drafting_dense_worker import NUM_DRAFTS, ONE_WRONG_IN, VARIABLE
 
 MAX_TOKENS = 60
+MAX_ROUNDS = 5  # on a busy machine the answers may end before the kill
 TOLERANCE = 1e-4  # for log-probabilities in float32; the reference sums in another order
 
 
@@ -47,6 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_greedy_answers_equal_the_reference_in_fewer_steps(served: Served) -> None:
+    served.services.wait_idle()
     num_steps = served.services.dense_status().num_steps
     answer = served.services.generate(served.prompts[2], MAX_TOKENS, ignore_eos=True)
     num_steps = served.services.dense_status().num_steps - num_steps
@@ -112,13 +112,19 @@ def test_options_mean_the_same_with_drafts_and_without(served: Served, tmp_path:
 
 
 def test_a_kill_in_the_middle_of_drafts_changes_no_token(served: Served) -> None:
-    services = served.services
     for role in ("dense_worker", "attn_worker"):
-        pid, limit = services.pid_of(role), [MAX_TOKENS] * len(served.prompts)
-        with ThreadPoolExecutor(1) as thread:
-            answers = thread.submit(services.generate_all, served.prompts, limit)
-            while services.attention_status().num_sequences == 0:
-                assert not answers.done(), "the answers ended before the kill"
-            os.kill(pid, signal.SIGKILL)
-            assert [answer.token_ids for answer in answers.result()] == served.answers
-    services.wait_idle(timeout_s=60.0)
+        assert any(is_killed_in_time(served, role) for _ in range(MAX_ROUNDS)), "the answers ended before each kill"
+
+
+def is_killed_in_time(served: Served, role: str) -> bool:
+    """Kills a worker under streams, which must get the right tokens. Returns whether one was open at the kill."""
+    services, num_open = served.services, 0
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(services.generate_all, served.prompts, [MAX_TOKENS] * len(served.prompts))
+        while not answers.done():
+            if num_open := services.attention_status().num_sequences:
+                services.kill(role)
+                break
+        assert [answer.token_ids for answer in answers.result()] == served.answers
+    services.wait_idle()
+    return num_open > 0

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -292,13 +291,14 @@ def test_models(api: openai.OpenAI) -> None:
 
 
 def test_a_closed_stream_frees_its_request(cluster: Cluster, api: openai.OpenAI) -> None:
+    before = cluster.wait_idle().num_computed_tokens
     stream = api.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     assert cluster.attention_status().num_sequences == 1
     stream.close()
-    cluster.wait_idle()
+    assert cluster.wait_idle().num_computed_tokens - before < 1500, "it ran to its end"
 
 
 def test_asynchronous_streams_run_beside_a_cancelled_one(cluster: Cluster) -> None:
@@ -384,9 +384,7 @@ def test_http_and_grpc_stay_equal_in_a_crowd(cluster: Cluster) -> None:
             responses = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
             assert list(map(_text, responses)) == expected
 
-    start = time.monotonic()
     asyncio.run(asyncio.wait_for(test(), 60))
-    assert time.monotonic() - start < 60
 
 
 def _text(response: httpx2.Response) -> str:

@@ -13,6 +13,7 @@ from services.common.config import EMBEDDED_MODEL
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.reference import make_served_model, random_prompts, reference_tokens
 
+MAX_ROUNDS = 5  # until enough requests run at once: on a busy machine some come late
 # Name, family, overrides of config.json. The variants cover several kinds of RoPE scaling.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa-llama3": (
@@ -77,11 +78,14 @@ def test_random_model_of_each_family_equals_hugging_face(variant: tuple[Path, Cl
 
     alone = cluster.generate(prompts[9], max_tokens[9])
     assert alone.token_ids == expected[9]
-    together = cluster.generate_all(prompts, max_tokens)
-    assert [answer.token_ids for answer in together] == expected
     config = json.loads((path / "config.json").read_text())
-    if config.get("sliding_window") is None:  # behind a window blocks become free, sometimes soon enough
-        assert cluster.dense_status().num_preemptions > 0, "the cache was meant to be too small"
+    has_window = config.get("sliding_window") is not None  # blocks behind it become free, sometimes soon enough
+    for _ in range(MAX_ROUNDS):
+        together = cluster.generate_all(prompts, max_tokens)
+        assert [answer.token_ids for answer in together] == expected
+        if has_window or cluster.dense_status().num_preemptions:
+            break
+    assert has_window or cluster.dense_status().num_preemptions > 0, "the cache was meant to be too small"
     cluster.generate(prompts[15], 1)
     again = cluster.generate(prompts[15], max_tokens[15])
     assert again.token_ids == expected[15]

@@ -95,18 +95,20 @@ def test_a_late_short_request_ends_before_an_early_long_one(cluster: Cluster) ->
 
 
 def test_a_cancelled_request_frees_its_blocks(cluster: Cluster) -> None:
+    before = cluster.wait_idle().num_computed_tokens
     call = cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True))
     next(call)
     assert cluster.attention_status().num_sequences == 1
     call.cancel()
-    cluster.wait_idle(timeout_s=5.0)
+    assert cluster.wait_idle().num_computed_tokens - before < 1900, "it ran to its end"
 
 
 def test_a_deadline_frees_the_request_too(cluster: Cluster) -> None:
+    before = cluster.wait_idle().num_computed_tokens
     with pytest.raises(grpc.RpcError) as error:
         list(cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True), timeout=0.3))
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    cluster.wait_idle(timeout_s=5.0)
+    assert cluster.wait_idle().num_computed_tokens - before < 1900, "it ran to its end"
 
 
 NAN, INF = float("nan"), float("inf")
@@ -171,7 +173,7 @@ def test_health_and_reflection_answer_on_all_three_services(cluster: Cluster, tm
 
 def test_one_request_id_is_logged_by_all_three_services(cluster: Cluster) -> None:
     cluster.generate("Hello", 4, request_id="find-me-everywhere")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         lines = [line for line in cluster.log_file.read_text().splitlines() if "find-me-everywhere" in line]
         services = {word for line in lines for word in line.split() if word.startswith("service=")}
