@@ -18,9 +18,10 @@ from tests.support.plain_services import PlainServices, plain_services
 
 pytestmark = pytest.mark.timeout(400)  # processes start, and the machine may be slow
 
-WAIT_TIMEOUT_S = 1.0
+WAIT_TIMEOUT_S = 2.0  # a busy machine may stop a worker for a while, which must not abort a step
 STOPPED_S = 2.5 * WAIT_TIMEOUT_S
 DEADLINE_S = 60.0
+MAX_ROUNDS = 5  # until the disturbance comes in the middle of a step
 NUM_PROMPT_TOKENS, MAX_TOKENS = 400, 200
 MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE = 8  # an aborted step is computed again
 MESSAGES = [
@@ -81,13 +82,16 @@ def attach_another(services: PlainServices) -> None:
 def test_aborted_steps_end_no_worker_and_keep_the_cache(
     services: PlainServices, undisturbed: list[Collected], disturb: Callable[[PlainServices], None]
 ) -> None:
-    before, aborts = services.wait_idle(), services.log("attn_worker").count("event=detached")
-    collected = collect_all(services.gateway, MESSAGES, lambda: disturb(services))
-    assert services.log("attn_worker").count("event=detached") > aborts, "no step was aborted"
-    for each, expected in zip(collected, undisturbed, strict=True):
-        each.assert_equals(expected)
-    assert services.ends == []
-    after = services.wait_idle()
-    assert after.epoch == before.epoch
-    needed = len(MESSAGES) * (NUM_PROMPT_TOKENS + MAX_TOKENS + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE)
-    assert after.num_computed_tokens - before.num_computed_tokens <= needed, "a prompt was prefilled again"
+    for _ in range(MAX_ROUNDS):
+        before, aborts = services.wait_idle(), services.log("attn_worker").count("event=detached")
+        collected = collect_all(services.gateway, MESSAGES, lambda: disturb(services))
+        for each, expected in zip(collected, undisturbed, strict=True):
+            each.assert_equals(expected)
+        assert services.ends == []
+        after = services.wait_idle()
+        assert after.epoch == before.epoch
+        needed = len(MESSAGES) * (NUM_PROMPT_TOKENS + MAX_TOKENS + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE)
+        assert after.num_computed_tokens - before.num_computed_tokens <= needed, "a prompt was prefilled again"
+        if services.log("attn_worker").count("event=detached") > aborts:
+            return
+    raise AssertionError(f"no step was aborted in {MAX_ROUNDS} rounds")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +31,8 @@ SCHEMA = {
 }
 TOOLS = [{"type": "function", "function": {"name": "plan", "parameters": SCHEMA}}]
 BUDGET = 120  # tokens of reasoning
-NUM_PIECES = 40  # of the reasoning or the arguments, before the kill
+NUM_CHARACTERS = 40  # of the reasoning or the arguments, before the kill
+MAX_ROUNDS = 5  # until a client reads a piece in the right place: on a busy machine a piece may be long
 SEEDS = (1, 2, 3)
 
 
@@ -46,7 +45,6 @@ class Answer:
     text: str = ""
     names: list[str] = field(default_factory=list)
     arguments: str = ""
-    num_pieces: dict[str, int] = field(default_factory=lambda: {"reasoning": 0, "arguments": 0})
     num_reasoning_tokens: int = 0
     reason: int = 0
 
@@ -86,11 +84,9 @@ def read(services: PlainServices, seed: int, on_chunk: Callable[[Answer], object
         answer.token_ids += chunk.token_ids
         answer.reasoning += chunk.reasoning
         answer.text += chunk.text
-        answer.num_pieces["reasoning"] += bool(chunk.reasoning)
         for piece in chunk.tool_calls:
             answer.names += [piece.name] if piece.name else []
             answer.arguments += piece.arguments
-            answer.num_pieces["arguments"] += bool(piece.arguments)
         if chunk.HasField("finish"):
             answer.reason = chunk.finish.reason
             answer.num_reasoning_tokens = chunk.finish.usage.num_reasoning_tokens
@@ -112,7 +108,7 @@ def undisturbed(services: PlainServices) -> list[Answer]:
     end = TOKENIZER.convert_tokens_to_ids("</think>")
     lengths = [answer.token_ids.index(end) for answer in answers]
     assert BUDGET in lengths and max(lengths) < BUDGET + 4, "the last character is completed, one token for each byte"
-    assert min(answer.num_pieces["arguments"] for answer in answers) > 2 * NUM_PIECES
+    assert min(len(answer.arguments) for answer in answers) > 2 * NUM_CHARACTERS
     return answers
 
 
@@ -121,19 +117,23 @@ def undisturbed(services: PlainServices) -> list[Answer]:
 def test_streams_end_as_without_the_kill(
     services: PlainServices, undisturbed: list[Answer], role: str, place: str
 ) -> None:
-    starts, is_killed, places = services.num_starts[role], threading.Lock(), []
+    starts, is_killed = services.num_starts[role], threading.Lock()
 
     def kill_within(answer: Answer) -> None:
-        if answer.num_pieces[place] >= NUM_PIECES and not answer.reason and is_killed.acquire(blocking=False):
-            places.append("arguments" if answer.names else "reasoning")
-            os.kill(services.pid_of(role), signal.SIGKILL)
+        is_there = bool(answer.names) == (place == "arguments") and len(getattr(answer, place)) >= NUM_CHARACTERS
+        if is_there and not answer.reason and is_killed.acquire(blocking=False):
+            services.kill(role)
 
-    answers = read_all(services, kill_within)
-    assert places == [place], "the kill came where it should"
-    for answer, expected in zip(answers, undisturbed, strict=True):
-        assert answer.token_ids == expected.token_ids
-        assert (answer.reasoning, answer.text) == (expected.reasoning, expected.text)
-        assert (answer.names, answer.arguments, answer.reason) == (expected.names, expected.arguments, expected.reason)
-        assert answer.num_reasoning_tokens == expected.num_reasoning_tokens
+    for _ in range(MAX_ROUNDS):
+        answers = read_all(services, kill_within)
+        for answer, expected in zip(answers, undisturbed, strict=True):
+            assert answer.token_ids == expected.token_ids
+            assert (answer.reasoning, answer.text) == (expected.reasoning, expected.text)
+            calls = [(each.names, each.arguments, each.reason) for each in (answer, expected)]
+            assert calls[0] == calls[1]
+            assert answer.num_reasoning_tokens == expected.num_reasoning_tokens
+        services.wait_idle()
+        if is_killed.locked():
+            break
+    assert is_killed.locked(), "no stream was in the right place for the kill"
     assert services.num_starts[role] == starts + 1
-    services.wait_idle()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 
@@ -43,8 +41,7 @@ def undisturbed(cluster: Cluster) -> list[Collected]:
 
 def kill(*roles: str) -> Callable[[Cluster], None]:
     def kill_all(cluster: Cluster) -> None:
-        for pid in [cluster.pid_of(role) for role in roles]:
-            os.kill(pid, signal.SIGKILL)
+        cluster.kill(*roles)
 
     return kill_all
 

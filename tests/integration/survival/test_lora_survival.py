@@ -6,9 +6,7 @@ Hugging Face gives the expected tokens, with each adapter merged into its own co
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,12 +103,7 @@ def test_more_adapters_than_slots_take_turns_and_others_go_on(server: Server) ->
 )
 def test_streams_with_adapters_survive_kills(server: Server, roles: tuple[str, ...]) -> None:
     sent = [("0", PROMPTS[0]), ("2", PROMPTS[1]), ("", PROMPTS[1]), ("0", PROMPTS[2])]
-
-    def kill() -> None:
-        for role in roles:
-            os.kill(server.cluster.pid_of(role), signal.SIGKILL)
-
-    found = collect_all(server.cluster.gateway, messages(sent, NUM_LONG_TOKENS), kill)
+    found = collect_all(server.cluster.gateway, messages(sent, NUM_LONG_TOKENS), lambda: server.cluster.kill(*roles))
     server.check(sent, found, NUM_LONG_TOKENS)
     server.cluster.wait_idle()
 

@@ -6,8 +6,6 @@ Hugging Face gives the expected tokens, with the same vectors as `inputs_embeds`
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start several times, and the 
 
 NUM_LONG_TOKENS = 300  # so many that a kill comes in the middle
 BLOCK_SIZE = 16  # of the KV cache
+MAX_ROUNDS = 5  # until enough streams run at once for one to give way
 PROMPTS = random_prompts(3, 40, seed=5)
 VIRTUAL = {"tuned": (20, torch.float32), "short": (1, torch.bfloat16)}  # number and dtype of virtual tokens
 EMBEDS = "embeds"  # in place of an adapter's name: the prompt is sent as embeddings, after vectors of its own
@@ -137,15 +136,14 @@ def test_embeddings_of_tokens_are_these_tokens(server: Server) -> None:
 )
 def test_streams_survive_kills(server: Server, roles: tuple[str, ...]) -> None:
     sent = [("tuned", PROMPTS[0]), ("short", PROMPTS[1]), ("", PROMPTS[1]), (EMBEDS, PROMPTS[2]), (EMBEDS, PROMPTS[0])]
-
-    def kill() -> None:
-        for role in roles:
-            os.kill(server.cluster.pid_of(role), signal.SIGKILL)
-
-    found = collect_all(server.cluster.gateway, server.messages(sent, NUM_LONG_TOKENS), kill)
-    server.check(sent, found, NUM_LONG_TOKENS)
-    assert server.cluster.dense_status().num_preemptions > 0, "the cache was meant to be too small"
-    server.cluster.wait_idle()
+    messages = server.messages(sent, NUM_LONG_TOKENS)
+    for _ in range(MAX_ROUNDS):
+        found = collect_all(server.cluster.gateway, messages, lambda: server.cluster.kill(*roles))
+        server.check(sent, found, NUM_LONG_TOKENS)
+        server.cluster.wait_idle()
+        if server.cluster.dense_status().num_preemptions:
+            return
+    raise AssertionError("the cache was meant to be too small")
 
 
 def test_streams_survive_the_replacement_of_the_dense_worker(server: Server) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,9 +65,7 @@ def test_streams_get_the_same_tokens_from_the_prefix_cache_and_after_kills(servi
 
     for role in ("dense_worker", "attn_worker"):
         num_starts = services.num_starts[role]
-        disturbed = collect_all(
-            services.gateway, messages, lambda role=role: os.kill(services.pid_of(role), signal.SIGKILL)
-        )
+        disturbed = collect_all(services.gateway, messages, lambda role=role: services.kill(role))
         for collected, expected in zip(disturbed, undisturbed, strict=True):
             collected.assert_equals(expected)
         assert services.num_starts[role] == num_starts + 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -37,16 +35,12 @@ def test_streams_of_a_quantized_model_end_as_without_the_kill(services: PlainSer
         request("What is the capital of France?", MAX_TOKENS, temperature=0.8, seed=8, n=2, ignore_eos=True),
     ]
     undisturbed = collect_all(services.gateway, messages)
-    for roles in (("dense_worker",), ("attn_worker",)):
+    for killed in ("dense_worker", "attn_worker"):
         starts = dict(services.num_starts)
-
-        def kill(roles: tuple[str, ...] = roles) -> None:
-            for role in roles:
-                os.kill(services.pid_of(role), signal.SIGKILL)
-
-        for collected, expected in zip(collect_all(services.gateway, messages, kill), undisturbed, strict=True):
+        disturbed = collect_all(services.gateway, messages, lambda killed=killed: services.kill(killed))
+        for collected, expected in zip(disturbed, undisturbed, strict=True):
             collected.assert_equals(expected)
-        assert all(services.num_starts[role] - starts[role] == (role in roles) for role in starts), services.ends
+        assert all(services.num_starts[role] - starts[role] == (role == killed) for role in starts), services.ends
     log = services.log("dense_worker")
     assert log.count('event="weights are quantized"') == 2 and "method=gptq" in log and "GroupedIntWeight=16" in log
     services.wait_idle(timeout_s=60.0)

@@ -45,7 +45,7 @@ def collect(
     message: gateway_pb2.GenerateRequest,
     on_chunk: Callable[[], object] = lambda: None,
 ) -> Collected:
-    """Reads the whole stream; calls `on_chunk` after each chunk."""
+    """Reads the whole stream; calls `on_chunk` after each chunk, as soon as every answer has begun."""
     collected = Collected()
     for chunk in gateway.GenerateStream(message, timeout=STREAM_TIMEOUT_S):
         assert chunk.index not in collected.reasons, "nothing may follow the finish"
@@ -57,7 +57,8 @@ def collect(
             collected.prompt_logprobs[chunk.index] += [each.logprob for each in chunk.prompt.logprobs]
         if chunk.HasField("finish"):
             collected.reasons[chunk.index] = (chunk.finish.reason, chunk.finish.stop_string)
-        on_chunk()
+        if len(collected.token_ids) >= message.n:
+            on_chunk()
     return collected
 
 
@@ -66,7 +67,7 @@ def collect_all(
     messages: Sequence[gateway_pb2.GenerateRequest],
     disturb: Callable[[], object] = lambda: None,
 ) -> list[Collected]:
-    """Reads all streams at the same time; calls `disturb` when every stream has begun."""
+    """Reads all streams at the same time; calls `disturb` when every answer has begun."""
     begun = [threading.Event() for _ in messages]
     with ThreadPoolExecutor(len(messages)) as threads:
         futures = [
