@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +43,7 @@ def test_long_streams_equal_the_paper_over_the_death_of_each_worker(served: tupl
     expected = [streaming_tokens(path, prompt, MAX_TOKENS, SINKS, WINDOW) for prompt in prompts]
     for role in ("dense_worker", "attn_worker"):
         starts = dict(services.num_starts)
-        pid = services.pid_of(role)
-        found = collect_all(services.gateway, messages, lambda pid=pid: os.kill(pid, signal.SIGKILL))
+        found = collect_all(services.gateway, messages, lambda role=role: services.kill(role))
         assert [each.token_ids[0] for each in found] == expected
         assert {name for name in starts if services.num_starts[name] > starts[name]} == {role}
     services.wait_idle()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,12 +56,8 @@ def test_forms_end_as_without_the_kill(services: PlainServices, roles: tuple[str
     expected = collect_all(services.gateway, messages())
     check_forms(expected)
     starts = dict(services.num_starts)
-
-    def kill() -> None:
-        for role in roles:
-            os.kill(services.pid_of(role), signal.SIGKILL)
-
-    for found, undisturbed in zip(collect_all(services.gateway, messages(), kill), expected, strict=True):
+    disturbed = collect_all(services.gateway, messages(), lambda: services.kill(*roles))
+    for found, undisturbed in zip(disturbed, expected, strict=True):
         found.assert_equals(undisturbed)
     assert {role for role in services.num_starts if services.num_starts[role] > starts[role]} == set(roles)
     services.wait_idle()

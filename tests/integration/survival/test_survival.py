@@ -58,8 +58,7 @@ def test_streams_end_as_without_the_kill(
     before, starts = services.wait_idle().num_computed_tokens, dict(services.num_starts)
 
     def kill() -> None:
-        for role in roles:
-            os.kill(services.pid_of(role), signal.SIGKILL)
+        services.kill(*roles)
 
     for collected, expected in zip(collect_all(services.gateway, messages, kill), undisturbed, strict=True):
         collected.assert_equals(expected)
@@ -79,7 +78,8 @@ def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences
     services: PlainServices, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
 ) -> None:
     starts = dict(services.num_starts)
-    stream = services.gateway.GenerateStream(messages[0])
+    long = request(PROMPT, 10 * MAX_TOKENS, ignore_eos=True)  # so that it has not ended at the kill
+    stream = services.gateway.GenerateStream(long)
     next(stream)
     os.kill(services.pid_of("gateway"), signal.SIGKILL)
     with pytest.raises(grpc.RpcError) as caught:
