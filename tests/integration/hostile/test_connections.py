@@ -17,8 +17,8 @@ from tests.support.cluster import REQUEST_TIMEOUT_S, free_port, request, running
 
 MAX_OPEN_FILES = 256
 FEW_FILES = ("sh", "-c", f'ulimit -n {MAX_OPEN_FILES} && exec "$@"', "sh")
-STALL_TIMEOUT_S = 2.0  # the launcher kills a service that does not answer for this long
-HELD_S = 6 * STALL_TIMEOUT_S
+STALL_TIMEOUT_S = 4.0  # the launcher kills a service that does not answer for this long
+HELD_S = 4 * STALL_TIMEOUT_S
 MAX_HELD = 400  # connections of one crowd at once: more than there are files
 
 

@@ -29,6 +29,7 @@ LIMIT_S = 2.5  # for receiving a message
 HALF_BYTES = MESSAGE_BYTES - 100_000
 NUM_HALVES = 60
 MAX_RECEIVING = 64  # the default
+MAX_ROUNDS = 5  # until all half messages are there before the first one's time is over
 BAD_WORDS = repeated(gateway_pb2.GenerateRequest, "bad_words", b"", 16 * 2**20)
 
 
@@ -118,12 +119,16 @@ def test_half_a_message_on_each_of_many_connections(
 
 
 def test_the_oldest_of_too_many_half_messages_are_given_up_first(cluster: Cluster, tmp_path: Path) -> None:
-    message = BAD_WORDS[: MESSAGE_BYTES - 1]
-    with stalling_proxy(tmp_path / "proxy.sock", cluster.address, HALF_BYTES) as proxy, contextlib.ExitStack() as stack:
-        channels = [stack.enter_context(bare_channel(proxy)) for _ in range(MAX_RECEIVING + 10)]
-        with ThreadPoolExecutor(len(channels)) as threads:
-            codes = list(threads.map(lambda channel: status_of(channel, GENERATE, message, METADATA), channels))
-    # The launcher's health check is also a message: if it comes meanwhile, one more half message is given up.
-    num_given_up = codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
-    assert 10 <= num_given_up <= 12
-    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == len(codes) - num_given_up
+    message, counts = BAD_WORDS[: MESSAGE_BYTES - 1], []
+    for path in (tmp_path / f"proxy{i}.sock" for i in range(MAX_ROUNDS)):
+        with stalling_proxy(path, cluster.address, HALF_BYTES) as proxy, contextlib.ExitStack() as stack:
+            channels = [stack.enter_context(bare_channel(proxy)) for _ in range(MAX_RECEIVING + 10)]
+            with ThreadPoolExecutor(len(channels)) as threads:
+                codes = list(threads.map(lambda channel: status_of(channel, GENERATE, message, METADATA), channels))
+        num_given_up = codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == len(codes) - num_given_up
+        counts.append(num_given_up)
+        # The launcher's health check is also a message: if it comes meanwhile, one more half message is given up.
+        if 10 <= num_given_up <= 12:
+            return
+    raise AssertionError(f"of {MAX_RECEIVING + 10} half messages so many were given up, in each round: {counts}")
