@@ -62,7 +62,7 @@ def test_a_chunk_never_ends_within_a_character(tmp_path: Path) -> None:
         assert len(texts) > 1
         assert "\ufffd" not in "".join(texts)
 
-    with_gateway(tmp_path, FakeDense(say(token_ids), step_s=0.001), test)
+    with_gateway(tmp_path, FakeDense(say(token_ids), step_s=0.01), test)
 
 
 def test_the_whole_answer_equals_the_streamed_one(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_stop_string_cuts_the_text_exactly(
 
     async def test(gateway: RunningGateway) -> None:
         answer = await stream(
-            gateway, max_tokens=200, stop=["absent", stop], include_stop_str_in_output=is_included
+            gateway, max_tokens=1900, stop=["absent", stop], include_stop_str_in_output=is_included
         )
         assert answer.text == text[: end + len(stop) if is_included else end]
         assert answer.finish.reason == gateway_pb2.FINISH_REASON_STOP
@@ -161,7 +161,7 @@ def test_a_stop_string_cuts_the_text_exactly(
         await until(lambda: not dense.running)
         assert len(dense.cancelled_seq_ids) == 1
 
-    dense = FakeDense(say([*token_ids, *ids(" and so on" * 60)]), step_s=step_s)
+    dense = FakeDense(say([*token_ids, *ids(" and so on" * 600)]), step_s=step_s)
     with_gateway(tmp_path, dense, test)
 
 

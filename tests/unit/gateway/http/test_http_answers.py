@@ -78,7 +78,7 @@ def test_a_streamed_completion_consists_of_events_and_done(tmp_path: Path) -> No
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == len(ids(text)) + 1
 
-    with_client(tmp_path, FakeDense(lambda submit: [*ids(text), EOS], step_s=0.002), test)
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(text), EOS], step_s=0.01), test)
 
 
 def test_without_stream_options_no_usage_is_sent(tmp_path: Path) -> None:

@@ -25,19 +25,19 @@ from tests.support.workers.fake_dense import FakeDense
 
 
 def test_streams_survive_the_death_of_the_dense_worker(tmp_path: Path) -> None:
-    token_ids = ids(ANSWER * 3)
+    token_ids = ids(ANSWER * 10)
 
     async def test(gateway: RunningGateway) -> None:
         fields = {"max_tokens": len(token_ids), "stop": ["nothing like this"]}
         plain = asyncio.create_task(stream(gateway, max_tokens=len(token_ids)))
         stopping = asyncio.create_task(stream(gateway, **fields))
-        await until(lambda: any(each.num_output_tokens > 20 for each in dense.running.values()))
+        await until(lambda: sum(each.num_output_tokens > 20 for each in dense.running.values()) == 2)
         await dense.kill()
         await gateway.wait_health(NOT_SERVING)
         dense.submits.clear()
         await dense.start(gateway.dense_address)
         for answer in (await plain, await stopping):
-            assert answer.text == ANSWER * 3
+            assert answer.text == ANSWER * 10
             assert answer.token_ids == token_ids
         assert all(len(submit.output_token_ids) > 0 for submit in dense.submits)
         await gateway.wait_health(SERVING)
