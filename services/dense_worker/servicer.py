@@ -305,6 +305,7 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         arrival_s=time.monotonic(),
         queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
         num_crashes=submit.num_crashes,
+        group_id=submit.group_id,
     )
     if submit.HasField("beam_search"):
         _add_beams(sequence, submit.beam_search)

@@ -149,8 +149,12 @@ class Engine:
         """Asks the attention worker to open the sequences at the head of the queue."""
         if session.is_leaving or not (admitted := self._scheduler.next_to_open()):
             return
-        new_sequences = tuple(session.openings[sequence.seq_id].new for sequence in admitted)
-        self._attention.publish(session.attachment, StepPlan(0, new_sequences=new_sequences))
+        opening = [session.openings[each.seq_id].new for each in admitted if each not in session.joining]
+        if opening:
+            self._attention.publish(session.attachment, StepPlan(0, new_sequences=tuple(opening)))
+        for each in admitted:
+            if each in session.joining:  # a later plan forks it
+                self._runner.open(each.describe(), each.grammar, each.adapter_slot, each.prompt_table)
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 

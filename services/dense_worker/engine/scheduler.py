@@ -15,6 +15,7 @@ from services.dense_worker.engine.beams.beam_blocks import check_beams
 from services.dense_worker.engine.drafts import DraftCounts, DraftSource
 from services.dense_worker.engine.fairness.turns import Turns
 from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.planning.siblings import Siblings
 from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, PublishedPlan, Session
@@ -52,6 +53,7 @@ class Scheduler:
             limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
         )
         self._suspects = Suspects()
+        self._siblings = Siblings()
         self._turns, self._planner = self._new_turns(), self._new_planner()
         self._next_step_id = 1
 
@@ -115,6 +117,7 @@ class Scheduler:
         self._waiting.admit(sequence)
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
+        self._siblings.add(sequence)
         self._push(sequence)
 
     def cancel(self, seq_id: int) -> None:
@@ -144,6 +147,7 @@ class Scheduler:
     def next_to_open(self) -> list[Sequence]:
         """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
 
+        Those that join a sibling are RUNNING at once, because nobody has to open them.
         A client that holds less than its share may take places and blocks from others: then sequences are preempted.
         Sequences that already hold blocks, from before the attachment, come before others: only they can use these
         blocks, and the others may need the space. Suspects come before all, one at a time.
@@ -159,11 +163,14 @@ class Scheduler:
             self._adapters.pin(sequence)
             sequence.num_reserved_blocks = self._turns.blocks_to_reserve(sequence)
             session.ledger.reserve(sequence.num_reserved_blocks)
+            chosen.append(sequence)
+            if (source := self._siblings.source_of(sequence, session)) is not None:
+                self._join(sequence, source)
+                continue
             sequence.status = SequenceStatus.OPENING
             session.openings[sequence.seq_id] = Opening(
                 sequence, sequence.describe(), time.monotonic(), sequence.adapter_slot
             )
-            chosen.append(sequence)
             if sequence.is_suspect:
                 break
         if not (session.running or session.openings or session.closing or self._waiting.has_parked):
@@ -197,10 +204,8 @@ class Scheduler:
         self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
             self._close(sequence)
-            return None
-        sequence.status = SequenceStatus.RUNNING
-        session.request_ids[sequence.seq_id] = sequence.request_id
-        self._enter(sequence)
+        else:
+            self._enter(sequence)
         return None
 
     def schedule(self) -> PublishedPlan | None:
@@ -225,7 +230,7 @@ class Scheduler:
         session, errors = self.session, answer.errors or {}
         published = session.accept(answer)
         if session.num_running_rows > len(session.running):
-            self._reserve_for_beams()
+            self._turns.reserve_for_beams()
         outputs = []
         pairs = zip(published.plan.entries, published.entries, strict=True)
         for entry, (sequence, num_taken_blocks, has_dropped) in pairs if errors or published.plan.drops_blocks else ():
@@ -290,17 +295,6 @@ class Scheduler:
         self.session.dead_beams += dead
         return SequenceOutput(sequence, (), None)
 
-    def _reserve_for_beams(self) -> None:
-        """Promises searches again what dead beams have given back, so that they can go on to their end."""
-        ledger = self.session.ledger
-        for sequence in self.session.running:
-            if sequence.beams is not None:
-                num_wanted = self._turns.blocks_to_reserve(sequence, sequence.num_blocks)
-                num_blocks = min(num_wanted - sequence.num_reserved_blocks, ledger.num_available_blocks)
-                if num_blocks > 0:
-                    ledger.reserve(num_blocks)
-                    sequence.num_reserved_blocks += num_blocks
-
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
         unclaimed = [seq_id for seq_id in self.session.held_blocks if seq_id not in self._sequences]
@@ -319,20 +313,36 @@ class Scheduler:
             self._waiting,
             self.limits.max_num_seqs,
             self.limits.max_num_batched_tokens,
+            self._siblings,
             self._preempt,
             is_guaranteed=self.limits.policy == "guaranteed_no_evict",
         )
 
     def _new_planner(self) -> StepPlanner:
         return StepPlanner(
-            self.session, self._waiting, self.limits, self._drafts, self._preempt, self._drop_held_blocks
+            self.session,
+            self._waiting,
+            self.limits,
+            self._drafts,
+            self._siblings,
+            self._preempt,
+            self._drop_held_blocks,
         )
 
     def _next_suspect(self) -> Sequence | None:
         suspect = self._suspects.next_to_open()
         return suspect if suspect is None or self._adapters.is_ready(suspect) else None
 
+    def _join(self, sequence: Sequence, source: Sequence) -> None:
+        """Makes a sequence RUNNING that will be forked at the last token of its prompt."""
+        sequence.num_computed_tokens = sequence.num_prompt_tokens - 1
+        self._waiting.note_opened(sequence)
+        self.session.joining[sequence] = source
+        self._enter(sequence)
+
     def _enter(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self.session.request_ids[sequence.seq_id] = sequence.request_id
         insert(self.session.running, sequence)
         self.session.num_running_rows += sequence.num_beams
 
@@ -361,6 +371,7 @@ class Scheduler:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
+        self._siblings.remove(sequence)
         if self._drafts is not None:
             self._drafts.finish(sequence)
         if status is SequenceStatus.RUNNING:
@@ -383,5 +394,6 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
+        self._siblings.remove(sequence)
         self._waiting.forget(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))

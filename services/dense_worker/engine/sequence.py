@@ -62,6 +62,8 @@ class Sequence:
     return_context_logits: bool = False  # report the logits after each prompt token; False after all were reported
     return_generation_logits: bool = False  # report the logits from which each output token was sampled
     adapter: Adapter | None = None  # computes all its tokens; None: the model alone
+    # Names all answers to its prompt: sequences with the same prompt, salt, adapter and table. 0: it has no siblings.
+    group_id: int = 0
     prompt_table: LoadedTable | None = None  # vectors for some of its prompt tokens; None: it has tokens only
     priority: int = 0  # lower numbers go first
     tenant: int = 0  # number of the API key; tenants share evenly

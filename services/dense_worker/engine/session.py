@@ -88,6 +88,8 @@ class Session:
         self.ledger = BlockLedger(retention, attachment.num_blocks, attachment.num_free_blocks)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have beams
+        # Running sequences that are not in the cache yet, with the siblings from which they will be forked.
+        self.joining: dict[Sequence, Sequence] = {}
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
         self.published: dict[int, PublishedPlan] = {}  # by step_id
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
@@ -183,6 +185,17 @@ class Session:
         sequence.num_blocks += num_blocks
         return num_blocks
 
+    def share_blocks(self, source: Sequence, sequence: Sequence) -> int:
+        """Counts the blocks that a joining sequence gets by its fork, and takes the one of its next token."""
+        del self.joining[sequence]
+        sequence.num_cached_tokens = source.num_cached_tokens
+        sequence.num_dropped_blocks = source.num_dropped_blocks
+        num_full = sequence.num_computed_tokens // self.ledger.block_size
+        sequence.num_blocks = num_full - sequence.num_dropped_blocks
+        num_blocks = self.take_blocks(sequence, 1)
+        assert num_blocks == 1, "a joining sequence has a block reserved"
+        return num_blocks
+
     def drop_blocks(self, sequence: Sequence) -> bool:
         """Counts the blocks that a sequence drops in the step that is being planned; returns whether there are any.
 
@@ -206,6 +219,7 @@ class Session:
     def close(self, sequence: Sequence) -> None:
         """A running sequence leaves the cache with the next plan, and so do its beams."""
         self.release_reservation(sequence)
+        self.joining.pop(sequence, None)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
         self._close_ids({sequence.seq_id, *sequence.open_seq_ids})

@@ -127,6 +127,9 @@ class ModelRunner:
         """Finds the sequences of a plan, after its closings and forks. Called as soon as the plan is published."""
         closed = [self._sequences.pop(seq_id) for seq_id in plan.close_seq_ids if seq_id in self._sequences]
         for fork in plan.forks:
+            if (answer := self._sequences.get(fork.child_seq_id)) is not None:
+                del answer.token_ids[fork.position :]  # it was opened because it has options of its own
+                continue
             parent = self._sequences[fork.parent_seq_id]
             assert parent.grammar is None, "a fork would need a grammar of its own"
             self._sequences[fork.child_seq_id] = KnownSequence(

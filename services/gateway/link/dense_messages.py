@@ -62,6 +62,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
             adapter=encode_adapter(request.adapter),
             prompt_table=_encode_table(request),
             beam_search=_encode_beam_search(entry),
+            group_id=_group_id(entry),
             tenant=request.tenant,
             client=request.client,
         )
@@ -98,6 +99,11 @@ def _encode_beam_search(entry: JournalEntry) -> dense_pb2.BeamSearch | None:
         options=encode_beam_search(options),
         has_run=entry.queue_s is not None,
     )
+
+
+def _group_id(entry: JournalEntry) -> int:
+    request = entry.request
+    return entry.seq_id - entry.index if request.num_sequences > 1 and request.beam_search is None else 0
 
 
 async def keep_prompt_logprobs(sequences: StreamSequences, spans: Sequence[dense_pb2.PromptLogprobs]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from services.dense_worker.engine.beams.beam_blocks import blocks_to_promise
 from services.dense_worker.engine.fairness.victims import choose_victims
+from services.dense_worker.engine.planning.siblings import Siblings
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
@@ -20,6 +21,7 @@ class Turns:
         waiting: WaitingQueue,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        siblings: Siblings,
         preempt: Callable[[Sequence], None],
         *,
         is_guaranteed: bool,
@@ -29,6 +31,7 @@ class Turns:
         self._waiting = waiting
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._siblings = siblings
         self._preempt = preempt
         self._is_guaranteed = is_guaranteed
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
@@ -54,14 +57,19 @@ class Turns:
             self._entitled = None
 
     def blocks_to_reserve(self, sequence: Sequence, num_held_blocks: int | None = None) -> int:
-        """Blocks that it needs besides those that it holds; by default those from before the attachment."""
+        """Blocks that it needs besides those that it holds.
+
+        By default these are those from before the attachment, or those that it will share with a sibling.
+        """
+        session = self._session
         if num_held_blocks is None:
-            num_held_blocks = self._session.held_blocks.get(sequence.seq_id, 0)
+            num_held_blocks = session.held_blocks.get(sequence.seq_id, 0)
+            num_held_blocks = num_held_blocks or self._siblings.num_shared_blocks(sequence, session)
         if sequence.beams is not None:
             num_tokens = self._num_tokens(sequence)
-            return max(0, blocks_to_promise(self._session.ledger, sequence, num_tokens) - num_held_blocks)
+            return max(0, blocks_to_promise(session.ledger, sequence, num_tokens) - num_held_blocks)
         num_step_tokens = min(sequence.num_tokens, self._max_num_batched_tokens)
-        return max(0, self._session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
+        return max(0, session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
 
     def reserve_again(self, sequence: Sequence) -> None:
         """Adjusts the reservation of a running sequence that has dropped blocks to what it needs from now on."""
@@ -74,6 +82,17 @@ class Turns:
         wanted = min(num_left, max(1, most - sequence.num_blocks), ledger.num_available_blocks)
         sequence.num_reserved_blocks = max(0, wanted)
         ledger.reserve(sequence.num_reserved_blocks)
+
+    def reserve_for_beams(self) -> None:
+        """Promises searches again what dead beams have given back, so that they can go on to their end."""
+        ledger = self._session.ledger
+        for sequence in self._session.running:
+            if sequence.beams is not None:
+                num_wanted = self.blocks_to_reserve(sequence, sequence.num_blocks)
+                num_blocks = min(num_wanted - sequence.num_reserved_blocks, ledger.num_available_blocks)
+                if num_blocks > 0:
+                    ledger.reserve(num_blocks)
+                    sequence.num_reserved_blocks += num_blocks
 
     def _num_tokens(self, sequence: Sequence) -> int:
         return sequence.max_num_cached_tokens if self._is_guaranteed else sequence.num_tokens

@@ -17,7 +17,7 @@ class PlanBuilder:
         self.num_logits = num_logits  # the budget's remaining rows
         self.entries: list[PlanEntry] = []
         self.planned: list[PlannedEntry] = []  # aligned with the entries
-        self.seq_ids: set[int] = set()  # of the entries' sequences
+        self.seq_ids: set[int] = set()  # of the entries' sequences, and of those that are forked: they stay open
         self.forks: list[Fork] = []
         self.chosen: list[tuple[int, int]] = []  # (seq_id, token_id)
         self.drops_blocks = False
@@ -47,6 +47,14 @@ class PlanBuilder:
         sequence.num_computed_tokens += num_tokens
         sequence.num_pending_tokens += num_logits > 0
         sequence.num_draft_tokens = len(drafts)
+
+    def add_fork(self, sequence: Sequence, source: Sequence, num_blocks: int, has_dropped: bool) -> None:
+        """Forks a sequence from a sibling, and adds an entry for the last token of its prompt."""
+        position = sequence.num_computed_tokens
+        self.forks.append(Fork(source.seq_id, sequence.seq_id, position))
+        self.chosen.append((sequence.seq_id, sequence.prompt_token_ids[position]))
+        self.seq_ids.add(source.seq_id)
+        self.add(sequence, 1, (), 1, num_blocks, has_dropped)
 
     def add_beams(self, sequence: Sequence, num_blocks: Iterable[int]) -> None:
         """Adds an entry for the next token of each beam; `num_blocks`: blocks taken for each."""

@@ -10,6 +10,7 @@ from services.dense_worker.engine.fairness.step_shares import divide_prefills, l
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.planning.siblings import Siblings, is_source
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
@@ -28,6 +29,7 @@ class StepPlanner:
         waiting: WaitingQueue,
         limits: SchedulerLimits,
         drafts: DraftSource | None,
+        siblings: Siblings,
         preempt: Callable[[Sequence], None],
         drop_held_blocks: Callable[[], None],
     ) -> None:
@@ -36,6 +38,7 @@ class StepPlanner:
         self._waiting = waiting
         self._limits = limits
         self._drafts = drafts
+        self._siblings = siblings
         self._preempt = preempt
         self._drop_held_blocks = drop_held_blocks
         self._has_given_way = False  # whether the last step was only for newcomers
@@ -59,6 +62,8 @@ class StepPlanner:
                 prefills.append((sequence, num_remaining))
             elif num_remaining == 1:
                 decodes.append(sequence)
+        if session.joining:
+            decodes = [sequence for sequence in decodes if sequence not in session.joining]
         shares = None  # how many tokens each prompt gets; None: as many as are left
         is_shared = self._waiting.has_several_clients
         if is_shared and not self._has_given_way and session.running:
@@ -75,6 +80,8 @@ class StepPlanner:
                 decodes = put_largest_last(decodes)
         if self._drafts is not None:  # steps that compute prompts have none
             self._drafts.begin_step(decodes, 0 if prefills else self._limits.max_num_seqs - session.num_running_rows)
+        if session.joining and suspect is None:
+            self._plan_forks(step)
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
         if is_shared and prefills:
@@ -102,6 +109,20 @@ class StepPlanner:
         else:
             has_dropped = self._session.drop_blocks(sequence)
             step.add(sequence, num_tokens, drafts, is_last + len(drafts), num_blocks, has_dropped)
+
+    def _plan_forks(self, step: PlanBuilder) -> None:
+        """Forks the sequences whose siblings have computed the prompt. One that has lost its sibling waits again."""
+        session = self._session
+        for sequence, source in list(session.joining.items()):
+            if not is_source(source, session):
+                other = self._siblings.source_of(sequence, session)
+                if other is None:
+                    self._preempt(sequence)
+                else:
+                    session.joining[sequence] = other
+            elif source.num_computed_tokens >= sequence.num_computed_tokens and min(step.num_tokens, step.num_logits):
+                num_blocks = session.share_blocks(source, sequence)
+                step.add_fork(sequence, source, num_blocks, session.drop_blocks(sequence))
 
     def _plan_beams(self, step: PlanBuilder, sequence: Sequence) -> None:
         """Adds a token of every beam, or nothing: all beams are in the same step."""

@@ -84,9 +84,11 @@ class Cluster:
         max_model_len: int = MAX_MODEL_LEN,
         window: int | None = None,
         num_sink_tokens: int = 0,
+        enable_prefix_cache: bool = True,
         **limits: float,
     ) -> None:
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, window=window, num_sink_tokens=num_sink_tokens)
+        kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, **kept)
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
@@ -100,7 +102,7 @@ class Cluster:
     def step(self, *, answer_opens: bool = True) -> None:
         """Does the work of `Engine._step` and of the attention worker."""
         scheduler = self.scheduler
-        self._opening.extend(scheduler.next_to_open())
+        self._opening.extend(each for each in scheduler.next_to_open() if each.status is SequenceStatus.OPENING)
         if answer_opens:
             self.answer_opens()
         published = scheduler.schedule() if scheduler.plans_ahead or self.in_flight is None else None

@@ -92,6 +92,20 @@ def test_a_fork_continues_its_parents_tokens_in_its_own_slot() -> None:
     assert backend.begun == [(1, 2), (2, 3), (3, 1)]
 
 
+def test_a_fork_that_was_opened_has_options_of_its_own() -> None:
+    """It takes its parent's tokens up to the fork, the next one from the plan, and its own bias for 30."""
+    runner, backend = make_runner()
+    runner.open(new(1, 5, 6, 7))
+    biased = SamplingParams(temperature=0.0, logit_bias=((30, 100.0),))
+    runner.open(replace(new(2, 5, 6, 7), sampling=biased))
+    runner.launch(StepPlan(1, (PlanEntry(1, 0, 3, 1),)), CHANNEL).collect()
+    plan = StepPlan(2, (PlanEntry(1, 3, 1, 1), PlanEntry(2, 2, 1, 1)), forks=(Fork(1, 2, 2),), chosen=((2, 7),))
+    assert runner.launch(plan, CHANNEL).collect().token_ids == [[9], [30]]
+    plan = StepPlan(3, (PlanEntry(2, 3, 1, 1),), close_seq_ids=(1,))
+    assert runner.launch(plan, CHANNEL).collect().token_ids == [[30]]
+    assert backend.fed == [[5, 6, 7], [8, 7], [30]]
+
+
 def test_chosen_tokens_take_the_place_of_sampled_ones() -> None:
     """The scheduler chooses 30 and 31 after token 6, whose most likely successor is 7, for a sequence and its fork."""
     runner, backend = make_runner()
