@@ -7,17 +7,14 @@ from dataclasses import replace
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
 from services.common.families.rope import read_ropes_by_type
-from services.common.families.shape import AttentionOptions, LayerHeads, ModelConfig
+from services.common.families.shape import AttentionOptions, LayerHeads, LayerInputOptions, ModelConfig
 
 
 def read_gemma4(fields: ConfigFields) -> ModelConfig:
     """Gemma 4: layers with a window have heads of one size, those that see everything fewer and larger ones."""
     fields.only("use_bidirectional_attention", "vision")  # of the tokens of images alone
     fields.only("enable_moe_block", False)
-    fields.only("hidden_size_per_layer_input", 0)
-    fields.only("num_kv_shared_layers", 0)
     fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of the mixture
-    fields.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")  # of these inputs, and of these layers
     heads, kinds = _read_heads(fields), fields["layer_types"]
     head_dims = {kind: each.head_dim for kind, each in zip(kinds, heads, strict=True)}
     for layer, (kind, each) in enumerate(zip(kinds, heads, strict=True)):
@@ -34,8 +31,13 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
     )
     has_bias = fields.flag("attention_bias")
     full_layers = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    sizes: tuple[int, ...] = ()
+    if fields.flag("use_double_wide_mlp"):
+        sizes = tuple(config.intermediate_size * (1 if each.kv_layer is None else 2) for each in heads)
     parts = replace(
         config.parts,
+        layer_inputs=_read_layer_inputs(fields),
+        layer_intermediate_sizes=sizes,
         embedding_multiplier=config.hidden_size**0.5,
         is_multiplier_of_table=True,
         has_norms_after=True,
@@ -74,4 +76,26 @@ def _read_heads(fields: ConfigFields) -> tuple[LayerHeads, ...]:
         if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
             raise fields.error(f"head_dim of layer {layer}", head_dim, "expected an even number of at least 2")
         found.append(LayerHeads(num_heads, num_kv_heads, head_dim))
-    return tuple(found)
+    return _with_shared_keys(fields, found)
+
+
+def _with_shared_keys(fields: ConfigFields, heads: list[LayerHeads]) -> tuple[LayerHeads, ...]:
+    """The last `num_kv_shared_layers` layers read the keys and values of the last one before them of their type."""
+    num_shared, kinds = fields["num_kv_shared_layers"], fields["layer_types"]
+    first = len(heads) - num_shared
+    if not 0 <= num_shared < len(heads) or not set(kinds[first:]) <= set(kinds[:first]):
+        wanted = f"expected less than its {len(heads)} layers, and before them one of each type that they have"
+        raise fields.error("num_kv_shared_layers", num_shared, wanted)
+    sources = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    shared = [replace(heads[sources[kind]], kv_layer=sources[kind]) for kind in kinds[first:]]
+    return (*heads[:first], *shared)
+
+
+def _read_layer_inputs(fields: ConfigFields) -> LayerInputOptions | None:
+    vocab_size = fields["vocab_size_per_layer_input"]
+    if not fields["hidden_size_per_layer_input"]:
+        return None
+    if vocab_size < fields.size("vocab_size"):
+        wanted = f"expected at least its vocab_size {fields['vocab_size']}"
+        raise fields.error("vocab_size_per_layer_input", vocab_size, wanted)
+    return LayerInputOptions(fields.size("hidden_size_per_layer_input"), fields.size("num_hidden_layers"), vocab_size)

@@ -65,6 +65,12 @@ class CheckpointNames:
     of_experts: ExpertNames = ExpertNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"  # a tensor
+    input_gate: str = "per_layer_input_gate"
+    input_projection: str = "per_layer_projection"
+    norm_after_input: str = "post_per_layer_input_norm"
+    layer_inputs: str = "model.embed_tokens_per_layer"  # the table of tokens of the layers' inputs
+    layer_inputs_projection: str = "model.per_layer_model_projection"
+    layer_inputs_norm: str = "model.per_layer_projection_norm"
     final_norm: str = "model.norm"
     head: str = "lm_head"
     has_transposed_weights: bool = False  # of the linear layers, [in_features, out_features]

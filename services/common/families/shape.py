@@ -141,6 +141,15 @@ class ExpertOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputOptions:
+    """Each layer adds a projection of a vector of its own, made of the token's id and its embedding (Gemma 3n, 4)."""
+
+    size: int  # of the vectors
+    num_layers: int  # that the tables in the checkpoint have, and `ModelConfig.num_layers` at most
+    vocab_size: int  # rows of the table of tokens
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """How the dense parts differ from those of Llama."""
 
@@ -156,6 +165,8 @@ class LayerParts:
     has_v_norm: bool = False  # each v head is normalised by its RMS, without a weight
     key_value_layers: tuple[int, ...] = ()  # without a projection of v: v is what k is before its norm and rotation
     has_layer_scalar: bool = False  # a learned number multiplies the residual after each layer
+    layer_inputs: LayerInputOptions | None = None  # None: a layer reads the residual alone
+    layer_intermediate_sizes: tuple[int, ...] = ()  # of each layer's MLP; empty: `ModelConfig.intermediate_size`
     num_learned_positions: int = 0  # rows of a table that is added to the embedding; 0: none
     learned_position_offset: int = 0  # the row of position 0
     has_embedding_norm: bool = False  # the embedding is normalised before layer 0

@@ -50,8 +50,15 @@ class CudaOperations:
         self._hidden = workspace(config.hidden_size)  # normalised, or about to be added to the residual
         experts = config.parts.experts
         shared_size = 0 if experts is None else experts.shared_intermediate_size or 0
-        self._gate_up = workspace(2 * max(config.intermediate_size, shared_size))
+        sizes = config.parts.layer_intermediate_sizes
+        self._gate_up = workspace(2 * max(config.intermediate_size, shared_size, *sizes))
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
+        self._num_rows = 0  # of the layers' inputs
+        inputs = config.parts.layer_inputs
+        self._layer_inputs = None  # [max_num_tokens, num_layers, size]; None: no layer reads them
+        if inputs is not None:
+            self._layer_inputs = workspace(inputs.num_layers * inputs.size).unflatten(1, (-1, inputs.size))
+        self._selected_rows: torch.Tensor | None = None  # of the layers' inputs; None: the first ones
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
         self.linear = CudaLinear(self.launcher, device, dtype, lora)
@@ -142,6 +149,17 @@ class CudaOperations:
             change.mul_(multiplier)
         return Residual(self.settle(residual), change)
 
+    def keep_layer_inputs(self, inputs: torch.Tensor) -> None:
+        """Copies them to where captured graphs read them."""
+        self._layer_inputs[: len(inputs)].copy_(inputs)
+        self._num_rows, self._selected_rows = len(inputs), None
+
+    def layer_input(self, layer: int) -> torch.Tensor:
+        """A view, or a copy of the selected rows."""
+        if self._selected_rows is not None:
+            return self._layer_inputs[:, layer].index_select(0, self._selected_rows)
+        return self._layer_inputs[: self._num_rows, layer]
+
     def scale(self, residual: Residual, factor: Parameter) -> Residual:
         """In place."""
         return Residual(self.settle(residual).mul_(factor.data))
@@ -169,6 +187,7 @@ class CudaOperations:
             self.experts.skips_padding = False
         if self._lora is not None and self._lora.is_active:
             self._lora.select(rows)
+        self._selected_rows = rows
         selected = Residual(residual.index_select(0, rows))
         return attn_out.index_select(0, rows), selected
 

@@ -11,15 +11,22 @@ from dataclasses import replace
 import torch
 
 from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, names_of
-from services.common.families.shape import ExpertOptions, LayerHeads, QkNormKind, ResidualKind
+from services.common.families.shape import (
+    ExpertOptions,
+    LayerHeads,
+    LayerInputOptions,
+    QkNormKind,
+    ResidualKind,
+)
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, SharedExpert
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.experts.router import Router, SigmoidRouter, SoftmaxRouter
-from services.dense_worker.model.head import Embedding, Head, LearnedPositions
+from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
 from services.dense_worker.model.layer import (
+    AddedInput,
     AfterAttention,
     DecoderLayer,
     Mlp,
@@ -66,8 +73,22 @@ def build_embedding(
         positions = LearnedPositions(rows, parts.learned_position_offset)
     if parts.has_embedding_norm:
         norm = allocator.norm("embedding_norm", names.embedding_norm, hidden, config.norm_eps, parts.norm)
-    multiplier = torch.tensor(parts.embedding_multiplier, dtype=allocator.dtype).item()  # rounded as by transformers
-    return Embedding(table, multiplier, positions, norm, parts.is_multiplier_of_table)
+    multiplier = _rounded(parts.embedding_multiplier, allocator)
+    inputs = None if parts.layer_inputs is None else build_layer_inputs(config, parts.layer_inputs, allocator, names)
+    return Embedding(table, multiplier, positions, norm, parts.is_multiplier_of_table, inputs)
+
+
+def build_layer_inputs(
+    config: ModelConfig, options: LayerInputOptions, allocator: WeightAllocator, names: CheckpointNames
+) -> LayerInputs:
+    """What makes the inputs of all layers."""
+    size, width = options.size, options.num_layers * options.size
+    sources = (Source(f"{names.layer_inputs}.weight", options.vocab_size),)
+    table = allocator.parameter("layer_inputs", options.vocab_size, width, sources=sources)
+    merged = (Projection(names.layer_inputs_projection, width),)
+    projection = allocator.linear("layer_inputs_projection", config.hidden_size, merged, Cut.OUT, False)
+    norm = allocator.norm("layer_inputs_norm", names.layer_inputs_norm, size, config.norm_eps, config.parts.norm)
+    return LayerInputs(table, projection, norm, _rounded(size**0.5, allocator))
 
 
 def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
@@ -84,8 +105,27 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
         is_counted = index < config.num_layers - 1
         mlp: Mlp = build_experts(config, experts, allocator, names, layer, is_counted)
     else:
-        mlp = build_mlp(config, allocator, names, layer, before.norm)
-    return DecoderLayer(before, build_residual(config, allocator, names, layer, o, mlp))
+        sizes = config.parts.layer_intermediate_sizes
+        intermediate = sizes[index] if sizes else config.intermediate_size
+        mlp = build_mlp(config, allocator, names, layer, before.norm, intermediate)
+    after = build_residual(config, allocator, names, layer, o, mlp)
+    if config.parts.layer_inputs is not None:
+        assert isinstance(after, SequentialResidual), "only families with a sequential residual have such inputs"
+        after = replace(after, added_input=build_added_input(config, allocator, names, index))
+    return DecoderLayer(before, after)
+
+
+def build_added_input(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int
+) -> AddedInput:
+    """What a layer does with its own input."""
+    parts, hidden, layer = config.parts, config.hidden_size, f"{names.layers}.{index}"
+    merged = (Projection(f"{layer}.{names.input_gate}", parts.layer_inputs.size),)
+    gate = allocator.linear("input_gate", hidden, merged, Cut.OUT, False)
+    merged = (Projection(f"{layer}.{names.input_projection}", hidden),)
+    projection = allocator.linear("input_projection", parts.layer_inputs.size, merged, Cut.IN, False)
+    norm = allocator.norm("input_out_norm", f"{layer}.{names.norm_after_input}", hidden, config.norm_eps, parts.norm)
+    return AddedInput(index, gate, projection, norm, parts.activation)
 
 
 def build_normed_qkv(
@@ -138,10 +178,15 @@ def build_o(
 
 
 def build_mlp(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, attention_norm: Norm | None
+    config: ModelConfig,
+    allocator: WeightAllocator,
+    names: CheckpointNames,
+    layer: str,
+    attention_norm: Norm | None,
+    intermediate: int,
 ) -> Mlp:
     """The MLP and the norm before it, which some families share with attention."""
-    parts, hidden, intermediate = config.parts, config.hidden_size, config.intermediate_size
+    parts, hidden = config.parts, config.hidden_size
     layout = _weight_layout(names)
     norm = None
     if parts.shares_norm:
@@ -243,7 +288,9 @@ def build_residual(
     scalar = None
     if parts.has_layer_scalar:
         scalar = allocator.parameter("layer_scalar", 1, sources=(Source(f"{layer}.{names.layer_scalar}", 1),))
-    return SequentialResidual(o, mlp, after_attention, after_mlp, parts.residual_multiplier, scalar)
+    return SequentialResidual(
+        o, mlp, after_attention, after_mlp, parts.residual_multiplier, layer_scalar=scalar
+    )
 
 
 def build_head(
@@ -262,6 +309,11 @@ def build_head(
         bias = allocator.parameter("lm_head_bias", config.vocab_size, sources=sources)
     lm_head = Linear("lm_head", config.hidden_size, config.vocab_size, merged, Cut.OUT, weight, bias)
     return Head(norm, lm_head, parts.logit_multiplier, parts.logit_softcap)
+
+
+def _rounded(number: float, allocator: WeightAllocator) -> float:
+    """A number in the model's dtype, as transformers rounds the multipliers of embeddings."""
+    return torch.tensor(number, dtype=allocator.dtype).item()
 
 
 def _weight_layout(names: CheckpointNames) -> StoredLayout | None:

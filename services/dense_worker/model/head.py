@@ -23,6 +23,28 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Makes the inputs of all layers: a row of a table for each token, plus a normalised projection of its embedding.
+
+    A vector that is given in place of an embedding has the row of token 0, as images have in transformers.
+    """
+
+    table: Parameter  # [vocab, num_layers * size]
+    projection: Linear  # [hidden -> num_layers * size]
+    norm: Norm  # of the projection for one layer
+    multiplier: float  # of the table
+
+    def forward(self, operations: Operations, token_ids: torch.Tensor, residual: Residual) -> Residual:
+        """token_ids int64 [n], residual [n, hidden] -> the residual."""
+        residual, projected = operations.norm_linear(residual, None, self.projection)
+        projected = (projected * self.projection.in_features**-0.5).unflatten(1, (-1, len(self.norm.weight.data)))
+        of_tokens = F.embedding(token_ids, self.table.data) * self.multiplier
+        inputs = (self.norm.normalize(projected) + of_tokens.view(projected.shape)) * 2**-0.5
+        operations.keep_layer_inputs(inputs)
+        return residual
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """Looks up a row of the table for each token. Some families multiply it, add positions or normalise it."""
 
@@ -31,6 +53,7 @@ class Embedding:
     positions: LearnedPositions | None = None
     norm: Norm | None = None
     is_multiplier_of_table: bool = False  # vectors that are given in place of rows are not multiplied
+    layer_inputs: LayerInputs | None = None
 
     def forward(
         self, operations: Operations, token_ids: torch.Tensor, given: GivenRows | None = None
@@ -49,7 +72,8 @@ class Embedding:
             hidden = hidden + F.embedding(rows, self.positions.table.data)
         if self.norm is not None:
             hidden = self.norm.normalize(hidden)
-        return residual if hidden is residual.hidden else Residual(hidden)
+        residual = residual if hidden is residual.hidden else Residual(hidden)
+        return residual if self.layer_inputs is None else self.layer_inputs.forward(operations, token_ids, residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 
 from services.channel import rows_of_layer
+from services.common.families.shape import Activation
+from services.dense_worker.model.activation import ACTIVATIONS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import Operations, Residual
@@ -81,6 +83,23 @@ class NormedQkv:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedInput:
+    """Adds norm(projection(activation(gate(x)) * input)) to the residual x; the input is the layer's own, by token."""
+
+    layer: int
+    gate: Linear
+    projection: Linear
+    norm: Norm
+    activation: Activation
+
+    def forward(self, operations: Operations, residual: Residual) -> Residual:
+        """residual [n, hidden] -> the sum."""
+        residual, gate = operations.norm_linear(residual, None, self.gate)
+        product = ACTIVATIONS[self.activation](gate) * operations.layer_input(self.layer)
+        return operations.linear_add(residual, self.projection, product, self.norm)
+
+
+@dataclass(frozen=True, slots=True)
 class SequentialResidual:
     """Adds the output projection to the residual, and then the MLP of the sum. Either may be normalised before that."""
 
@@ -89,6 +108,7 @@ class SequentialResidual:
     norm_after_attention: Norm | None = None
     norm_after_mlp: Norm | None = None
     multiplier: float = 1.0  # of both additions
+    added_input: AddedInput | None = None
     layer_scalar: Parameter | None = None  # [1], of the residual in the end
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
@@ -96,6 +116,8 @@ class SequentialResidual:
         residual = operations.linear_add(residual, self.o, attn_out, self.norm_after_attention, self.multiplier)
         residual, activation = self.mlp.activate(operations, residual)
         residual = self.mlp.add(operations, residual, activation, self.norm_after_mlp, self.multiplier)
+        if self.added_input is not None:
+            residual = self.added_input.forward(operations, residual)
         if self.layer_scalar is None:
             return residual
         return operations.scale(residual, self.layer_scalar)

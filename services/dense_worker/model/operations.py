@@ -66,6 +66,12 @@ class Operations(Protocol):
     ) -> Residual:
         """Adds change [n, hidden] to the residual, normalised if there is a norm, times multiplier."""
 
+    def keep_layer_inputs(self, inputs: torch.Tensor) -> None:
+        """Keeps the layers' inputs of the step's tokens, [n, num_layers, size], until the next step."""
+
+    def layer_input(self, layer: int) -> torch.Tensor:
+        """What `keep_layer_inputs` was given for a layer, [n, size]; after `select_rows`, its rows alone."""
+
     def scale(self, residual: Residual, factor: Parameter) -> Residual:
         """The residual, with all additions done, times factor [1]."""
 

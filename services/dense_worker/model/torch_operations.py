@@ -20,6 +20,8 @@ class TorchOperations:
     def __init__(self, lora: LoraStore | None = None) -> None:
         self._lora = lora  # None: no row has an adapter
         self._positions: torch.Tensor | None = None  # int64 [num_tokens] of the step; None: no part reads them
+        self._layer_inputs: torch.Tensor | None = None  # [n, num_layers, size] of the step; None: no layer reads them
+        self._selected_rows: torch.Tensor | None = None  # of the layers' inputs; None: all
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
@@ -81,6 +83,16 @@ class TorchOperations:
             change = norm.normalize(change)
         return Residual(residual.hidden + (change if multiplier == 1.0 else change * multiplier))
 
+    def keep_layer_inputs(self, inputs: torch.Tensor) -> None:
+        """Keeps the tensor itself."""
+        self._layer_inputs, self._selected_rows = inputs, None
+
+    def layer_input(self, layer: int) -> torch.Tensor:
+        """A view, or a copy of the selected rows."""
+        assert self._layer_inputs is not None, "the layers' inputs were not prepared for the step"
+        of_layer = self._layer_inputs[:, layer]
+        return of_layer if self._selected_rows is None else of_layer.index_select(0, self._selected_rows)
+
     def scale(self, residual: Residual, factor: Parameter) -> Residual:
         """A new tensor."""
         return Residual(residual.hidden * factor.data)
@@ -102,6 +114,7 @@ class TorchOperations:
         """Copies the rows of both."""
         if self._lora is not None and self._lora.is_active:
             self._lora.select(rows)
+        self._selected_rows = rows
         return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
 
     def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:

@@ -163,10 +163,14 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
     known.update(sink_names(config))  # the attention worker gets them
+    page, heads = names_of(config), config.layer_heads
+    of_keys = tuple(f"{name}." for name in (*page.qkv[1:], page.k_norm))
     for name in checkpoint.names:
-        layer = names_of(config).layer_of(name)
+        layer = page.layer_of(name)
         if name in known or layer is None or layer >= config.num_layers:
             continue
+        if heads[layer].kv_layer is not None and name.removeprefix(f"{page.layers}.{layer}.").startswith(of_keys):
+            continue  # published files have them, though the layer reads the keys of another one
         if not _is_empty_bias(config, checkpoint, name):
             raise ModelError(f"{checkpoint.file_of(name)} holds {name}, for which config.json has no place")
 

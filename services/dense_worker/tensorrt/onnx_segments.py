@@ -51,8 +51,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         raise ModelError(f"quantized weights ({config.quantization.method}) cannot be exported to ONNX and TensorRT")
     if config.parts.num_learned_positions:
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
-    if config.attention.layer_heads:
-        raise ConfigError(f"the layers of {config.family!r}, whose heads differ, are not exported to ONNX and TensorRT")
+    if config.attention.layer_heads or config.parts.layer_inputs is not None:
+        raise ConfigError(f"layers with heads or inputs of their own ({config.family!r}) are not exported to ONNX")
     if config.parts.experts is not None:
         raise ConfigError(f"the mixtures of experts of {config.family!r} are not exported to ONNX and TensorRT")
     example = _EXAMPLES[name](config, dtype)

@@ -60,8 +60,9 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok 6, expected at most its 5 experts"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', supported: vision"),
         ("gemma4", {"enable_moe_block": True, "num_experts": 4}, "enable_moe_block True, supported: False"),
-        ("gemma4", {"hidden_size_per_layer_input": 6}, "hidden_size_per_layer_input 6, supported: 0"),
-        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1, supported: 0"),
+        ("gemma4-shared", {"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input 95, expected at least .* 96"),
+        ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers 3, expected less than its 3 layers, and before"),
+        ("gemma4-shared", {"num_kv_shared_layers": 4}, "num_kv_shared_layers 4, expected less than its 5 layers, and"),
         ("gemma4", {"per_layer_config": {"1": {"sliding_window": 4}}}, r"\['sliding_window'\], supported: head_dim"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 12}}}, "head_dim of layer 1 12, but 8 in others"),
         ("gemma4", {"per_layer_config": {"0": {"num_key_value_heads": 3}}}, "num_key_value_heads of layer 0 3"),
@@ -101,7 +102,10 @@ def test_alibi_slopes_are_those_of_transformers(num_heads: int) -> None:
     torch.testing.assert_close(torch.tensor(mpt_alibi_slopes(num_heads, 8)), by_mpt, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("model_type", "variant"), [("mistral3", None), ("gemma3", "gemma3"), ("gemma4", "gemma4")])
+@pytest.mark.parametrize(
+    ("model_type", "variant"),
+    [("mistral3", None), ("gemma3", "gemma3"), ("gemma4", "gemma4"), ("gemma4", "gemma4-shared")],
+)
 @pytest.mark.parametrize("prefixes", [("model.language_model.", ""), ("language_model.model.", "language_model.")])
 def test_the_text_part_of_a_model_of_text_and_images(
     model_type: str, variant: str | None, prefixes: tuple[str, str], tmp_path: Path
