@@ -7,14 +7,18 @@ from dataclasses import replace
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
 from services.common.families.rope import read_ropes_by_type
-from services.common.families.shape import AttentionOptions, LayerHeads, LayerInputOptions, ModelConfig
+from services.common.families.shape import (
+    AttentionOptions,
+    ExpertOptions,
+    LayerHeads,
+    LayerInputOptions,
+    ModelConfig,
+)
 
 
 def read_gemma4(fields: ConfigFields) -> ModelConfig:
     """Gemma 4: layers with a window have heads of one size, those that see everything fewer and larger ones."""
     fields.only("use_bidirectional_attention", "vision")  # of the tokens of images alone
-    fields.only("enable_moe_block", False)
-    fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of the mixture
     heads, kinds = _read_heads(fields), fields["layer_types"]
     head_dims = {kind: each.head_dim for kind, each in zip(kinds, heads, strict=True)}
     for layer, (kind, each) in enumerate(zip(kinds, heads, strict=True)):
@@ -36,6 +40,7 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
         sizes = tuple(config.intermediate_size * (1 if each.kv_layer is None else 2) for each in heads)
     parts = replace(
         config.parts,
+        experts=_read_experts(fields, config),
         layer_inputs=_read_layer_inputs(fields),
         layer_intermediate_sizes=sizes,
         embedding_multiplier=config.hidden_size**0.5,
@@ -89,6 +94,18 @@ def _with_shared_keys(fields: ConfigFields, heads: list[LayerHeads]) -> tuple[La
     sources = {kind: layer for layer, kind in enumerate(kinds[:first])}
     shared = [replace(heads[sources[kind]], kv_layer=sources[kind]) for kind in kinds[first:]]
     return (*heads[:first], *shared)
+
+
+def _read_experts(fields: ConfigFields, config: ModelConfig) -> ExpertOptions | None:
+    """In all layers, beside their MLP."""
+    fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not fields.flag("enable_moe_block"):
+        return None
+    num_experts, num_per_token = fields.size("num_experts"), fields.size("top_k_experts")
+    if num_per_token > num_experts:
+        raise fields.error("top_k_experts", num_per_token, f"expected at most its {num_experts} experts")
+    layers, size = tuple(range(config.num_layers)), fields.size("moe_intermediate_size")
+    return ExpertOptions(num_experts, num_per_token, size, True, layers, is_beside_mlp=True)
 
 
 def _read_layer_inputs(fields: ConfigFields) -> LayerInputOptions | None:

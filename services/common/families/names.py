@@ -38,8 +38,14 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = ""  # one tensor of gates and ups of all experts, and `down` one of all experts; empty: one by one
+    has_plain_stack: bool = False  # of such tensors: [num_experts, rows, in_features], and gates before ups
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    norm: str = ""  # of experts beside an MLP; the next four names, too
+    norm_after: str = ""
+    norm_after_mlp: str = ""  # of the MLP alone
+    router_scale: str = ""  # a tensor: multiplies the normalised token
+    expert_scale: str = ""  # a tensor: multiplies the weights of the chosen experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,17 @@ _GLM = CheckpointNames(mlp_in=("mlp.gate_up_proj",))
 _MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
+_GEMMA4_EXPERTS = ExpertNames(
+    router="router.proj",
+    experts="experts",
+    gate_up="gate_up_proj",
+    has_plain_stack=True,
+    norm="pre_feedforward_layernorm_2",
+    norm_after="post_feedforward_layernorm_2",
+    norm_after_mlp="post_feedforward_layernorm_1",
+    router_scale="router.scale",
+    expert_scale="router.per_expert_scale",
+)
 _FALCON = CheckpointNames(
     base="transformer",
     embedding="transformer.word_embeddings",
@@ -129,7 +146,7 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
-    "gemma4_text": _GEMMA2,
+    "gemma4_text": replace(_GEMMA2, of_experts=_GEMMA4_EXPERTS),
     "glm": _GLM,
     "glm4": replace(_GLM, norm_after_attention="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
     "glm4_moe": CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts")),

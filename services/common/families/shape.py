@@ -138,6 +138,7 @@ class ExpertOptions:
     sigmoid: SigmoidRouting | None = None  # None: the scores are the softmax of the router's logits
     has_router_bias: bool = False  # is added to the router's logits; only with the softmax
     clamped: ClampedSwiglu | None = None  # None: `LayerParts.activation` of the gate, times up
+    is_beside_mlp: bool = False  # the layer's MLP is there, too; the router reads the residual, not what experts read
 
 
 @dataclass(frozen=True, slots=True)

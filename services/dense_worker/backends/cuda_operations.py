@@ -134,9 +134,15 @@ class CudaOperations:
         self._normalize(residual, norm, normed)
         return Residual(residual.hidden), normed
 
-    def mix_experts(self, x: torch.Tensor, experts: RoutedExperts, shared: torch.Tensor | None) -> torch.Tensor:
-        """The kernels of `CudaExperts` -> a new tensor."""
-        assert self.experts is not None
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        experts: RoutedExperts,
+        shared: torch.Tensor | None,
+        routed_by: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The kernels of `CudaExperts` -> a new tensor. No router with an input of its own is served on CUDA."""
+        assert self.experts is not None and routed_by is None
         return self.experts.mix(x, experts, shared)
 
     def add(

@@ -143,6 +143,8 @@ def _check_experts(model: ResolvedModel) -> None:
         return
     if config.parts.activation is not Activation.SILU:
         raise ConfigError(f"experts with the activation {config.parts.activation.value!r} do not run {instead}")
+    if config.parts.experts.is_beside_mlp:
+        raise ConfigError(f"experts beside an MLP, as those of {config.family!r}, do not run {instead}")
     weights = empty_weights(config, model.dtype, torch.device("meta"))
     for linear in parts_of_type(ExpertLinear, weights.layers):
         if not isinstance(linear.weight, PlainWeight):

@@ -21,9 +21,9 @@ from services.common.families.shape import (
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.allocator import WeightAllocator
-from services.dense_worker.model.experts.expert_mlp import ExpertMlp, SharedExpert
+from services.dense_worker.model.experts.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import Router, SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.experts.router import Router, ScaledRouter, SigmoidRouter, SoftmaxRouter
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
 from services.dense_worker.model.layer import (
     AddedInput,
@@ -100,14 +100,16 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     before = build_normed_qkv(config, allocator, names, layer, heads)
     o = build_o(config, allocator, names, layer, heads)
     experts = config.parts.experts
-    if experts is not None and index in experts.layers:
-        # The last layer computes only the tokens that need logits, and does not count them.
-        is_counted = index < config.num_layers - 1
-        mlp: Mlp = build_experts(config, experts, allocator, names, layer, is_counted)
-    else:
+    has_experts = experts is not None and index in experts.layers
+    if not has_experts or experts.is_beside_mlp:
         sizes = config.parts.layer_intermediate_sizes
         intermediate = sizes[index] if sizes else config.intermediate_size
         mlp = build_mlp(config, allocator, names, layer, before.norm, intermediate)
+    if has_experts:
+        # The last layer computes only the tokens that need logits, and does not count them.
+        is_counted = index < config.num_layers - 1
+        routed = build_experts(config, experts, allocator, names, layer, is_counted)
+        mlp = build_beside(config, allocator, names, layer, mlp, routed) if experts.is_beside_mlp else routed
     after = build_residual(config, allocator, names, layer, o, mlp)
     if config.parts.layer_inputs is not None:
         assert isinstance(after, SequentialResidual), "only families with a sequential residual have such inputs"
@@ -221,7 +223,8 @@ def build_experts(
     def down(module: str) -> Projection:
         return Projection(f"{layer}.{module}.{of_experts.down}", hidden)
 
-    norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
+    norm_names = ("experts_norm", of_experts.norm) if options.is_beside_mlp else ("post_norm", names.mlp_norm)
+    norm = allocator.norm(norm_names[0], f"{layer}.{norm_names[1]}", hidden, config.norm_eps, parts.norm)
     num_experts, size, has_bias = options.num_experts, options.intermediate_size, config.mlp_bias
     if of_experts.gate_up:
         gates_and_ups, of_down = _stacked_projections(config, options, of_experts, f"{layer}.{of_experts.experts}")
@@ -248,9 +251,34 @@ def build_experts(
         sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
         bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
         router = SigmoidRouter(weight, bias, options.num_per_token, options.renormalizes, options.sigmoid)
+    elif options.is_beside_mlp:
+        scales = [
+            allocator.parameter(name, size, sources=(Source(f"{layer}.{stored}", size),))
+            for name, stored, size in (
+                ("router_scale", of_experts.router_scale, hidden),
+                ("expert_scale", of_experts.expert_scale, num_experts),
+            )
+        ]
+        router = ScaledRouter(weight, options.num_per_token, *scales, UnweightedRmsNorm(config.norm_eps))
     loads = torch.zeros(num_experts, dtype=torch.int64, device=allocator.device) if is_counted else None
     routed = RoutedExperts(router, gate_up, downs, parts.activation, options.clamped, loads)
     return ExpertMlp(norm, routed, shared)
+
+
+def build_beside(
+    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, mlp: Mlp, experts: ExpertMlp
+) -> MlpBesideExperts:
+    """An MLP and experts side by side."""
+    assert isinstance(mlp, GatedMlp)
+
+    def norm(name: str, checkpoint_name: str) -> Norm:
+        return allocator.norm(
+            name, f"{layer}.{checkpoint_name}", config.hidden_size, config.norm_eps, config.parts.norm
+        )
+
+    of_experts = names.of_experts
+    after_mlp = norm("beside_out_norm", of_experts.norm_after_mlp)
+    return MlpBesideExperts(mlp, after_mlp, experts, norm("experts_out_norm", of_experts.norm_after))
 
 
 def _stacked_projections(
@@ -262,6 +290,8 @@ def _stacked_projections(
     is_quantized = quantization is not None and isinstance(quantization.scheme_of(gate_up), Mxfp4Scheme)
 
     def layout(is_interleaved: bool) -> StackedExperts:
+        if names.has_plain_stack:
+            return StackedExperts(options.num_experts, is_interleaved=False, is_transposed=False)
         return StackedExperts(options.num_experts, is_interleaved, is_transposed=not is_quantized)
 
     num_rows = 2 * options.num_experts * options.intermediate_size

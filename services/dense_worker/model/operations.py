@@ -55,10 +55,16 @@ class Operations(Protocol):
     def normalize(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
         """The residual, and its norm (None: itself) [n, hidden], which `mix_experts` may still read."""
 
-    def mix_experts(self, x: torch.Tensor, experts: RoutedExperts, shared: torch.Tensor | None) -> torch.Tensor:
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        experts: RoutedExperts,
+        shared: torch.Tensor | None,
+        routed_by: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x [n, hidden] -> the sum of the experts chosen for each token and of `shared`, in x's dtype.
 
-        `shared` (float32 [n, hidden]) may be overwritten.
+        `shared` (float32 [n, hidden]) may be overwritten. The router reads `routed_by` [n, hidden], or x.
         """
 
     def add(

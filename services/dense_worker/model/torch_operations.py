@@ -70,9 +70,15 @@ class TorchOperations:
         """The residual stays as it is."""
         return residual, _normalized(residual, norm)
 
-    def mix_experts(self, x: torch.Tensor, experts: RoutedExperts, shared: torch.Tensor | None) -> torch.Tensor:
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        experts: RoutedExperts,
+        shared: torch.Tensor | None,
+        routed_by: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Adds up in float32, and rounds once."""
-        total = experts.mix(x)
+        total = experts.mix(x, routed_by)
         return (total if shared is None else total.add_(shared)).to(x.dtype)
 
     def add(

@@ -59,7 +59,8 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("gpt_oss", {"experts_per_token": 2}, "experts_per_token 2, but also num_experts_per_tok 3"),
         ("gpt_oss", {"num_experts_per_tok": 6}, "num_experts_per_tok 6, expected at most its 5 experts"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all', supported: vision"),
-        ("gemma4", {"enable_moe_block": True, "num_experts": 4}, "enable_moe_block True, supported: False"),
+        ("gemma4", {"enable_moe_block": True, "num_experts": 4}, "top_k_experts None, expected a whole number"),
+        ("gemma4-moe", {"top_k_experts": 7}, "top_k_experts 7, expected at most its 6 experts"),
         ("gemma4-shared", {"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input 95, expected at least .* 96"),
         ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers 3, expected less than its 3 layers, and before"),
         ("gemma4-shared", {"num_kv_shared_layers": 4}, "num_kv_shared_layers 4, expected less than its 5 layers, and"),
@@ -104,7 +105,13 @@ def test_alibi_slopes_are_those_of_transformers(num_heads: int) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "variant"),
-    [("mistral3", None), ("gemma3", "gemma3"), ("gemma4", "gemma4"), ("gemma4", "gemma4-shared")],
+    [
+        ("mistral3", None),
+        ("gemma3", "gemma3"),
+        ("gemma4", "gemma4"),
+        ("gemma4", "gemma4-shared"),
+        ("gemma4", "gemma4-moe"),
+    ],
 )
 @pytest.mark.parametrize("prefixes", [("model.language_model.", ""), ("language_model.model.", "language_model.")])
 def test_the_text_part_of_a_model_of_text_and_images(

@@ -52,3 +52,32 @@ class ExpertMlp:
     ) -> Residual:
         """Adds the sum to the residual, normalised if there is a norm, times multiplier."""
         return operations.add(residual, activation, norm, multiplier)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBesideExperts:
+    """An MLP and a mixture of experts, both of the residual, each between norms of its own: the sum of the two."""
+
+    mlp: GatedMlp
+    norm_after_mlp: Norm
+    experts: ExpertMlp
+    norm_after_experts: Norm
+
+    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
+        """Returns the residual, and the sum, [n, hidden]."""
+        residual, activation = self.mlp.activate(operations, residual)
+        of_mlp = operations.norm_linear(Residual(activation), None, self.mlp.down)[1]
+        residual, x = operations.normalize(residual, self.experts.norm)
+        of_experts = operations.mix_experts(x, self.experts.routed, None, routed_by=residual.hidden)
+        return residual, self.norm_after_mlp.normalize(of_mlp) + self.norm_after_experts.normalize(of_experts)
+
+    def add(
+        self,
+        operations: Operations,
+        residual: Residual,
+        activation: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds the sum to the residual, normalised if there is a norm, times multiplier."""
+        return operations.add(residual, activation, norm, multiplier)

@@ -23,13 +23,15 @@ class RoutedExperts:
     clamped: ClampedSwiglu | None = None  # instead of `activation`
     loads: torch.Tensor | None = None  # int64 [num_experts]: steps count each expert's tokens here; None: nowhere
 
-    def mix(self, x: torch.Tensor) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
         """x [n, hidden] -> the sum, [n, hidden] in float32: the reference for kernels, in torch.
+
+        The router reads `routed_by` [n, hidden], or x.
 
         The host reads how many tokens each expert has got, so that experts without tokens cost nothing. That is the way
         for a CPU: a CUDA graph cannot wait for the host.
         """
-        chosen, weights = self.router.choose(x)
+        chosen, weights = self.router.choose(x if routed_by is None else routed_by)
         total = torch.zeros_like(x, dtype=torch.float32)
         order = chosen.flatten().argsort(stable=True)  # of the pairs of token and expert, by expert
         loads = torch.bincount(chosen.flatten(), minlength=self.gate_up.num_experts)

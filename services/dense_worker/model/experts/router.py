@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.shape import SigmoidRouting
+from services.dense_worker.model.norm import UnweightedRmsNorm
 from services.dense_worker.model.parameters import Parameter
 
 
@@ -40,6 +41,25 @@ class SoftmaxRouter:
         scores = F.linear(x, self.weight.data, bias).softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self.num_per_token, dim=-1)
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.renormalizes else weights
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRouter:
+    """Normalises and scales the token first, and then chooses as `SoftmaxRouter`; each expert's weight has a factor."""
+
+    weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
+    num_per_token: int
+    scale: Parameter  # [hidden], of the token
+    expert_scale: Parameter  # [num_experts], of the weights after they add up to 1
+    norm: UnweightedRmsNorm
+    bias: None = None
+    renormalizes: bool = True
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""
+        scaled = self.norm.normalize(x) * self.scale.data * x.shape[1] ** -0.5
+        experts, weights = SoftmaxRouter(self.weight, self.num_per_token, self.renormalizes).choose(scaled)
+        return experts, weights * self.expert_scale.data[experts]
 
 
 @dataclass(frozen=True, slots=True)
