@@ -34,11 +34,14 @@ class SkinnyTiles:
 
 
 class SplitWorkspace:
-    """Partial sums of split layers, in device memory. Counters are zero between launches."""
+    """Partial sums of split layers, in device memory. Counters are zero between launches.
 
-    def __init__(self, device: torch.device, num_sms: int) -> None:
-        self.partial_sums = torch.empty(num_sms * _BLOCK_OUT * MAX_ROWS, dtype=torch.float32, device=device)
-        self.num_done = torch.zeros(num_sms, dtype=torch.int32, device=device)
+    There is room for so many programs of `MAX_ROWS` rows, or accordingly more of fewer rows.
+    """
+
+    def __init__(self, device: torch.device, num_programs: int) -> None:
+        self.partial_sums = torch.empty(num_programs * _BLOCK_OUT * MAX_ROWS, dtype=torch.float32, device=device)
+        self.num_done = torch.zeros(num_programs * MAX_ROWS // MIN_ROWS, dtype=torch.int32, device=device)
 
 
 def choose_skinny_tiles(num_rows: int, out_features: int, is_gated: bool, num_sms: int) -> SkinnyTiles:

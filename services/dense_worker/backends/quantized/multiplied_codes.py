@@ -54,16 +54,22 @@ class MultipliedCodes:
         prepared = prepare_input(self._launcher, x, form)
         assert prepared.scale is not None
         multiply = _fp8 if weight.element is Element.FP8 else _int8
-        matrices = [weight.matrix.data] if form.num_versions == 1 else weight.matrix.data.split(weight.part_sizes)
+        if form.num_versions == 1:
+            multiply(prepared.values[0], prepared.scale[0], weight.matrix.data, weight.scale.data, bias, out, x.dtype)
+            return
         row = 0
-        for version, matrix in enumerate(matrices):
-            rows = slice(row, row + len(matrix))
+        for version, size in enumerate(weight.part_sizes):
+            rows = slice(row, row + size)
             row = rows.stop
-            part_bias = None if bias is None else bias[rows]
-            product = multiply(
-                prepared.values[version], prepared.scale[version], matrix, weight.scale.data[rows], part_bias, x.dtype
+            multiply(
+                prepared.values[version],
+                prepared.scale[version].clone(),  # cuBLAS needs an address that is a multiple of 16
+                weight.matrix.data[rows],
+                weight.scale.data[rows],
+                None if bias is None else bias[rows],
+                out[:, rows],
+                x.dtype,
             )
-            out[:, rows].copy_(product)
 
 
 def _fp8(
@@ -72,10 +78,17 @@ def _fp8(
     matrix: torch.Tensor,  # [rows, in_features]
     matrix_scale: torch.Tensor,  # [rows]
     bias: torch.Tensor | None,  # [rows]
+    out: torch.Tensor,  # [n, rows]
     dtype: torch.dtype,
-) -> torch.Tensor:
-    scales = {"scale_a": scale, "scale_b": matrix_scale[None]}
-    return torch._scaled_mm(codes, matrix.t(), **scales, bias=bias, out_dtype=dtype)
+) -> None:
+    """Sums are rounded to about 14 bits on the way, as in other servers: it is an eighth faster on an H200."""
+    is_target = out.dtype == dtype and out.is_contiguous()
+    product = out if is_target else torch.empty(out.shape, dtype=dtype, device=out.device)
+    torch._scaled_mm(
+        codes, matrix.t(), scale, matrix_scale[None], bias, out_dtype=dtype, use_fast_accum=True, out=product
+    )
+    if not is_target:
+        out.copy_(product)
 
 
 def _int8(
@@ -84,8 +97,9 @@ def _int8(
     matrix: torch.Tensor,
     matrix_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    out: torch.Tensor,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> None:
     """Like `_fp8`. The sums are exact; scales and bias are applied in float32."""
     product = (torch._int_mm(codes, matrix.t()) * scale).mul_(matrix_scale)
-    return (product if bias is None else product.add_(bias)).to(dtype)
+    out.copy_((product if bias is None else product.add_(bias)).to(dtype))

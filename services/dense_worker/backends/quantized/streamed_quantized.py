@@ -16,8 +16,9 @@ from services.dense_worker.backends.quantized.operands import (
     QuantizedMatrix,
     largest_power_of_2,
 )
+from services.dense_worker.backends.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
-from services.dense_worker.backends.quantized.triton_skinny_quantized import skinny_quantized
+from services.dense_worker.backends.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import SplitWorkspace
 from services.dense_worker.model.linear import Linear, WeightFormat
@@ -51,7 +52,7 @@ def streamed_quantized(
     launcher: KernelLauncher, device: torch.device, dtype: torch.dtype
 ) -> dict[type, StreamedQuantized]:
     """The kernels of each format, for a model in `dtype`. They share a workspace for partial sums."""
-    splits = SplitWorkspace(device, launcher.num_sms)
+    splits = SplitWorkspace(device, launcher.num_sms * PROGRAMS_PER_SM)
     return {each: StreamedQuantized(launcher, splits, dtype, operands) for each, operands in OPERANDS.items()}
 
 
@@ -86,10 +87,13 @@ class StreamedQuantized:
             prepared = PreparedInput(x[None], None)
         else:
             prepared = prepare_input(self._launcher, x, form, norm)
-        skinny_quantized(
-            self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits,
-            is_gated=is_gated, residual=residual,
-        )  # fmt: skip
+        fused = {"is_gated": is_gated, "residual": residual}
+        if can_gemv(prepared, matrix):
+            gemv_quantized(self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, **fused)
+        else:
+            skinny_quantized(
+                self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits, **fused
+            )
 
 
 def why_not(launcher: KernelLauncher, weight: WeightFormat, in_features: int, dtype: torch.dtype) -> str | None:

@@ -95,27 +95,35 @@ def _prepare_kernel(
         else:
             scale = _scale_of(values, max_activation, 448.0 if IS_FP8 else 127.5)
         tl.store(out_scale + out_row * num_groups + groups, scale, mask=groups < num_groups)
-        values = tl.reshape(_to_codes(values, scale[:, None], IS_FP8), [BLOCK_SIZE])
+        values = tl.reshape(_to_codes(values, scale[:, None], out.dtype.element_ty, IS_FP8), [BLOCK_SIZE])
     if IS_SPLIT:
         columns = (columns % 2) * (in_features // 2) + columns // 2
     tl.store(out + out_row.to(tl.int64) * in_features + columns, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _scale_of(values, max_activation, greatest_code):
-    """The scale of each row of `values`, [groups, size] -> [groups]. A row with NaN has the scale NaN."""
-    greatest = tl.minimum(tl.maximum(tl.max(tl.abs(values), 1), 1e-12), max_activation)
-    has_nan = tl.max((values != values).to(tl.int32), 1) > 0
-    return tl.where(has_nan, float("nan"), tl.div_rn(greatest, tl.zeros_like(greatest) + greatest_code))
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _to_codes(values, scale, IS_FP8: tl.constexpr):
-    """values / scale rounded to the nearest code, ties to even, and cut off at the ends; in float32."""
-    scaled = tl.div_rn(values, tl.zeros_like(values) + scale)
+def _scale_of(values, max_activation, greatest_code):
+    """The scale of each row of `values`, [groups, size] -> [groups]. A row with NaN has the scale NaN."""
+    greatest = _greater(tl.reduce(tl.abs(values), 1, _greater), 1e-12)
+    greatest = tl.minimum(greatest, max_activation, propagate_nan=tl.PropagateNan.ALL)
+    return tl.div_rn(greatest, tl.zeros_like(greatest) + greatest_code)
+
+
+@triton.jit
+def _to_codes(values, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+    """values / scale rounded to the nearest code, ties to even, and cut off at the ends; as `dtype`."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    # A quotient with one correction is that of a division (Markstein, 1990), and takes a third of its time.
+    quotient = values * inverse
+    corrected = tl.fma(tl.fma(-quotient, scale, values), inverse, quotient)
+    scaled = tl.where(tl.abs(quotient) < 1024.0, corrected, quotient)  # it may be infinite
     if IS_FP8:
-        # Not by minimum and maximum, which would make a number of NaN.
-        scaled = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
-        return scaled.to(tl.float8e4nv).to(tl.float32)
+        scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        return scaled.to(tl.float8e4nv).to(dtype)
     scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
-    return (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no bits after the point
+    return ((scaled + 12582912.0) - 12582912.0).to(dtype)  # 1.5 * 2^23: the sum has no bits after the point

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
+from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, e2m1_in_16_bits, uint4_in_16_bits
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import (
     MAX_ROWS,
@@ -21,8 +22,9 @@ from services.dense_worker.backends.triton_skinny import (
     write_features,
 )
 
-_MAX_SPLITS = 8
-TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_MAX_SPLITS = 16
+PROGRAMS_PER_SM = 2  # that splits may lead to; for these the workspace has room
+_FEW_PROGRAMS = 8  # the same for the fewest rows of two codes in a byte
 
 
 def skinny_quantized(
@@ -41,11 +43,14 @@ def skinny_quantized(
     num_rows, out_features = out.shape
     num_versions, _, in_features = x.values.shape
     num_tiles = triton.cdiv(out_features, BLOCK_OUT)
+    block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
+    block_in = 2 * BLOCK_IN if block_rows < MAX_ROWS else BLOCK_IN
+    has_pairs = matrix.matrix.shape[1] < in_features
+    num_programs = launcher.num_sms * (_FEW_PROGRAMS if has_pairs and block_rows == MIN_ROWS else PROGRAMS_PER_SM)
     num_splits = 1
-    while not is_gated and num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= launcher.num_sms:
+    while not is_gated and num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_programs:
         num_splits *= 2
     ends = matrix.part_sizes[0], sum(matrix.part_sizes[:2])
-    block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
     launcher(
         _skinny_quantized_kernel,
         (num_tiles, num_splits),
@@ -74,49 +79,35 @@ def skinny_quantized(
         IS_GATED=is_gated,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_OUT,
-        BLOCK_IN=BLOCK_IN,
-        DOT_SIZE=matrix.dot_size,
+        BLOCK_IN=block_in,
+        DOT_SIZE=block_in if matrix.group_size is None else matrix.dot_size,
         NUM_SPLITS=num_splits,
-        NUM_STAGES=6 if block_rows < MAX_ROWS else 4,
+        NUM_STAGES=4,
         num_warps=4,
     )
 
 
 @triton.jit
 def _load_codes(tile, mask, zero, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers of a tile of bytes, in DTYPE: those of the low bits, and those of the high ones if a byte has two."""
+    """The numbers of a tile of bytes, in DTYPE: those of the low bits, and those of the high ones if a byte has two.
+
+    `zero` is subtracted from unsigned codes; None: half of their range.
+    """
     octets = tl.load(tile, mask=mask, other=0)
-    if CODES == 0:
-        low = octets.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        high = low
-    elif CODES == 1:
+    if CODES == 3:
+        low, high = uint4_in_16_bits(octets, DTYPE, zero is None)
+        if zero is not None:
+            low, high = low - zero, high - zero
+    elif CODES == 4:
+        low, high = e2m1_in_16_bits(octets, DTYPE)
+    else:
+        if CODES == 0:
+            octets = octets.to(tl.float8e4nv, bitcast=True)
         low = octets.to(DTYPE)
+        if CODES == 2:
+            low -= 128.0 if zero is None else zero
         high = low
-    elif CODES == 2:
-        low = octets.to(DTYPE) - zero
-        high = low
-    elif CODES == 3:
-        low, high = _uint4(octets & 15, DTYPE) - zero, _uint4(octets >> 4, DTYPE) - zero
-    else:
-        low, high = _e2m1(octets & 15, DTYPE), _e2m1(octets >> 4, DTYPE)
     return low, high
-
-
-@triton.jit
-def _uint4(codes, DTYPE: tl.constexpr):
-    """Codes up to 15 as numbers: the last bits of the mantissa of 1024 or 128, which is cheaper than a conversion."""
-    if tl.float16 == DTYPE:
-        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
-    else:
-        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
-
-
-@triton.jit
-def _e2m1(codes, DTYPE: tl.constexpr):
-    """E2M1 as float16 has the same bits of exponent and mantissa, with an exponent that is 14 less."""
-    bits = codes.to(tl.int16)
-    half = (((bits & 7) << 9) | ((bits & 8) << 12)).to(tl.float16, bitcast=True)
-    return (half * 16384.0).to(DTYPE)
 
 
 @triton.jit
@@ -146,12 +137,14 @@ def add_product(
 ):
     """sums + the product over DOT_SIZE features from `first`, times the scales of their group if it has some."""
     dtype: tl.constexpr = x_row.dtype.element_ty
-    zero = tl.full([1, 1], 128.0 if CODES == 2 else 8.0, dtype)
-    if zero_point is not None:
-        zero = tl.load(zero_point).to(dtype)[:, None]
+    zero = None if zero_point is None else tl.load(zero_point).to(dtype)[:, None]
     PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
     columns = first // PER_BYTE + tl.arange(0, DOT_SIZE // PER_BYTE)[None, :]
     is_column = columns < in_features // PER_BYTE
+    if scale is not None:  # before the products, which would delay the loads
+        w_scales = _load_scale(scale, CODES)
+        if x_scale is not None:
+            x_scales = tl.load(x_scale)
     low, high = _load_codes(w_row + columns, is_column, zero, CODES, dtype)
     x_low = tl.load(x_row + columns, mask=is_row & is_column, other=0.0)
     if scale is None:
@@ -161,9 +154,9 @@ def add_product(
         if PER_BYTE == 2:
             x_high = tl.load(x_row + in_features // 2 + columns, mask=is_row & is_column, other=0.0)
             part = tl.dot(high, tl.trans(x_high), part)
-        part *= _load_scale(scale, CODES)[:, None]
+        part *= w_scales[:, None]
         if x_scale is not None:
-            part *= tl.load(x_scale)[None, :]
+            part *= x_scales[None, :]
         return sums + part
 
 
