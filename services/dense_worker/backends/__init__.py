@@ -44,9 +44,17 @@ class DenseBackend(Protocol):
     ) -> torch.Tensor:
         """Finishes `layer` from attn_out [n, attn_size]; writes the qkv of `layer + 1` -> the residual [n, hidden]."""
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """rows int64 [r] of the step's tokens -> logits float32 [r, vocab], which the caller owns.
 
+        The rows' hidden states after the final norm are written to hidden_out [r, hidden], if that is given; TensorRT
+        has none.
         Does not change the residual. It is not called if no token of the step needs logits, and called several times if
         more rows need logits than fit into one call.
         """

@@ -88,11 +88,17 @@ class CudaBackend:
         """Enqueues a middle segment -> the very residual it was given, overwritten."""
         return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Enqueues the last segment for the selected rows -> a new tensor of logits."""
         if not len(rows):
             return torch.empty(0, self._config.vocab_size, dtype=torch.float32, device=rows.device)
-        return self._segments.last.forward(self._operations, attn_out, residual, rows)
+        return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)
 
     def _choose_kernels(self, linears: list[Linear]) -> None:
         """Measures whole steps. `linears` has one of each kind of layer, in the order of a step."""

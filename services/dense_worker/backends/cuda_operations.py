@@ -197,11 +197,16 @@ class CudaOperations:
         selected = Residual(residual.index_select(0, rows))
         return attn_out.index_select(0, rows), selected
 
-    def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:
-        """Like `norm_linear`, into a new tensor in float32."""
+    def logits(
+        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Like `norm_linear`, into a new tensor in float32. With `hidden_out` the norm has a kernel of its own."""
         hidden = residual.hidden
         out = torch.empty(len(hidden), lm_head.out_features, dtype=torch.float32, device=hidden.device)
-        return self.norm_linear(residual, norm, lm_head, out)[1]
+        if hidden_out is None:
+            return self.norm_linear(residual, norm, lm_head, out)[1]
+        self._normalize(residual, norm, hidden_out)
+        return self.norm_linear(Residual(hidden_out), None, lm_head, out)[1]
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """Adds the delta in a kernel of its own, if there is one."""

@@ -56,7 +56,9 @@ class OnnxRuntimeBackend:
         qkv_out.copy_(qkv)
         return residual
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: None = None
+    ) -> torch.Tensor:
         """Runs the last segment -> the logits."""
         return self._run("last", 0, attn_out=attn_out, residual=residual, rows=rows.int())[0]
 

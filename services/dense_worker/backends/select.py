@@ -95,12 +95,19 @@ class PreparedBackend:
 
 
 def prepare_backend(
-    section: DenseSection, source: ModelSection, model: ResolvedModel, limits: Limits, report: Callable[[str], None]
+    section: DenseSection,
+    source: ModelSection,
+    model: ResolvedModel,
+    limits: Limits,
+    report: Callable[[str], None],
+    *,
+    has_heads: bool = False,
 ) -> PreparedBackend:
     """Resolves `dense.backend`, and builds the TensorRT plans that are missing.
 
     Called before the weights are loaded, because a build needs the GPU's memory, too. `source` says where the model
-    is from, `limits` are the scheduler's, and `report` receives lines about the progress of builds.
+    is from, `limits` are the scheduler's, and `report` receives lines about the progress of builds. `has_heads`: Medusa
+    heads read the model's last hidden states.
 
     `auto` is torch if there is no GPU, no TensorRT for the GPU and the model's dtype, or no plan that can be had, and
     the log says so; otherwise the faster of the two, for each segment and size. Raises ConfigError, naming what is
@@ -110,13 +117,12 @@ def prepare_backend(
     if model.device.type != "cpu":
         _check_experts(model)
     tensorrt = None
-    if section.max_loras:
+    lack = _lack_of_tensorrt(section, has_heads)
+    if lack is not None:
         if section.backend == "tensorrt":
-            raise ConfigError(
-                f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters: set dense.backend to torch"
-            )
+            raise ConfigError(f"{lack}: set dense.backend to torch")
         if section.backend == "auto":
-            log.info("dense backend is torch", reason="TensorRT has no adapters, and dense.max_loras is set")
+            log.info("dense backend is torch", reason=lack)
     elif section.backend != "torch":
         gpu = current_gpu(model.device)
         try:
@@ -134,6 +140,15 @@ def prepare_backend(
         except _FAILURES as error:
             _log_fallback(section, error)
     return PreparedBackend(section, model, limits, tensorrt)
+
+
+def _lack_of_tensorrt(section: DenseSection, has_heads: bool) -> str | None:
+    """What the config asks for and TensorRT does not have; None if there is nothing."""
+    if section.max_loras:
+        return f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters"
+    if has_heads:
+        return "scheduler.speculation is 'medusa', but TensorRT gives no hidden states"
+    return None
 
 
 def _check_experts(model: ResolvedModel) -> None:

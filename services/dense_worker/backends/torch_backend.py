@@ -44,6 +44,12 @@ class TorchBackend:
         """Writes qkv in place -> a new residual; the given one stays as it is."""
         return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Computes the selected rows -> their logits."""
-        return self._segments.last.forward(self._operations, attn_out, residual, rows)
+        return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)

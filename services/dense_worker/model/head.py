@@ -85,9 +85,11 @@ class Head:
     multiplier: float = 1.0
     softcap: float | None = None
 
-    def forward(self, operations: Operations, residual: Residual) -> torch.Tensor:
-        """residual [n, hidden] -> logits float32 [n, vocab]."""
-        logits = operations.logits(residual, self.norm, self.lm_head)
+    def forward(
+        self, operations: Operations, residual: Residual, hidden_out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """residual [n, hidden] -> logits float32 [n, vocab]. `hidden_out` [n, hidden] gets what the norm gives."""
+        logits = operations.logits(residual, self.norm, self.lm_head, hidden_out)
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
         if self.softcap is not None:

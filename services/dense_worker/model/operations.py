@@ -89,8 +89,13 @@ class Operations(Protocol):
     ) -> tuple[torch.Tensor, Residual]:
         """Copies of rows (int64 [r]) of attn_out [n, attn_size] and of the residual [n, hidden]."""
 
-    def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:
-        """Norm, then product, rounded to the model's dtype -> float32 [n, vocab], which the caller owns."""
+    def logits(
+        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Norm, then product, rounded to the model's dtype -> float32 [n, vocab], which the caller owns.
+
+        What the norm gives, [n, hidden], is written to `hidden_out` if that is given.
+        """
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """The residual [n, hidden] with all additions done."""

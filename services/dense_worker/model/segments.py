@@ -78,13 +78,21 @@ class Last:
     head: Head
 
     def forward(
-        self, operations: Operations, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+        self,
+        operations: Operations,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """attn_out [n, attn_size], residual [n, hidden], rows int64 [r] -> logits float32 [r, vocab]."""
+        """attn_out [n, attn_size], residual [n, hidden], rows int64 [r] -> logits float32 [r, vocab].
+
+        If `hidden_out` [r, hidden] is given, the rows' hidden states after the final norm are written there.
+        """
         attn_out = rows_of_layer(attn_out, self.after.o.in_features)
         attn_rows, stream = operations.select_rows(attn_out, residual, rows)
         stream = self.after.forward(operations, attn_rows, stream)
-        return self.head.forward(operations, stream)
+        return self.head.forward(operations, stream, hidden_out)
 
 
 @dataclass(frozen=True, slots=True)

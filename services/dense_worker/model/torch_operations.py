@@ -123,9 +123,14 @@ class TorchOperations:
         self._selected_rows = rows
         return attn_out.index_select(0, rows), Residual(residual.index_select(0, rows))
 
-    def logits(self, residual: Residual, norm: Norm, lm_head: Linear) -> torch.Tensor:
+    def logits(
+        self, residual: Residual, norm: Norm, lm_head: Linear, hidden_out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Norm, then product, then to float32."""
-        return self.linear(lm_head, norm.normalize(residual.hidden)).float()
+        hidden = norm.normalize(residual.hidden)
+        if hidden_out is not None:
+            hidden_out.copy_(hidden)
+        return self.linear(lm_head, hidden).float()
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """Nothing is ever left to be added here."""

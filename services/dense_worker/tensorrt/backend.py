@@ -53,8 +53,15 @@ class TensorRTBackend:
         """Runs the faster backend for this number of tokens; either backend may have made the residual."""
         return self._faster("middle", len(attn_out)).middle(layer, attn_out, residual, qkv_out)
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Runs the faster backend for this number of rows."""
+        assert hidden_out is None, "TensorRT keeps the hidden states to itself"
         return self._faster("last", len(rows)).last(attn_out, residual, rows)
 
     def _faster(self, segment: str, size: int) -> DenseBackend:

@@ -87,7 +87,9 @@ class TensorRTSegments:
         self._run("middle", layer, len(attn_out), inputs, outputs)
         return next_residual
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: None = None
+    ) -> torch.Tensor:
         """Enqueues the engine of the last segment -> a new tensor of logits."""
         logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
         inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
