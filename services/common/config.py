@@ -18,6 +18,7 @@ import pydantic
 from pydantic import Field
 
 from services.common.checks.addresses import check_address, check_proxy, check_target, check_tcp_address
+from services.common.checks.speculation import check_lookup_lengths, check_speculation_model
 from services.common.errors import ConfigError
 
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # read by the gateway
@@ -166,8 +167,10 @@ class SchedulerSection(Section):
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
     max_beam_width: Count = 16  # maximum number of beams of a search; also at most max_num_seqs
-    # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client
-    speculation: Literal["off", "ngram", "suffix"] = "off"
+    # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client;
+    # medusa: by heads that were trained for the model
+    speculation: Literal["off", "ngram", "suffix", "medusa"] = "off"
+    speculation_model: Path | None = None  # medusa: directory of the heads' config.json and safetensors
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most guessed tokens of a sequence in one step
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3  # ngram: fewest equal tokens before a guess
     prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 5  # ngram: equal tokens beyond which no longer match counts
@@ -286,9 +289,8 @@ class Config(Section):
                 f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than scheduler.max_num_batched_tokens "
                 f"{scheduler.max_num_batched_tokens}: a step could not give every sequence a token"
             )
-        shortest, longest = scheduler.prompt_lookup_min, scheduler.prompt_lookup_max
-        if shortest > longest:
-            raise ValueError(f"scheduler.prompt_lookup_min is {shortest}, more than prompt_lookup_max {longest}")
+        check_lookup_lengths(scheduler.prompt_lookup_min, scheduler.prompt_lookup_max)
+        check_speculation_model(scheduler.speculation, scheduler.speculation_model, self.dense.backend)
         if (self.gateway.tls_certificate is None) != (self.gateway.tls_key is None):
             raise ValueError("gateway.tls_certificate and gateway.tls_key belong together")
         if self.gateway.tls_client_ca is not None and self.gateway.tls_certificate is None:

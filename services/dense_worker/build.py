@@ -21,6 +21,8 @@ from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.lora.torch_lora import TorchLora
+from services.dense_worker.medusa.heads import MedusaHeads
+from services.dense_worker.medusa.load_heads import load_heads
 from services.dense_worker.model.attention_sinks import Sinks, load_sinks, random_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
@@ -47,6 +49,7 @@ class LoadedModel:
     backend: str  # its name
     runner: ModelRunner
     lora: LoraStore | None  # the adapters of the backend; None: they are off
+    num_heads: int  # Medusa heads; 0: there are none
     kv_cache_dtype: KVCacheFormat
     kv_scales: KVScales | None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sinks  # of attention; empty: the model has none
@@ -104,16 +107,19 @@ def load_model(
     scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
     sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    prepared = prepare_backend(config.dense, section, model, limits, report)
+    has_heads = scheduler.speculation_model is not None
+    prepared = prepare_backend(config.dense, section, model, limits, report, has_heads=has_heads)
     weights = _load_weights(section, model)
+    heads = _load_heads(config, model)
     if model.config.quantization is not None:
         log_formats(model.config.quantization.method, weights)
     lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
-        runner = _build_runner(config, model, selected, lora, takes_over)
+        runner = _build_runner(config, model, selected, lora, heads, takes_over)
     experts = make_expert_loads(weights)
-    return LoadedModel(model, digest, selected.name, runner, lora, kv_cache_dtype, scales, sinks, experts)
+    num_heads = 0 if heads is None else heads.num_heads
+    return LoadedModel(model, digest, selected.name, runner, lora, num_heads, kv_cache_dtype, scales, sinks, experts)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
@@ -160,17 +166,29 @@ def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
         return load_weights(section.path, model.config, model.dtype, model.device)
 
 
+def _load_heads(config: Config, model: ResolvedModel) -> MedusaHeads | None:
+    """The Medusa heads of `scheduler.speculation_model`, no more than a sequence may have drafts."""
+    path, most = config.scheduler.speculation_model, config.scheduler.num_speculative_tokens
+    if path is None:
+        return None
+    with naming_what_needs_memory("the Medusa heads"):
+        heads = load_heads(path, model.config, model.dtype, model.device, most)
+    log.info("Medusa heads loaded", path=str(path), num_heads=heads.num_heads, num_speculative_tokens=most)
+    return heads
+
+
 def _build_runner(
     config: Config,
     model: ResolvedModel,
     selected: SelectedBackend,
     lora: LoraStore | None,
+    heads: MedusaHeads | None,
     takes_over: bool,
 ) -> ModelRunner:
     scheduler = config.scheduler
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
     if model.device.type == "cpu":
-        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora)
+        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora, heads)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
@@ -182,6 +200,7 @@ def _build_runner(
         scheduler.max_num_batched_tokens,
         captures_lazily=config.dense.captures_lazily or takes_over,
         lora=lora,
+        heads=heads,
     )
     if takes_over:
         cuda_runner.warm_up()

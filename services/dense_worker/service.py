@@ -112,7 +112,7 @@ class DenseWorker:
 
     def draft_source(self) -> ObservingDraftSource | None:
         """The source of drafts that `scheduler.speculation` names, if any."""
-        return make_draft_source(self._config.scheduler)
+        return make_draft_source(self._config.scheduler, self._model.num_heads)
 
     def _report_loading(self, line: str) -> None:
         """Called on the thread that loads."""

@@ -12,10 +12,12 @@ from services.common.errors import ConfigError
 from services.common.shorten import quote, show
 
 FLAG = "--speculative-config"
-# By method: vLLM's keys, which are also the names in the section `scheduler`.
+_MODEL = "model"  # the directory of trained weights, in the section `scheduler` speculation_model
+# By method: vLLM's keys, which are otherwise the names in the section `scheduler`.
 _KEYS = {
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens",),
+    "medusa": (_MODEL, "num_speculative_tokens"),
 }
 METHODS = tuple(_KEYS)
 _NGRAM_MODEL = "[ngram]"  # how older versions of vLLM name the method
@@ -74,12 +76,14 @@ def read_speculative_config(text: str) -> dict[str, object]:
         if key not in _KEYS[method]:
             supported = ", ".join(_KEYS[method])
             raise ConfigError(f"{FLAG} has the key {show(key)}; with the method {method!r} it may have {supported}")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{FLAG} has {key} {show(value)}, which is not an integer")
+        kind, expected = (str, "a string") if key == _MODEL else (int, "an integer")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"{FLAG} has {key} {show(value)}, which is not {expected}")
     shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     if (shortest is None) != (longest is None):  # in vLLM, one of them stands for both
         given["prompt_lookup_min"] = given["prompt_lookup_max"] = longest if shortest is None else shortest
-    return {"scheduler.speculation": method, **{f"scheduler.{key}": value for key, value in given.items()}}
+    keys = {f"scheduler.{'speculation_model' if key == _MODEL else key}": value for key, value in given.items()}
+    return {"scheduler.speculation": method} | keys
 
 
 def _of_model(given: dict[str, object]) -> str:

@@ -8,12 +8,13 @@ step with drafts is planned only after the previous step has ended, and so is th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
-from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 
 
@@ -25,6 +26,13 @@ class DraftSource(Protocol):
 
         max_num_drafts: that the next step may have
         """
+
+    @property
+    def wants_guesses(self) -> bool:
+        """Whether the model's heads guess after the step under way. Asked once after each call of `waits`."""
+
+    def take(self, sequence: Sequence, guesses: SequenceOf[int]) -> None:
+        """The heads have guessed the next tokens of a sequence, after all that it has."""
 
     def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
         """A step is planned now, with a token for each of these sequences, and at most so many drafts."""
@@ -55,6 +63,15 @@ class DraftCounts:
         self.num_accepted_at += [0] * (num_draft_tokens - len(self.num_accepted_at))
         for place in range(num_accepted_tokens):
             self.num_accepted_at[place] += 1
+
+
+def take_guesses(
+    drafts: DraftSource, sequences: Iterable[Sequence], guesses: Mapping[int, SequenceOf[int]]
+) -> None:
+    """Passes on what the heads guess, by seq_id, after a step of these sequences, which have their new tokens."""
+    for sequence in sequences:
+        if sequence.seq_id in guesses and sequence.status is not SequenceStatus.FINISHED:
+            drafts.take(sequence, guesses[sequence.seq_id])
 
 
 def may_have_drafts(sequence: Sequence) -> bool:

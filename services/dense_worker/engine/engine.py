@@ -19,7 +19,7 @@ from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.collect_step import collect_step
-from services.dense_worker.engine.drafts import DraftSource
+from services.dense_worker.engine.drafts import DraftSource, take_guesses
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineCounts, EngineObserver, describe_step, read_counts
 from services.dense_worker.engine.progress import progress_of
@@ -57,6 +57,7 @@ class Engine:
         adapters: AdapterSlots | None = None,
     ) -> None:
         self._scheduler = Scheduler(limits, drafts, adapters)
+        self._drafts = drafts
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
@@ -159,8 +160,14 @@ class Engine:
         self._deliver(StepReport(0, admitted=admitted))
 
     def _schedule(self, session: Session) -> PublishedPlan | None:
-        if session.is_leaving or (session.in_flight and not self._scheduler.plans_ahead):
+        if session.is_leaving:
             return None
+        if session.in_flight:
+            plans_ahead, running = self._scheduler.plans_ahead, session.in_flight[-1].running
+            if self._drafts is not None and self._drafts.wants_guesses and running is not None:
+                running.guess()
+            if not plans_ahead:
+                return None
         return self._scheduler.schedule()
 
     def _publish(self, session: Session, published: PublishedPlan) -> None:
@@ -182,6 +189,8 @@ class Engine:
         logits = step_report.record_logits(sequences, result.logits)
         prompt_logits = step_report.record_prompt_logits(sequences, result.prompt_logits)
         outputs = self._scheduler.update(published, result)
+        if self._drafts is not None and result.guesses:
+            take_guesses(self._drafts, sequences, result.guesses)
         step_report.record_first_tokens(outputs, step.end_s)
         return StepReport(
             published.plan.step_id, started, outputs, result.logprobs, prompt_logprobs, logits, prompt_logits

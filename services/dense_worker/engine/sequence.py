@@ -18,6 +18,7 @@ from services.lora.adapter import Adapter
 from services.step import NewSequence
 
 if TYPE_CHECKING:  # they need numpy and torch
+    from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
     from services.dense_worker.engine.speculation.predictor import Predictor
     from services.dense_worker.prompts.loaded_table import LoadedTable
 
@@ -73,7 +74,7 @@ class Sequence:
     traceparent: str = ""  # W3C trace context of its span in this worker; empty without tracing
     num_crashes: int = 0  # consecutive worker crashes that it may have caused; reset by its first token here
     grammar: GrammarMatcher | None = None  # of `sampling.structured_output`; the runner moves it
-    predictor: Predictor | None = None  # of its next tokens; the source of drafts makes it when it needs it
+    predictor: Predictor | HeadPredictor | None = None  # of its next tokens; the source of drafts makes it if needed
     # The beams of a search; None: its tokens are sampled. The output tokens of a search are those of its best beam.
     beams: BeamGroup | None = None
 

@@ -18,6 +18,7 @@ from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
+from services.dense_worker.medusa.heads import MedusaHeads
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.runner.step_tokens import PendingTokens
@@ -53,8 +54,9 @@ class CudaModelRunner(ModelRunner):
         *,
         captures_lazily: bool,
         lora: CudaLora | None = None,
+        heads: MedusaHeads | None = None,
     ) -> None:
-        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora)
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora, heads)
         self._cuda_lora = lora
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
@@ -71,6 +73,9 @@ class CudaModelRunner(ModelRunner):
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
         self._unsampled: _Launched | None = None
+        if self._guessing is not None:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                self._guessing.warm_up()  # now, because the KV cache will take the memory that is free
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -150,6 +155,12 @@ class CudaModelRunner(ModelRunner):
         if launched is not None:
             self._finish(launched)
 
+    @torch.inference_mode()
+    def add_guesses(self, launched: _Launched) -> None:
+        """Enqueues the heads after the newest step."""
+        with torch.cuda.stream(self._stream):
+            launched.finish_guesses()
+
     def _finish(self, launched: _Launched) -> None:
         with torch.cuda.stream(self._stream):
             launched.finish()
@@ -195,7 +206,15 @@ class CudaModelRunner(ModelRunner):
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
-        return run_layers(self._backend, channel, self._num_layers, token_ids, sampled_rows[:num_sampled], given)
+        return run_layers(
+            self._backend,
+            channel,
+            self._num_layers,
+            token_ids,
+            sampled_rows[:num_sampled],
+            given,
+            self._hidden_out(num_sampled),
+        )
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
         """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row."""
@@ -218,7 +237,7 @@ class CudaModelRunner(ModelRunner):
         residual = self._backend.first(token_ids, qkv)
         for layer in range(min(self._num_layers - 1, self._backend.num_layers_to_warm_up)):
             residual = self._backend.middle(layer, fetched, residual, qkv)
-        self._backend.last(attn_out, residual, sampled_rows[:num_sampled])
+        self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -245,6 +264,17 @@ class _Launched:
             self._tokens, self._sample = self._sample(), None
         self._event = torch.cuda.Event()
         self._event.record()
+
+    def guess(self) -> None:
+        self._runner.add_guesses(self)
+
+    def finish_guesses(self) -> None:
+        """Enqueues the heads on the current stream. The step has been sampled."""
+        assert self._sample is None, "the step before has been collected"
+        if self._tokens is not None:
+            self._tokens = self._runner.with_guesses(self._tokens)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def is_done(self) -> bool:
         return self._event is not None and self._event.query()

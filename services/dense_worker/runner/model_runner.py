@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +18,10 @@ import torch
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.lora.tensors import LoraStore
+from services.dense_worker.medusa.heads import MedusaHeads
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.runner.guesses import GuessingHeads
 from services.dense_worker.runner.row_slots import row_slots
 from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
 from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
@@ -67,6 +69,12 @@ class RunningStep(Protocol):
     def is_done(self) -> bool:
         """Whether `collect` would return without waiting."""
 
+    def guess(self) -> None:
+        """Asks for guesses of the tokens after the step's, which become part of its result.
+
+        Called at most once, when the step before has been collected and the next one has not been launched.
+        """
+
     def collect(self) -> StepResult:
         """The result of the step; waits for it. Raises the errors of `Channel.wait`."""
 
@@ -81,11 +89,13 @@ class ModelRunner:
         num_layers: int,
         max_num_seqs: int,
         lora: LoraStore | None = None,
+        heads: MedusaHeads | None = None,
     ) -> None:
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
         self._lora = lora  # the backend's; None: no sequence has an adapter
+        self._guessing = None if heads is None else GuessingHeads(heads, max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
@@ -192,16 +202,23 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, step: StepInput, channel: Channel) -> StepResult:
-        """Runs all layers and the sampler. Raises the errors of `Channel.wait`."""
+    def run(self, step: StepInput, channel: Channel, *, has_guesses: bool = False) -> StepResult:
+        """Runs all layers and the sampler, and the heads if guesses are wanted. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step.bound, len(token_ids))
         logits, residual = run_layers(
-            self._backend, channel, self._num_layers, token_ids, step.sampled_rows, step.given
+            self._backend,
+            channel,
+            self._num_layers,
+            token_ids,
+            step.sampled_rows,
+            step.given,
+            self._hidden_out(len(step.sampled_rows)) if has_guesses else None,
         )
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
-        return self.finish(step, logits, residual, channel, host_token_ids).read()
+        tokens = self.finish(step, logits, residual, channel, host_token_ids)
+        return (self.with_guesses(tokens) if has_guesses else tokens).read()
 
     def finish(
         self,
@@ -218,11 +235,12 @@ class ModelRunner:
         """
         wanted = step.wanted_logits
         num_logprobs: dict[int, int] = {}
-        ranked = prompt_ranked = prompt_logits = None
+        ranked = prompt_ranked = prompt_logits = token_ids = None
         kept_logits = copy_sampled(logits, wanted)
         if len(step.sampled_rows):
             sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
-            host_token_ids.copy_(sampled.token_ids, non_blocking=True)
+            token_ids = sampled.token_ids
+            host_token_ids.copy_(token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
         if wanted.prompts:
             assert residual is not None, "prompts need the step's residual"
@@ -236,8 +254,19 @@ class ModelRunner:
         entries, sequences = step.bound.plan.entries, step.bound.sequences
         logits = PendingLogits(wanted, kept_logits, prompt_logits) if wanted.sampled or wanted.prompts else None
         return PendingTokens(
-            entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits
+            entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits, token_ids
         )
+
+    def with_guesses(self, tokens: PendingTokens) -> PendingTokens:
+        """The tokens of the newest step with guesses of the next ones, unless it samples none."""
+        assert self._guessing is not None, "a step is asked for guesses only if there are heads"
+        if tokens.sampled is None:
+            return tokens
+        return replace(tokens, guesses=self._guessing.guess(tokens.entries, tokens.sampled))
+
+    def _hidden_out(self, num_sampled: int) -> torch.Tensor | None:
+        """Where the step's hidden states go, [num_sampled, hidden]; None if nobody reads them."""
+        return None if self._guessing is None else self._guessing.hidden[:num_sampled]
 
     def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
         if self._lora is not None:
@@ -275,12 +304,13 @@ def run_layers(
     token_ids: torch.Tensor,
     sampled_rows: torch.Tensor,
     given: GivenRows | None = None,
+    hidden_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all segments, with one handoff in each direction between two segments.
 
     token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled]; given: rows with vectors in place of tokens ->
     logits float32 [num_sampled, vocab_size], and the residual [num_tokens, hidden], from which `DenseBackend.last` can
-    compute further rows.
+    compute further rows. `hidden_out` gets the sampled rows' hidden states [num_sampled, hidden], if it is given.
     """
     num_tokens = len(token_ids)
     qkv = channel.qkv[:num_tokens]
@@ -293,18 +323,24 @@ def run_layers(
             residual = backend.middle(layer, channel.fetch_attn_out(num_tokens), residual, qkv)
     if not len(sampled_rows):
         return torch.empty(0, 0), residual
-    return backend.last(channel.attn_out[:num_tokens], residual, sampled_rows), residual
+    return backend.last(channel.attn_out[:num_tokens], residual, sampled_rows, hidden_out), residual
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _LazyStep:
     runner: ModelRunner
     bound: BoundPlan
     channel: Channel
+    has_guesses: bool = False
+
+    def guess(self) -> None:
+        self.has_guesses = True
 
     def is_done(self) -> bool:
         return True
 
     def collect(self) -> StepResult:
         step = self.runner.prepare(self.bound)
-        return self.runner.run(step, self.channel) if self.bound.plan.entries else StepResult(())
+        if not self.bound.plan.entries:
+            return StepResult(())
+        return self.runner.run(step, self.channel, has_guesses=self.has_guesses)

@@ -10,6 +10,7 @@ import torch
 
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.runner.guesses import PendingGuesses
 from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
@@ -41,6 +42,8 @@ class PendingTokens:
     spans: SequenceOf[PromptSpan]
     prompt_ranked: RankedTokens | None  # one row for each token of `spans`; None if these are empty
     logits: PendingLogits | None = None  # that are reported; None: none
+    sampled: torch.Tensor | None = None  # `token_ids` on the device; None: the step samples no token
+    guesses: PendingGuesses | None = None  # of the tokens after these; None: nobody asks for any
 
     def read(self) -> StepResult:
         """The step's result; also stores the tokens in the sequences. The device must have run the step."""
@@ -70,7 +73,8 @@ class PendingTokens:
         prompt_logprobs = [] if self.prompt_ranked is None else read_prompt_logprobs(self.spans, self.prompt_ranked)
         prompt_logits = [] if self.logits is None else self.logits.read_prompts()
         ended = _follow(formed) if formed else {}
-        return StepResult(token_ids, logprobs, prompt_logprobs, ended, logits, prompt_logits)
+        guesses = {} if self.guesses is None else self.guesses.read()
+        return StepResult(token_ids, logprobs, prompt_logprobs, ended, logits, prompt_logits, guesses)
 
 
 def _follow(formed: list[tuple[int, GrammarMatcher, int]]) -> dict[int, str | None]:

@@ -1,4 +1,4 @@
-"""Speculation by n-grams and earlier answers: the answers are those of services without it, in fewer steps."""
+"""Speculation by earlier answers, and by Medusa heads: the answers are those of services without it, in fewer steps."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.cluster import REQUEST_TIMEOUT_S
+from tests.support.dense.medusa_heads import fitted_heads, in_layout_of_medusa, write_heads
 from tests.support.plain_services import PlainServices, plain_services
+from tests.support.reference import VOCAB_SIZE, reference_model
 
 TEXT = "one two three four five six seven eight. " * 3
 PROMPTS = [TEXT, "San Francisco is a", "The cat and the dog. The cat and the", "1 2 3 4 1 2 3 4 1 2"]
 MAX_TOKENS = 60
 MAX_ROUNDS = 5  # a busy machine may have no time for drafts, or for a kill before the answers end
+NUM_HEADS = 3
 
 SCHEMA = {
     "type": "object",
@@ -52,12 +59,44 @@ class Both:
     on: PlainServices
 
 
+MODULES = {"dense_worker": "tests.support.workers.speculating_dense_worker"}
+
+
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    off, on = tmp_path_factory.mktemp("off"), tmp_path_factory.mktemp("on")
-    modules = {"dense_worker": "tests.support.workers.speculating_dense_worker"}
-    with plain_services(off) as without, plain_services(on, modules=modules) as speculating:
-        yield Both(without, speculating)
+def off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainServices]:
+    with plain_services(tmp_path_factory.mktemp("off")) as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def both(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    with plain_services(tmp_path_factory.mktemp("on"), modules=MODULES) as speculating:
+        yield Both(off, speculating)
+
+
+@pytest.fixture(scope="module")
+def medusa(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """The heads know the greedy answer to one prompt. For all other texts they are mostly wrong."""
+    directory = tmp_path_factory.mktemp("medusa")
+    path = make_heads(off, directory / "heads")
+    settings = "scheduler.speculation=medusa", f"scheduler.speculation_model={path}"
+    with plain_services(directory, *settings, modules=MODULES) as services:
+        yield Both(off, services)
+
+
+@torch.inference_mode()
+def make_heads(off: PlainServices, path: Path) -> Path:
+    """Hugging Face gives the hidden states from which the answer is sampled."""
+    message = gateway_pb2.GenerateRequest(
+        max_tokens=MAX_TOKENS + NUM_HEADS, ignore_eos=True, prompt=PROMPTS[1], sampling={"temperature": 0.0}
+    )
+    response = off.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S)
+    [answer] = response.completions
+    tokens = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(PROMPTS[1]) + list(answer.token_ids)
+    hidden = reference_model(EMBEDDED_MODEL).model(torch.tensor([tokens])).last_hidden_state[0]
+    first = len(tokens) - len(answer.token_ids) - 1
+    heads = fitted_heads(NUM_HEADS, hidden[first : first + MAX_TOKENS], list(answer.token_ids), VOCAB_SIZE)
+    return write_heads(path, in_layout_of_medusa(heads), medusa_num_heads=NUM_HEADS, medusa_num_layers=1)
 
 
 def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> list[Answer]:
@@ -75,12 +114,14 @@ def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> lis
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
-def test_answers_are_those_without_speculation(both: Both, options: dict[str, object]) -> None:
+def test_answers_are_those_without_speculation(both: Both, medusa: Both, options: dict[str, object]) -> None:
     for prompt in PROMPTS[:2]:
         expected = ask(both.off, prompt, options)
         for _ in range(2):
             assert ask(both.on, prompt, options) == expected
+    assert ask(medusa.on, prompt, options) == expected
     both.on.wait_idle()
+    medusa.on.wait_idle()
 
 
 def steps_of(services: PlainServices, prompt: str, options: dict[str, object]) -> tuple[int, list[Answer]]:
@@ -101,6 +142,18 @@ def test_an_answer_that_was_given_before_takes_few_steps(both: Both) -> None:
     raise AssertionError(f"the second answers took as many steps as the first ones: {num_steps}")
 
 
+def test_an_answer_that_the_heads_know_takes_few_steps(medusa: Both) -> None:
+    request = PROMPTS[1], {"sampling": {"temperature": 0.0}}
+    expected, counts = ask(medusa.off, *request), []
+    for _ in range(MAX_ROUNDS):
+        num_steps, answers = steps_of(medusa.on, *request)
+        assert answers == expected
+        counts.append(num_steps)
+        if num_steps < 0.5 * MAX_TOKENS:
+            return
+    raise AssertionError(f"steps for {MAX_TOKENS} tokens: {counts}")
+
+
 def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
     counts = []
     for seed in range(12, 12 + MAX_ROUNDS):
@@ -115,15 +168,18 @@ def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
 
 
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
-def test_a_kill_changes_no_token(both: Both, role: str) -> None:
+@pytest.mark.parametrize("source", ["both", "medusa"])
+def test_a_kill_changes_no_token(request: pytest.FixtureRequest, source: str, role: str) -> None:
+    both: Both = request.getfixturevalue(source)
     options = [{"sampling": {"temperature": temperature, "seed": 9}} for temperature in (0.0, 0.8)]
     options.append({"sampling": {"temperature": 0.8, "seed": 9, "structured_output": FORM}})
-    requests = [(prompt, each) for prompt in PROMPTS for each in options]
-    expected = [ask(both.off, *request) for request in requests]
+    prompts = PROMPTS if source == "both" else PROMPTS[:2]
+    requests = [(prompt, each) for prompt in prompts for each in options]
+    expected = [ask(both.off, *each) for each in requests]
     num_open = 0  # sequences at the kill
     for _ in range(MAX_ROUNDS):
         with ThreadPoolExecutor(len(requests)) as threads:
-            answers = [threads.submit(ask, both.on, *request) for request in requests]
+            answers = [threads.submit(ask, both.on, *each) for each in requests]
             while not all(answer.done() for answer in answers):
                 if num_open := both.on.attention_status().num_sequences:
                     both.on.kill(role)

@@ -15,6 +15,11 @@ class EagerDrafts:
     def waits(self, running: Sequence[EngineSequence], max_num_drafts: int) -> bool:
         return True
 
+    @property
+    def wants_guesses(self) -> bool:
+        return False
+
+    def take(self, sequence: EngineSequence, guesses: Sequence[int]) -> None: ...
     def begin_step(self, decodes: Sequence[EngineSequence], max_num_drafts: int) -> None: ...
     def finish(self, sequence: EngineSequence) -> None: ...
     def on_step(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
-from services.dense_worker.engine.speculation.answer_history import AnswerHistory
-from services.dense_worker.engine.speculation.choose_source import SUFFIX_LENGTHS
+from services.dense_worker.engine.speculation.choose_source import make_guess_source
 from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 
@@ -23,8 +22,7 @@ class SpeculatingDenseWorker(service.DenseWorker):
     def draft_source(self) -> Speculation:
         section = self._config.scheduler
         costs = FreeSteps(section.max_num_seqs, section.max_num_batched_tokens)
-        history = AnswerHistory(SUFFIX_LENGTHS, section.suffix_cached_tokens)
-        return Speculation(SUFFIX_LENGTHS, NUM_DRAFTS, costs, history)
+        return Speculation(make_guess_source(section, self._model.num_heads), NUM_DRAFTS, costs)
 
 
 if __name__ == "__main__":

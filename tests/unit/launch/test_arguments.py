@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,43 @@ def test_speculation_is_configured_as_for_vllm(text: str, expected: tuple[str, i
         )
 
 
+@pytest.mark.parametrize("name", ["heads", "7", "true"])
+def test_heads_are_named_as_for_vllm(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = json.dumps({"method": "medusa", "model": name, "num_speculative_tokens": 4})
+    section = parse_args(["--speculative-config", text])[0].scheduler
+    assert (section.speculation, section.speculation_model, section.num_speculative_tokens) == ("medusa", Path(name), 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["scheduler.speculation_model=/"], "speculation_model '/' belongs to 'medusa', speculation is 'off'"),
+        (["scheduler.speculation=ngram", "scheduler.speculation_model=/"], "speculation is 'ngram'"),
+        (
+            ["scheduler.speculation=medusa", "scheduler.speculation_model=/", "dense.backend=tensorrt"],
+            "TensorRT gives no hidden states",
+        ),
+    ],
+)
+def test_heads_without_their_method_or_with_tensorrt_are_refused(
+    overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args([argument for override in overrides for argument in ("--set", override)])
+    assert named in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ('{"method": "eagle3", "model": "x", "num_speculative_tokens": 2}', "'eagle3'"),
-        ('{"method": "medusa"}', "'medusa'"),
+        ('{"method": "medusa", "num_speculative_tokens": 3}', "'medusa' needs scheduler.speculation_model"),
+        ('{"method": "medusa", "model": ["heads"]}', "model ['heads'], which is not a string"),
+        ('{"method": "medusa", "model": "/no such"}', "speculation_model '/no such' is not a directory"),
+        ('{"method": "medusa", "model": "/", "draft_tensor_parallel_size": 1}', "'draft_tensor_parallel_size'"),
+        ('{"method": "suffix", "model": "/"}', "'model'"),
         ('{"model": "facebook/opt-125m", "num_speculative_tokens": 5}', "draft model ('facebook/opt-125m')"),
         ("{}", "names no method"),
         ('{"method": ["ngram"]}', "['ngram']"),

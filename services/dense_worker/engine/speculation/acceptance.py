@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _RATE = 1 / 8  # weight of the newest guess of a sequence
-_TYPICAL_RATE = 1 / 128  # the same over all sequences
+_TYPICAL_RATE = 1 / 128  # the same over all sequences, if most tokens have a guess
 
 
 @dataclass(slots=True)
@@ -15,17 +15,17 @@ class Acceptance:
     first: float = 0.5
     later: float = 0.8
     typical: Acceptance | None = None  # of all sequences; learns from each guess, too
+    rate: float = _TYPICAL_RATE  # weight of the newest guess
 
     def begin(self) -> Acceptance:
         """That of a new sequence, which begins with the typical one."""
-        return Acceptance(self.first, self.later, self)
+        return Acceptance(self.first, self.later, self, _RATE)
 
     def observe(self, *, is_first: bool, is_right: bool) -> None:
         """Learns from a guess, whether it was a draft or only noted."""
-        rate = _RATE if self.typical is not None else _TYPICAL_RATE
         if is_first:
-            self.first += rate * (is_right - self.first)
+            self.first += self.rate * (is_right - self.first)
         else:
-            self.later += rate * (is_right - self.later)
+            self.later += self.rate * (is_right - self.later)
         if self.typical is not None:
             self.typical.observe(is_first=is_first, is_right=is_right)

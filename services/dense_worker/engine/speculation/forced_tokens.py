@@ -24,6 +24,10 @@ class ForcedTokens:
         """1 for each of the next forced tokens but the last."""
         return [1.0] * min(num_tokens, len(self.grammar.forced_tokens) - 1)
 
+    def next_chances(self, num_tokens: int) -> list[float]:
+        """The same for the tokens after the next one, which is being computed."""
+        return self.chances(1 + num_tokens)[1:]
+
     def guess(self, num_tokens: int) -> list[int]:
         """The next tokens, at most `num_tokens`."""
         return self.grammar.forced_tokens[:-1][:num_tokens]

@@ -69,6 +69,10 @@ class Predictor:
             chances.append(chances[-1] * later)
         return chances
 
+    def next_chances(self, num_tokens: int) -> list[float]:
+        """The same for the tokens after the next one, which is being computed."""
+        return self.chances(1 + num_tokens)[1:]
+
     def guess(self, num_tokens: int) -> list[int]:
         """The next tokens, at most `num_tokens`."""
         if self._position is None:

@@ -1,5 +1,7 @@
 """`Speculation`: decides, before each step, which sequences get how many drafts, or whether the step has none.
 
+Where the guesses come from, a `GuessSource` knows: text that is copied, or heads of the model.
+
 Drafts cost time: their step cannot be planned ahead, and it computes more tokens. What that costs is measured
 (`StepCosts`), and so is how often guesses are right (`Acceptance`). A step gets the drafts that promise the least time
 per token, as a mean over its sequences: so those that are copied do not make the others much slower. While a step
@@ -14,13 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 from services.dense_worker.engine.drafts import may_have_drafts
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.dense_worker.engine.speculation.acceptance import Acceptance
-from services.dense_worker.engine.speculation.answer_history import AnswerHistory
 from services.dense_worker.engine.speculation.forced_tokens import ForcedTokens
+from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
 from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.dense_worker.engine.speculation.time_budget import TimeBudget
@@ -28,18 +30,27 @@ from services.dense_worker.engine.speculation.time_budget import TimeBudget
 MIN_GAIN = 1.1  # a token must take so many times less time with drafts: estimates have errors
 
 
+class GuessSource(Protocol):
+    """Guesses how sequences go on."""
+
+    def make_predictor(self, sequence: Sequence) -> Predictor | HeadPredictor:
+        """What follows a new sequence."""
+
+    def wants_guesses(self, is_held_back: bool) -> bool:
+        """Whether the model's heads guess after a step. `is_held_back`: the next plan waits for its end."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+
+
 class Speculation:
     """A `DraftSource`, and an `EngineObserver` that measures the steps. Runs on the engine thread."""
 
-    def __init__(
-        self, lengths: SequenceOf[int], num_drafts: int, costs: StepCosts, history: AnswerHistory | None = None
-    ) -> None:
-        """lengths: of the n-grams to look for, rising; num_drafts: most drafts of a sequence in a step"""
-        self._lengths = lengths
+    def __init__(self, source: GuessSource, num_drafts: int, costs: StepCosts) -> None:
+        """num_drafts: most drafts of a sequence in a step"""
+        self._source = source
         self._num_drafts = num_drafts
         self._costs = costs
-        self._history = history
-        self._acceptance = Acceptance()
         self._allotted: dict[int, int] = {}  # number of drafts in the step being planned, by seq_id
         self._has_drafts = False  # whether the newest plan has drafts
         self._budget = TimeBudget()
@@ -68,12 +79,22 @@ class Speculation:
         savings = []
         for sequence in decodes:
             if (predictor := self._follow(sequence)) is not None:
-                # The first guess is the token that is being computed, the others would be drafts.
-                savings += _savings(predictor.chances(1 + self._num_drafts)[1:])
+                savings += _savings(predictor.next_chances(self._num_drafts))
         savings.sort(reverse=True)
         num_drafts, time_s = self._choose(len(decodes), savings, max_num_drafts, ahead_s, is_careful=False)
         self._budget.spend(time.thread_time() - begin_s)
         return num_drafts > 0 and MIN_GAIN * time_s < ahead_s and not self._budget.is_spent
+
+    @property
+    def wants_guesses(self) -> bool:
+        """Whether the model's heads guess after the step under way."""
+        return (self._is_held_back or not self._budget.is_spent) and self._source.wants_guesses(self._is_held_back)
+
+    def take(self, sequence: Sequence, guesses: SequenceOf[int]) -> None:
+        """Keeps the heads' guesses, unless the sequence may have none."""
+        predictor = self._follow(sequence)
+        if isinstance(predictor, HeadPredictor):
+            predictor.take(guesses)
 
     def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
         """Divides the drafts of a step among its sequences."""
@@ -107,9 +128,8 @@ class Speculation:
         return drafts
 
     def finish(self, sequence: Sequence) -> None:
-        """Keeps the answer for later ones."""
-        if self._history is not None and len(sequence.output_token_ids) > self._lengths[0]:
-            self._history.add(sequence)
+        """Tells the source, which may keep the answer for later ones."""
+        self._source.finish(sequence)
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
         """Notes what a step has cost, if it only decoded and followed another one without a pause."""
@@ -134,17 +154,14 @@ class Speculation:
         """The plans under way are void."""
         self._has_drafts = self._was_busy = self._is_held_back = self._was_held_back = False
 
-    def _follow(self, sequence: Sequence) -> Predictor | ForcedTokens | None:
+    def _follow(self, sequence: Sequence) -> Predictor | HeadPredictor | ForcedTokens | None:
         """The predictor of a sequence, which knows all of its tokens; None if it may have no drafts."""
         if not may_have_drafts(sequence):
             return None
         if sequence.grammar is not None:
             return ForcedTokens(sequence.grammar)
         if sequence.predictor is None:
-            earlier = [] if self._history is None else self._history.find(sequence)
-            sequence.predictor = Predictor(
-                self._lengths, self._acceptance.begin(), sequence.prompt_token_ids, earlier
-            )
+            sequence.predictor = self._source.make_predictor(sequence)
         sequence.predictor.follow(sequence.output_token_ids)
         return sequence.predictor
 

@@ -138,7 +138,10 @@ class Cluster:
         self.cache.commit_step()
         if plan.frees_blocks:
             self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
-        self.outputs += self.scheduler.update(published, sample(plan))
+        self.outputs += self.scheduler.update(published, self.result_of(plan))
+
+    def result_of(self, plan: StepPlan) -> StepResult:
+        return sample(plan)
 
     def check(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens

@@ -42,7 +42,9 @@ class Counting:
         self.steps.append((residual[:, 0].tolist(), given is not None))
         return residual
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: object = None
+    ) -> torch.Tensor:
         following = (residual[rows, 0].long() + 1) % VOCAB_SIZE
         return torch.nn.functional.one_hot(following, VOCAB_SIZE).float()
 

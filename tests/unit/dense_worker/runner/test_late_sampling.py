@@ -38,7 +38,9 @@ class RandomLogits:
     def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, given: object = None) -> torch.Tensor:
         return token_ids[:, None]
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: object = None
+    ) -> torch.Tensor:
         return self.table[residual[rows, 0]]
 
 

@@ -45,7 +45,9 @@ class NextNumber:
     ) -> torch.Tensor:
         return residual
 
-    def last(self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def last(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: object = None
+    ) -> torch.Tensor:
         return torch.nn.functional.one_hot((residual[rows, 0] + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
 
 

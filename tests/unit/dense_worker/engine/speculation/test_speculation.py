@@ -15,6 +15,7 @@ from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
+from services.dense_worker.engine.speculation.copied_text import CopiedText
 from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.speculation import Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
@@ -61,6 +62,9 @@ class TimedCluster(Cluster):
         super().check(plan)
         self._is_ahead[plan.step_id] = self.in_flight is not None
 
+    def duration_s(self, plan: StepPlan) -> float:
+        return 1.0 + self._token_s * (plan.num_tokens - 1)
+
     def _complete(self, published: test_scheduler.PublishedPlan) -> None:
         num_outputs = len(self.outputs)
         super()._complete(published)
@@ -68,7 +72,7 @@ class TimedCluster(Cluster):
         if not plan.entries:
             return
         is_ahead = self._is_ahead[plan.step_id]
-        duration_s = 1.0 + self._token_s * (plan.num_tokens - 1)
+        duration_s = self.duration_s(plan)
         self.time_s += duration_s + (0.0 if is_ahead else self._late_s)
         if self._speculation is not None:
             fields = dict.fromkeys(StepStats.__dataclass_fields__, 0)
@@ -85,7 +89,7 @@ class TimedCluster(Cluster):
 
 
 def make_speculation(max_num_seqs: int = 32, history: AnswerHistory | None = None) -> Speculation:
-    return Speculation(LENGTHS, 7, StepCosts(max_num_seqs, 64), history)
+    return Speculation(CopiedText(LENGTHS, history), 7, StepCosts(max_num_seqs, 64))
 
 
 def run(
@@ -197,7 +201,7 @@ def test_every_sequence_gets_its_tokens(
     """With early stops, preemptions, new attachments, and cancelled sequences; their texts repeat every 11 tokens."""
     budget = max(budget, max_num_seqs)
     history = AnswerHistory(LENGTHS, 2**14) if has_history else None
-    speculation = Speculation(LENGTHS, 4, FreeSteps(max_num_seqs, budget), history)
+    speculation = Speculation(CopiedText(LENGTHS, history), 4, FreeSteps(max_num_seqs, budget))
     cluster = Cluster(policy, num_blocks, max_num_seqs, budget, drafts=speculation)
     sequences: list[Sequence] = []
     num_steps = 0

@@ -1,0 +1,27 @@
+"""Checks of the config of speculation. Each raises `ValueError`, naming keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def check_lookup_lengths(shortest: int, longest: int) -> None:
+    """The lengths of the n-grams that are looked up."""
+    if shortest > longest:
+        raise ValueError(f"scheduler.prompt_lookup_min is {shortest}, more than prompt_lookup_max {longest}")
+
+
+def check_speculation_model(method: str, model: Path | None, dense_backend: str) -> None:
+    """A method with trained weights needs their directory, and a backend that gives hidden states."""
+    if model is None:
+        if method == "medusa":
+            raise ValueError("scheduler.speculation 'medusa' needs scheduler.speculation_model, the heads' directory")
+        return
+    if method != "medusa":
+        raise ValueError(f"scheduler.speculation_model {str(model)!r} belongs to 'medusa', speculation is {method!r}")
+    if not model.is_dir():
+        raise ValueError(f"scheduler.speculation_model {str(model)!r} is not a directory")
+    if dense_backend == "tensorrt":
+        raise ValueError(
+            "scheduler.speculation 'medusa': TensorRT gives no hidden states: set dense.backend to torch"
+        )

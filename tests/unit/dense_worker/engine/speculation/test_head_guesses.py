@@ -1,0 +1,279 @@
+"""Guesses by heads: when they run, which steps get drafts, and what that costs, in simulated servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.sampling_params import SamplingParams
+from services.dense_worker.engine.drafts import take_guesses
+from services.dense_worker.engine.limits import Policy
+from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.speculation.acceptance import Acceptance
+from services.dense_worker.engine.speculation.head_guesses import TRIAL_STEPS, HeadGuesses
+from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
+from services.dense_worker.engine.speculation.speculation import Speculation
+from services.dense_worker.engine.speculation.step_costs import StepCosts
+from services.step import StepPlan, StepResult
+from tests.unit.dense_worker.engine import test_scheduler
+from tests.unit.dense_worker.engine.speculation.test_speculation import COSTS, FreeSteps, TimedCluster, unpredictable
+from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence, requests
+
+NUM_HEADS = 4
+IsRight = Callable[[int, int, int], bool]  # whether the guess of a head for a sequence and a position is right
+
+
+def always(seq_id: int, position: int, head: int) -> bool:
+    return True
+
+
+def never(seq_id: int, position: int, head: int) -> bool:
+    return False
+
+
+def mostly(seq_id: int, position: int, head: int) -> bool:
+    """Later heads are worse, as trained ones are."""
+    return (position * 7 + head * 3 + seq_id) % 10 < 8 - 2 * head
+
+
+def seldom(seq_id: int, position: int, head: int) -> bool:
+    return (position * 7 + head * 3 + seq_id) % 10 == 0
+
+
+class AskedSpeculation(Speculation):
+    """Asks what the engine asks, after each question whether the next plan waits."""
+
+    has_guesses = False  # whether the step under way is asked for guesses
+
+    def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+        waits = super().waits(running, max_num_drafts)
+        self.has_guesses = self.wants_guesses
+        return waits
+
+
+class HeadsOfCluster:
+    """The part of the engine and of the model that has to do with heads."""
+
+    def __init__(self, speculation: AskedSpeculation | None, is_right: IsRight) -> None:
+        self._speculation = speculation
+        self._is_right = is_right
+        self._guesses: dict[int, list[int]] = {}
+        self.num_guessed = 0  # steps after which the heads ran
+
+    @property
+    def are_asked(self) -> bool:
+        return self._speculation is not None and self._speculation.has_guesses
+
+    def guess(self, plan: StepPlan, result: StepResult) -> StepResult:
+        self._guesses = guesses_after(plan, result, self._is_right) if self.are_asked else {}
+        self.num_guessed += self.are_asked
+        return result
+
+    def take(self, published: PublishedPlan) -> None:
+        if self._speculation is not None:
+            take_guesses(self._speculation, [entry.sequence for entry in published.entries], self._guesses)
+
+
+class GuessingCluster(TimedCluster):
+    """A server whose model has heads. Their run makes a step longer."""
+
+    def __init__(
+        self, speculation: AskedSpeculation | None, late_s: float, token_s: float, heads_s: float, is_right: IsRight
+    ) -> None:
+        super().__init__(speculation, late_s, token_s)
+        self._heads_s = heads_s
+        self.heads = HeadsOfCluster(speculation, is_right)
+
+    def duration_s(self, plan: StepPlan) -> float:
+        return super().duration_s(plan) + self._heads_s * self.heads.are_asked
+
+    def result_of(self, plan: StepPlan) -> StepResult:
+        return self.heads.guess(plan, super().result_of(plan))
+
+    def _complete(self, published: PublishedPlan) -> None:
+        super()._complete(published)
+        self.heads.take(published)
+
+
+def guesses_after(plan: StepPlan, result: StepResult, is_right: IsRight) -> dict[int, list[int]]:
+    """Of all heads, for the tokens after those of the step."""
+    found: dict[int, list[int]] = {}
+    for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
+        if token_ids:
+            first = entry.position + entry.num_tokens - entry.num_logits + 1 + len(token_ids)
+            right = [test_scheduler.next_token(entry.seq_id, first + head) for head in range(NUM_HEADS)]
+            found[entry.seq_id] = [
+                token_id if is_right(entry.seq_id, first + head, head) else token_id + 1
+                for head, token_id in enumerate(right)
+            ]
+    return found
+
+
+def make_speculation() -> AskedSpeculation:
+    return AskedSpeculation(HeadGuesses(NUM_HEADS), 7, StepCosts(32, 64))
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    is_right: IsRight,
+    speculation: AskedSpeculation | None,
+    costs: tuple[float, float],
+    heads_s: float = 0.1,
+    num_seqs: int = 1,
+    num_answers: int = 16,
+) -> GuessingCluster:
+    """Answers of 44 tokens each, `num_seqs` at a time; their texts cannot be copied."""
+    monkeypatch.setattr(test_scheduler, "next_token", unpredictable)
+    cluster = GuessingCluster(speculation, *costs, heads_s, is_right)
+    for seq_id in range(1, 1 + num_answers):
+        cluster.scheduler.add(make_sequence(seq_id, 20, 44))
+        while cluster.scheduler.num_running + cluster.scheduler.num_waiting >= num_seqs:
+            cluster.step()
+    cluster.run_until_idle()
+    for output in cluster.outputs:
+        assert output.sequence.output_token_ids == expected_output(output.sequence)
+    return cluster
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_right_guesses_save_steps_and_time(monkeypatch: pytest.MonkeyPatch, num_seqs: int) -> None:
+    off = run(monkeypatch, always, None, COSTS["gpu"], num_seqs=num_seqs)
+    on = run(monkeypatch, always, make_speculation(), COSTS["gpu"], num_seqs=num_seqs)
+    assert len(on.plans) < 0.5 * len(off.plans) and on.time_s < 0.6 * off.time_s
+    counts = on.scheduler.draft_counts
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
+    assert max(len(entry.draft_token_ids) for plan in on.plans for entry in plan.entries) == NUM_HEADS
+
+
+def test_guesses_that_are_mostly_right_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = run(monkeypatch, mostly, None, COSTS["gpu"])
+    on = run(monkeypatch, mostly, make_speculation(), COSTS["gpu"])
+    assert on.time_s < 0.9 * off.time_s
+    counts = on.scheduler.draft_counts
+    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
+
+
+@pytest.mark.parametrize("num_seqs", [1, 12])
+@pytest.mark.parametrize("is_right", [always, mostly, seldom, never])
+@pytest.mark.parametrize("costs", COSTS)
+def test_it_is_never_more_than_3_percent_slower(
+    monkeypatch: pytest.MonkeyPatch, costs: str, is_right: IsRight, num_seqs: int
+) -> None:
+    speculation = make_speculation()
+    run(monkeypatch, is_right, speculation, COSTS[costs], num_seqs=num_seqs)  # it learns what heads and steps are worth
+    off = run(monkeypatch, is_right, None, COSTS[costs], num_seqs=num_seqs)
+    on = run(monkeypatch, is_right, speculation, COSTS[costs], num_seqs=num_seqs)
+    assert on.time_s <= 1.03 * off.time_s
+
+
+def test_heads_that_are_always_wrong_run_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculation = make_speculation()
+    for _ in range(3):
+        later = run(monkeypatch, never, speculation, COSTS["gpu"])
+    assert not any(plan.has_drafts for plan in later.plans)
+    assert 0 < later.heads.num_guessed <= len(later.plans) / TRIAL_STEPS + 1
+
+
+def test_heads_that_become_right_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the texts change to those that the heads were trained with."""
+    speculation = make_speculation()
+    for _ in range(3):
+        before = run(monkeypatch, never, speculation, COSTS["gpu"])
+    assert not any(plan.has_drafts for plan in before.plans)
+    for _ in range(40):
+        if any(plan.has_drafts for plan in run(monkeypatch, always, speculation, COSTS["gpu"], num_seqs=8).plans):
+            return
+    raise AssertionError("the heads were never used again")
+
+
+def test_sequences_that_may_have_no_drafts_use_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_scheduler, "next_token", unpredictable)
+    speculation = AskedSpeculation(HeadGuesses(NUM_HEADS), 7, FreeSteps(32, 64))
+    cluster = GuessingCluster(speculation, *COSTS["gpu"], 0.1, always)
+    sequences = [make_sequence(seq_id, 3, 40) for seq_id in (1, 2)]
+    sequences[0].sampling = SamplingParams(repetition_penalty=1.1)
+    for sequence in sequences:
+        cluster.scheduler.add(sequence)
+    cluster.run_until_idle()
+    drafted = {entry.seq_id for plan in cluster.plans for entry in plan.entries if entry.draft_token_ids}
+    assert drafted == {2}
+    assert [sequence.output_token_ids for sequence in sequences] == [expected_output(each) for each in sequences]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(16, 40),
+    st.integers(1, 6),
+    st.integers(6, 40),
+    st.sampled_from([always, mostly, never]),
+    st.sets(st.integers(1, 40), max_size=3),
+)
+def test_every_sequence_gets_its_tokens(
+    arrivals: list[tuple[int, int, bool, int, int | None]],
+    policy: Policy,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    is_right: IsRight,
+    resets: set[int],
+) -> None:
+    """With early stops, preemptions, new attachments, and cancelled sequences."""
+
+    class Server(test_scheduler.Cluster):
+        def result_of(self, plan: StepPlan) -> StepResult:
+            return heads.guess(plan, super().result_of(plan))
+
+        def _complete(self, published: PublishedPlan) -> None:
+            super()._complete(published)
+            heads.take(published)
+
+    budget = max(budget, max_num_seqs)
+    speculation = AskedSpeculation(HeadGuesses(NUM_HEADS), 3, FreeSteps(max_num_seqs, budget))
+    heads = HeadsOfCluster(speculation, is_right)
+    cluster = Server(policy, num_blocks, max_num_seqs, budget, drafts=speculation)
+    sequences: list[Sequence] = []
+    num_steps = 0
+    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
+        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        cluster.scheduler.add(sequences[-1])
+        for number in range(gap):
+            num_steps += 1
+            if num_steps in resets:
+                cluster.attach_again()
+            if number == cancel_after:
+                cluster.scheduler.cancel(seq_id)
+            cluster.step()
+    cluster.run_until_idle()
+    assert max((len(each.draft_token_ids) for plan in cluster.plans for each in plan.entries), default=0) <= 3
+    finished = {output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None}
+    for sequence in sequences:
+        expected = expected_output(sequence)
+        length = len(expected) if sequence.seq_id in finished else len(sequence.output_token_ids)
+        assert sequence.output_token_ids == expected[:length]
+
+
+def test_guesses_that_came_true_are_followed_by_the_rest() -> None:
+    acceptance = Acceptance(0.5, 0.8).begin()
+    predictor = HeadPredictor(acceptance, NUM_HEADS, 2)
+    output = [1, 2]
+    assert predictor.chances(4) == [] and predictor.guess(4) == []
+    assert predictor.next_chances(9) == pytest.approx([0.5 * 0.8**place for place in range(NUM_HEADS)])
+    predictor.take([7, 8, 9, 10])
+    assert predictor.chances(9) == pytest.approx([0.5 * 0.8**place for place in range(4)])
+    assert predictor.guess(3) == [7, 8, 9]
+    predictor.follow([*output, 7, 8])
+    assert predictor.guess(9) == [9, 10]
+    assert predictor.chances(9) == pytest.approx([acceptance.later, acceptance.later**2])
+    assert acceptance.first > 0.5 and acceptance.later > 0.8
+    predictor.follow([*output, 7, 8, 5])
+    assert predictor.guess(9) == [] and acceptance.later < 0.825
+    predictor.take([1])
+    predictor.follow([*output, 7, 8, 5, 1, 4])
+    assert predictor.guess(9) == []
