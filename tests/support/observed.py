@@ -16,7 +16,7 @@ from tests.support.monitoring.otlp_collector import Collector, running_collector
 from tests.support.scrape import Scrape
 
 SERVICES = ("gateway", "dense", "attention", "launch")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

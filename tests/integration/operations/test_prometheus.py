@@ -52,13 +52,13 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(directory: Path, targets: dict[str, str]) -> Iterator[Prometheus]:
-    """Runs Prometheus with deploy/prometheus/local.yml, but scrapes `targets` (by job), twice a second."""
+    """Runs Prometheus with deploy/prometheus/local.yml, but scrapes `targets` (by job) every second."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not there: it is Debian's package of that name")
     for name in ("rules.yml", "alerts.yml"):
         shutil.copy(PROMETHEUS / name, directory)
     config = yaml.safe_load((PROMETHEUS / "local.yml").read_text())
-    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"}
     assert {job["job_name"] for job in config["scrape_configs"]} == targets.keys()
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": [targets[job["job_name"]]]}]
@@ -89,9 +89,9 @@ def prometheus(observed: Observed, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_prometheus_counts_the_tokens_that_clients_got(observed: Observed, prometheus: Prometheus) -> None:
     query = "sum(twostroke_gateway_generated_tokens_total)"
-    until(lambda: len(prometheus.values(query)) == 1)
     observed.cluster.wait_idle()
-    [before] = prometheus.values(query)
+    before = observed.scrape()["gateway"].value("twostroke_gateway_generated_tokens_total")
+    until(lambda: prometheus.values(query) == [before])
     with ThreadPoolExecutor(4) as threads:
         answers = list(
             threads.map(lambda i: observed.cluster.generate(f"Count {i}", 60 + i, ignore_eos=True), range(8))
@@ -104,9 +104,11 @@ def test_prometheus_counts_the_tokens_that_clients_got(observed: Observed, prome
 
 
 def test_every_query_of_the_dashboard_is_answered(prometheus: Prometheus) -> None:
-    empty = [query for query in dashboard_queries() if prometheus.get("query", query=query)["result"] == []]
+    def num_empty() -> int:
+        return sum(prometheus.get("query", query=query)["result"] == [] for query in dashboard_queries())
+
     # Only ratios over events that have not happened in the last minutes may still be empty.
-    assert len(empty) < len(dashboard_queries()) / 4, empty
+    until(lambda: num_empty() < len(dashboard_queries()) / 4)
 
 
 def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
@@ -116,5 +118,5 @@ def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> Non
     until(lambda: all(rule["health"] != "unknown" for rule in evaluated()))
     assert {rule["name"] for rule in evaluated()} == {rule.get("record") or rule["alert"] for rule in rules()}
     assert [(rule["name"], rule.get("lastError")) for rule in evaluated() if rule["health"] != "ok"] == []
-    stalled = [rule for rule in evaluated() if rule["name"] in ("TwostrokeStalled", "TwostrokeDown")]
-    assert [rule["state"] for rule in stalled] == ["inactive", "inactive"]
+    alerts = {"TwostrokeStalled", "TwostrokeDown"}  # a scrape may be late once on a busy machine
+    until(lambda: {rule["name"] for rule in evaluated() if rule.get("state") == "inactive"} >= alerts)

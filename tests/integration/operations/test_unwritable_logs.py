@@ -60,7 +60,7 @@ def launcher(directory: Path, stderr: int) -> Iterator[WarmProcess]:
 def is_serving(directory: Path, process: WarmProcess) -> bool:
     assert process.poll() is None, f"the launcher ended with {process.returncode}"
     with grpc.insecure_channel(f"unix:{directory}/gateway.sock") as channel, contextlib.suppress(grpc.RpcError):
-        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=START_TIMEOUT_S)
         return reply.status == health_pb2.HealthCheckResponse.SERVING
     return False
 
