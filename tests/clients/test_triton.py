@@ -14,7 +14,7 @@ import pytest
 
 from services.pb import gateway_pb2
 from tests.clients.environments import Environment
-from tests.clients.test_clients import PROGRAMS, needs, run
+from tests.clients.test_clients import MAX_ROUNDS, PROGRAMS, needs, run
 from tests.support.clients.gateway_calls import REFERENCE, text_of
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
 
@@ -64,7 +64,10 @@ def test_every_call_of_tritonclient(cluster: Cluster) -> None:
     answer = truth(cluster, NUM_TOKENS)
     token_ids = [*PROMPT_IDS, *answer.token_ids]
     text = text_of(token_ids)
-    got = output_of("with_tritonclient.py", cluster.address, cluster.http_address, PROMPT, str(NUM_TOKENS))
+    for _ in range(MAX_ROUNDS):
+        got = output_of("with_tritonclient.py", cluster.address, cluster.http_address, PROMPT, str(NUM_TOKENS))
+        if all(len(pieces) > 1 for pieces in got["streamed"]["pieces"].values()):
+            break
     for about in got["about"]:
         assert about == {
             "live": True,
@@ -116,9 +119,12 @@ def test_the_inflight_batcher_client_stops_a_request(
     cluster: Cluster, tmp_path: Path, is_streaming: bool, is_cancelled: bool
 ) -> None:
     """`end_id` -1: nothing else would end the request before its 2000 tokens."""
-    options = ["--request-output-len", "2000", "--stop-after-ms", "200", "--end-id", "-1", "--request-id", "7"]
+    options = ["--request-output-len", "2000", "--end-id", "-1", "--request-id", "7"]
     options += ["--streaming"] * is_streaming + ["--stop-via-request-cancel"] * is_cancelled
-    got = inflight(cluster, tmp_path, *options)
+    for stop_after_ms in (200, 400, 800, 1600):  # on a busy machine the first token may come late
+        got = inflight(cluster, tmp_path, *options, "--stop-after-ms", str(stop_after_ms))
+        if len(got["token_ids"]) > len(PROMPT_IDS) or (is_cancelled and not is_streaming):  # which has no answer
+            break
     expected = [*PROMPT_IDS, *truth(cluster, 2000, ignore_eos=True).token_ids]
     assert got["token_ids"] == expected[: len(got["token_ids"])], "what came before the stop is right"
     assert got["cancelled"] == is_cancelled
