@@ -52,7 +52,10 @@ class StepPlanner:
         session.is_short_of_blocks = False
         step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
         decodes, prefills = list[Sequence](), list[tuple[Sequence, int]]()
-        for sequence in session.running:
+        running = session.running
+        if session.joining:
+            running = [sequence for sequence in running if sequence not in session.joining]
+        for sequence in running:
             if (suspect is not None and sequence is not suspect) or sequence.num_draft_tokens:
                 continue
             if sequence.beams is not None and sequence.num_pending_tokens:
@@ -62,17 +65,15 @@ class StepPlanner:
                 prefills.append((sequence, num_remaining))
             elif num_remaining == 1:
                 decodes.append(sequence)
-        if session.joining:
-            decodes = [sequence for sequence in decodes if sequence not in session.joining]
         shares = None  # how many tokens each prompt gets; None: as many as are left
         is_shared = self._waiting.has_several_clients
-        if is_shared and not self._has_given_way and session.running:
-            if newcomers(session.running, (each.sequence for each in session.openings.values())):
+        if is_shared and not self._has_given_way and running:
+            if newcomers(running, (each.sequence for each in session.openings.values())):
                 return None  # they may come into this plan; the answer to their opening is on its way
             if new := newcomers(decodes, (sequence for sequence, _ in prefills)):
                 decodes, prefills = [], [each for each in prefills if each[0] in new]
                 self._has_given_way = True  # the next step is for all
-        elif session.running:
+        elif running:
             self._has_given_way = False
         if is_shared:
             decodes = limit_decodes(decodes, prefills, step.num_tokens)

@@ -195,8 +195,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         sequence = self.sequences[parent]
         last_of_prompt = max(1, min(sequence.num_prompt - 1, sequence.num_computed))  # for another answer to the prompt
         self.next_seq_id += 1
-        positions = [sequence.num_computed] if sequence.num_dropped else [last_of_prompt, sequence.num_computed]
-        position = data.draw(st.sampled_from(positions))
+        has_all = sequence.num_dropped <= self.num_unread(last_of_prompt)
+        position = data.draw(st.sampled_from([sequence.num_computed, *([last_of_prompt] if has_all else [])]))
         return [(parent, self.next_seq_id - 1, position)]
 
     def draw_chosen(self, data: st.DataObject, forks: list[tuple[int, int, int]]) -> list[tuple[int, int]]:

@@ -288,6 +288,23 @@ def test_suspects_are_opened_by_themselves() -> None:
     assert not any(plan.forks for plan in cluster.plans)
 
 
+def test_streams_give_way_to_a_new_client_whatever_number_of_answers_it_wants() -> None:
+    """No plan is made before the first answer of the new client is open, and the next one computes its prompt alone."""
+    cluster = AnswerCluster(num_blocks=128, max_num_seqs=16, max_num_batched_tokens=32, enable_prefix_cache=False)
+    for _ in range(10):
+        cluster.arrive(1, 4, 20, client=1)
+    for _ in range(5):
+        cluster.step()
+    answers = cluster.arrive(4, 20, 3, client=2)
+    num_plans = len(cluster.plans)
+    cluster.step(answer_opens=False)
+    assert len(cluster.scheduler.session.joining) == 3 and len(cluster.plans) == num_plans
+    cluster.step()
+    [entry] = cluster.plans[-1].entries
+    assert (entry.seq_id, entry.num_tokens) == (answers[0].seq_id, 20)
+    cluster.run_until_idle()
+
+
 def test_a_client_is_charged_once_for_the_prompt_of_its_answers() -> None:
     """Client 1 asks for four answers to 40 tokens, client 2 for four prompts of 10: they have cost about the same."""
     cluster = AnswerCluster(num_blocks=128, max_num_seqs=8, max_num_batched_tokens=64)
