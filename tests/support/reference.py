@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,29 @@ def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str
             use_cache=True,
         )
     return output[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def reference_beams(
+    path: Path, prompt: Sequence[int], num_beams: int, max_tokens: int, eos_token_id: int | None, **options: Any
+) -> list[tuple[list[int], float]]:
+    """Token ids and score of each answer of a beam search by Hugging Face, the best one first.
+
+    Options are those of `generate`; by default it returns all beams.
+    """
+    output = reference_model(path).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        num_beams=num_beams,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **{"num_return_sequences": num_beams} | options,
+    )
+    rows = output.sequences[:, len(prompt) :].tolist()
+    ends = [row.index(eos_token_id) + 1 if eos_token_id in row else len(row) for row in rows]
+    return [(row[:end], score) for row, end, score in zip(rows, ends, output.sequences_scores.tolist(), strict=True)]
 
 
 @torch.inference_mode()

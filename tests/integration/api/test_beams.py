@@ -15,12 +15,11 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.clients.http_clients import client, events
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, ctl, request, running_cluster
-from tests.support.reference import make_served_model, random_prompts, reference_model, reference_tokens
+from tests.support.reference import make_served_model, random_prompts, reference_beams, reference_tokens
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
@@ -55,7 +54,6 @@ class Server:
         assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected]
         assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=TOLERANCE)
 
-    @torch.inference_mode()
     def reference(
         self,
         prompt: Sequence[int],
@@ -66,23 +64,16 @@ class Server:
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
     ) -> Answers:
-        output = reference_model(self.model).generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            num_beams=num_beams,
+        return reference_beams(
+            self.model,
+            prompt,
+            num_beams,
+            max_tokens,
+            self.eos_token_id,
             num_return_sequences=n or num_beams,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
-            return_dict_in_generate=True,
-            output_scores=True,
         )
-        rows = output.sequences[:, len(prompt) :].tolist()
-        ends = [row.index(self.eos_token_id) + 1 if self.eos_token_id in row else len(row) for row in rows]
-        return [
-            (row[:end], score) for row, end, score in zip(rows, ends, output.sequences_scores.tolist(), strict=True)
-        ]
 
 
 def beams_request(

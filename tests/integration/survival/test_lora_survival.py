@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ import grpc
 import httpx2
 import pytest
 
-from services.pb import gateway_pb2
+from services.pb import gateway_pb2, sampling_pb2
 from tests.support.adapters import make_adapter, merge_adapter
 from tests.support.clients.streams import Collected, collect, collect_all
-from tests.support.cluster import Cluster, ctl, request, running_cluster
-from tests.support.reference import make_served_model, random_prompts, reference_tokens
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, ctl, request, running_cluster
+from tests.support.reference import make_served_model, random_prompts, reference_beams, reference_tokens
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
@@ -86,6 +87,27 @@ def test_six_concurrent_prompts_are_each_answered_by_their_adapter_in_shared_ste
         if round_number > 0 and max(server.batch_sizes()) == len(sent):
             return
     raise AssertionError(f"no step had {len(sent)} sequences in {MAX_ROUNDS} rounds: {server.batch_sizes()}")
+
+
+def test_searches_with_adapters_find_the_beams_of_the_merged_models(server: Server) -> None:
+    """At the same time, in shared steps: beams are forked with their adapter."""
+    num_beams, num_tokens = 4, 12
+    search = sampling_pb2.BeamSearch(length_penalty=1.0, early_stopping=sampling_pb2.EARLY_STOPPING_HEURISTIC)
+    sent = [(name, prompt) for prompt in PROMPTS[1:] for name in ("", "0", "1")]
+    with ThreadPoolExecutor(len(sent)) as pool:
+        answers = [
+            pool.submit(
+                server.cluster.gateway.Generate,
+                request(prompt, num_tokens, model=name, n=num_beams, best_of=num_beams, beam_search=search),
+                timeout=REQUEST_TIMEOUT_S,
+            )
+            for name, prompt in sent
+        ]
+    for (name, prompt), answer in zip(sent, answers, strict=True):
+        found = [(list(each.token_ids), each.finish.beam_score) for each in answer.result().completions]
+        expected = reference_beams(server.models[name], prompt, num_beams, num_tokens, None)
+        assert [token_ids for token_ids, _ in found] == [token_ids for token_ids, _ in expected], f"adapter {name!r}"
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-3)
 
 
 def test_more_adapters_than_slots_take_turns_and_others_go_on(server: Server) -> None:
