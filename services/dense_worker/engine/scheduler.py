@@ -64,8 +64,9 @@ class Scheduler:
     @property
     def plans_ahead(self) -> bool:
         """Whether the next step is planned while the previous one runs."""
-        running = self.session.running
-        return self._drafts is None or not self._drafts.waits(running, self.limits.max_num_seqs - len(running))
+        session = self.session  # siblings of a prompt are forked before the sequence that computes it can end
+        most = 0 if session.joining else self.limits.max_num_seqs - len(session.running)
+        return self._drafts is None or not self._drafts.waits(session.running, most)
 
     @property
     def num_steps(self) -> int:

@@ -80,7 +80,8 @@ class StepPlanner:
             if session.ledger.num_available_blocks < len(decodes):
                 decodes = put_largest_last(decodes)
         if self._drafts is not None:  # steps that compute prompts have none
-            self._drafts.begin_step(decodes, 0 if prefills else self._limits.max_num_seqs - session.num_running_rows)
+            has_prompts = bool(prefills or session.joining)
+            self._drafts.begin_step(decodes, 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows)
         if session.joining and suspect is None:
             self._plan_forks(step)
         for sequence in decodes:

@@ -17,6 +17,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import StepPlan
+from tests.support.dense.eager_drafts import EagerDrafts
 from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, Cluster, expected_output
 from tests.unit.dense_worker.engine.test_scheduler_drafts import Guesses
 
@@ -261,6 +262,27 @@ def test_if_the_computing_answer_is_cancelled_the_others_get_their_tokens(num_st
     cluster.run_until_idle()
     cluster.check_answers(others)
     assert cluster.num_prompt_tokens_computed(others) <= 20 + 2, "another one computes it for the rest"
+
+
+class CautiousDrafts(EagerDrafts):
+    """Waits for drafts whenever the next step may have some, but never has any."""
+
+    def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
+        return max_num_drafts > 0
+
+    def propose(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("drafts", [None, CautiousDrafts()], ids=["none", "cautious"])
+def test_answers_of_one_token_compute_their_prompt_once(drafts: CautiousDrafts | None) -> None:
+    """The first one ends with the step that computes the prompt. The plan that forks the others comes before that."""
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 8, "enable_prefix_cache": False}
+    cluster = AnswerCluster(num_blocks=64, drafts=drafts, **options)
+    answers = cluster.arrive(5, 20, 1)
+    cluster.run_until_idle()
+    cluster.check_answers(answers)
+    assert cluster.num_prompt_tokens_computed(answers) == 20 + 4
 
 
 def test_an_answer_that_reports_its_prompt_computes_it_and_the_others_are_forked_from_it() -> None:
