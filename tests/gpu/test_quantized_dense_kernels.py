@@ -249,6 +249,33 @@ def test_products_of_codes_are_those_of_the_reference(
         check(out, in_float32(linear, x), dtype, True, element is FP8)
 
 
+@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize(("parts", "width"), PARTS)
+@pytest.mark.parametrize("name", [name for name in STREAMED if "token" not in name and "static" not in name])
+def test_products_of_dequantized_weights_are_those_of_the_reference(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    parts: tuple[int, ...],
+    width: int,
+    num_rows: int,
+) -> None:
+    make, is_quantized = STREAMED[name]
+    weights, size = Weights(kernel_device, dtype), sum(parts)
+    linear = linear_of(make(weights, parts, width), parts, width, weights.randn(size))
+    x = weights.randn(num_rows, 2 * width)[:, :width]
+    products = CudaLinear(launcher, kernel_device, dtype)
+    has_kernel = "row" not in name  # groups of these are no powers of two
+    assert products.kernels_of(linear)["many_rows"].startswith("dequantized by a kernel") == has_kernel
+    for out in (
+        torch.empty(num_rows, size, dtype=dtype, device=kernel_device),
+        torch.empty(num_rows, size, device=kernel_device),
+    ):
+        products.multiply(LinearKernel.CUBLAS, linear, x, out)
+        check(out, in_float32(linear, x), dtype, is_quantized, name.startswith("fp8"))
+
+
 @pytest.mark.parametrize("width", [32, 100, 1500])
 @pytest.mark.parametrize("element", Element)
 def test_codes_and_scales_of_inputs_are_those_of_the_reference(

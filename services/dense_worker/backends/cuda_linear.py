@@ -13,6 +13,7 @@ import torch
 
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.quantized.multiplied_codes import MultipliedCodes
+from services.dense_worker.backends.quantized.multiplied_values import MultipliedValues
 from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
 from services.dense_worker.backends.streamed_plain import StreamedPlain
 from services.dense_worker.backends.triton_launch import KernelLauncher
@@ -61,6 +62,7 @@ class CudaLinear:
             **self._quantized,
         }
         self._codes = MultipliedCodes(launcher, device, dtype)
+        self._values = MultipliedValues(launcher, dtype)
 
     @property
     def adds_deltas(self) -> bool:
@@ -77,10 +79,14 @@ class CudaLinear:
         kernels = self._quantized.get(type(linear.weight))
         few = "the format has no kernels" if kernels is None else kernels.why_not(linear)
         is_scaled = isinstance(linear.weight, ScaledWeight)
-        many = self._codes.why_not(linear) if is_scaled else "the format has no product of codes"
+        if kernels is not None and self._values.can_multiply(linear):
+            many = "dequantized by a kernel, then cuBLAS"
+        else:
+            why_not = self._codes.why_not(linear) if is_scaled else "the format has no product of codes"
+            many = "product of codes" if why_not is None else f"reference: {why_not}"
         return {
             "few_rows": "streamed, or as many rows" if few is None else f"as many rows: {few}",
-            "many_rows": "product of codes" if many is None else f"reference: {many}",
+            "many_rows": many,
         }
 
     def multiply(
@@ -110,6 +116,8 @@ class CudaLinear:
     def _multiply_unfused(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
         if isinstance(linear.weight, ScaledWeight) and self._codes.can_multiply(linear, len(x)):
             self._codes.multiply(linear, x, out)
+        elif type(linear.weight) in self._quantized and self._values.can_multiply(linear):
+            self._values.multiply(linear, x, out)
         elif out.dtype == x.dtype:
             linear.weight.multiply(x, linear.bias_data, out)
         else:

@@ -1,0 +1,51 @@
+"""`MultipliedValues`: products of many rows whose codes are not multiplied: dequantized by a kernel, then cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+
+from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS, why_not
+from services.dense_worker.backends.quantized.triton_dequantize import can_dequantize, dequantize
+from services.dense_worker.backends.quantized.triton_prepare import prepare_input
+from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.linear import Linear
+from services.dense_worker.model.plain_weight import multiply_matrix
+from services.dense_worker.model.quantized.activations import rounded_by_groups
+from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
+
+
+class MultipliedValues:
+    """Multiplies what the streaming kernels multiply, if its groups fit into a tile. Does what the reference does."""
+
+    def __init__(self, launcher: KernelLauncher, dtype: torch.dtype) -> None:
+        self._launcher, self._dtype = launcher, dtype
+
+    def can_multiply(self, linear: Linear) -> bool:
+        """Whether the layer is supported: its inputs are not quantized, or only by blocks."""
+        weight = linear.weight
+        if why_not(self._launcher, weight, linear.in_features, self._dtype) is not None:
+            return False
+        operands = OPERANDS[type(weight)]
+        is_plain = operands.input_form(weight, self._dtype).element is None
+        return (is_plain or isinstance(weight, BlockFp8Weight)) and can_dequantize(operands.matrix(weight))
+
+    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = W x + b, in x's dtype, or rounded to it in float32. Takes memory for the matrix in x's dtype."""
+        weight, bias = linear.weight, linear.bias_data
+        operands = OPERANDS[type(weight)]
+        matrix, form = operands.matrix(weight), operands.input_form(weight, self._dtype)
+        values = torch.empty(linear.out_features, linear.in_features, dtype=x.dtype, device=x.device)
+        dequantize(self._launcher, matrix, values)
+        if isinstance(weight, BlockFp8Weight):
+            inputs = rounded_by_groups(x, weight.block_size[1])[None]
+        else:
+            inputs = x[None] if form.is_any else prepare_input(self._launcher, x, form).values
+        if len(inputs) == 1:
+            if out.dtype == x.dtype:
+                multiply_matrix(inputs[0], values, bias, out)
+            else:
+                out.copy_(multiply_matrix(inputs[0], values, bias, None))
+            return
+        parts = zip(inputs, values.split(weight.part_sizes), strict=True)
+        product = torch.cat([multiply_matrix(version, rows, None, None) for version, rows in parts], dim=1)
+        out.copy_(product if bias is None else product + bias)
