@@ -48,7 +48,7 @@ class _Prefill:
     items: torch.Tensor  # int32 [num_items, NUM_FIELDS]
     slots: torch.Tensor  # int32 [num_tokens], -1 for decode rows
     angle_rows: torch.Tensor  # int32 [num_tokens]
-    tiles: PrefillTiles
+    tiles: dict[torch.dtype, PrefillTiles]  # by the dtype of a layer's cache
 
 
 class TritonAttention:
@@ -73,6 +73,11 @@ class TritonAttention:
                 "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
                 f" {dtype}, this one is {spec.dtype}"
             )
+        if set(spec.dtypes) != {dtype} and config.head_dim % 4:
+            raise ConfigError(
+                "the Triton kernels need a head_dim that is a multiple of 4 for a KV cache of 8 bits,"
+                f" this one is {config.head_dim}"
+            )
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
         options = config.attention
         slopes = torch.tensor(options.alibi_slopes, device=device) if options.alibi_slopes else None
@@ -93,7 +98,9 @@ class TritonAttention:
         self._max_num_tokens = max_num_tokens
         self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * _num_sms(device) // config.num_kv_heads)
         self._windows = sorted(set(spec.windows), key=lambda window: window or 0)
-        self._decode_tiles = choose_decode_tiles(dtype, config.num_heads // config.num_kv_heads)
+        group = config.num_heads // config.num_kv_heads
+        self._decode_tiles = {each: choose_decode_tiles(dtype, each, group) for each in spec.dtypes}
+        self._piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
             len(self._windows) * max_num_items * NUM_FIELDS
@@ -156,7 +163,7 @@ class TritonAttention:
         angle_rows = self._angles.write(step, upload)
         decode = _decode_rows(step, table_starts, angle_rows, padded)
         for window, (items, _) in decode_items.items():
-            fill_decode_items(items, decode, window, num_pieces, self._decode_tiles.block_n)
+            fill_decode_items(items, decode, window, num_pieces, self._piece_tile)
         self._decode_items = self._prefill = None
         if len(decode.rows):
             self._decode_items = {window: on_device for window, (_, on_device) in decode_items.items()}
@@ -180,7 +187,7 @@ class TritonAttention:
                 items,
                 self._block_tables,
                 self._workspace,
-                self._decode_tiles,
+                self._decode_tiles[cache.dtype],
                 scores,
                 self._pairs,
             )
@@ -197,7 +204,7 @@ class TritonAttention:
                 prefill.items,
                 self._block_tables,
                 window,
-                prefill.tiles,
+                prefill.tiles[cache.dtype],
                 scores,
                 self._pairs,
             )
@@ -247,14 +254,16 @@ class TritonAttention:
         num_tokens = step.num_tokens
         is_prefill = num_tokens > 1
         max_context_len = int(step.context_lens[is_prefill].max())
-        tiles = choose_prefill_tiles(self._config.head_dim, self._dtype, max_context_len)
+        head_dim, dtype = self._config.head_dim, self._dtype
+        tiles = {each: choose_prefill_tiles(head_dim, dtype, each, max_context_len) for each in self._decode_tiles}
+        block_m = next(iter(tiles.values())).block_m
         first_rows = np.cumsum(num_tokens) - num_tokens
         items = prefill_items(
             first_rows[is_prefill],
             num_tokens[is_prefill],
             step.context_lens[is_prefill],
             table_starts[is_prefill],
-            tiles.block_m,
+            block_m,
         )
         slots = np.where(np.repeat(is_prefill, num_tokens), step.slot_mapping, -1)
         on_device = []

@@ -21,7 +21,8 @@ from services.attn_worker.backends.triton_cache_layout import (
     padded_dims,
     tile_offsets,
 )
-from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_fp8, to_int8
+from services.attn_worker.backends.triton_decode_quantized import attend_quantized
+from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_factor, to_fp8, to_int8
 from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
 from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.backends.work_items import NUM_FIELDS
@@ -45,10 +46,15 @@ class DecodeWorkspace:
     counters: torch.Tensor  # int32 [max_items, num_kv_heads], pieces done, by first item of a row
 
 
-def choose_decode_tiles(dtype: torch.dtype, group: int) -> DecodeTiles:
-    """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md."""
+def choose_decode_tiles(dtype: torch.dtype, cache_dtype: torch.dtype, group: int) -> DecodeTiles:
+    """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md.
+
+    With a cache of 8 bits a single warp spares its programs all waiting for one another.
+    """
     if dtype == torch.float32:
         return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
+    if cache_dtype.itemsize == 1 and group <= 16:
+        return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
@@ -71,11 +77,12 @@ def decode_attention(
     group = out.shape[1] // (num_kv_heads * head_dim)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
     group_padded = triton.next_power_of_2(group)
-    merge_tile = 4096 if group == 1 else 8192  # elements of partial outputs that a program holds at a time
+    merge_tile = 2048 if tiles.num_warps == 1 else 4096 if group == 1 else 8192  # elements of outputs held at a time
     _decode_kernel[(num_kv_heads, items.shape[0])](
         qkv,
         out,
         cache,
+        None if kv_format(cache) == "plain" else cache.view(torch.int16),
         scales,
         angles,
         items,
@@ -88,6 +95,7 @@ def decode_attention(
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
+        IS_INTERPRETED=cache.device.type == "cpu",
         SCALE=scores.softmax_scale,
         RAW_SCALE=scores.scale,
         SOFTCAP=scores.softcap,
@@ -114,6 +122,7 @@ def _decode_kernel(
     qkv,
     out,
     cache,
+    pairs,  # the same of 8 bits as int16; None if FORMAT is "plain"
     scales,
     angles,
     items,
@@ -126,6 +135,7 @@ def _decode_kernel(
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
     SCALE: tl.constexpr,
     RAW_SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -202,54 +212,52 @@ def _decode_kernel(
         new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
     new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
     query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
-    query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
+    if FORMAT == "plain":
+        query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
+    else:
+        query_1, query_2 = to_factor(query_1, dtype), to_factor(query_2, dtype)
     query = join_halves(query_1, query_2)
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
     if FORMAT == "fp8":
         key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
     is_adjusted: tl.constexpr = SOFTCAP > 0 or slopes is not None
-    if is_adjusted:
-        slope = tl.zeros([NUM_QUERIES], tl.float32)
+    slope = tl.zeros([NUM_QUERIES], tl.float32)
     if slopes is not None:  # then angle rows are positions
         slope = tl.load(slopes + heads, mask=offs_g < GROUP, other=0.0)
 
-    log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
-    exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
-    acc = tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], tl.float32)
-    for start in tl.range(first_tile, end_key, BLOCK_N, num_stages=NUM_STAGES):
-        offsets = tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        cached = cache + offsets[:, None]
-        if FORMAT == "int8":
-            places = scales + tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, 1)
-        # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
-        blocks = load_tile_blocks(table, start + BLOCK_N, BLOCK_N, BLOCK_SIZE)
-        keys = start + offs_n
-        mask_n = (keys >= first_key) & (keys < end_key)
-        key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
-        mask_v = mask_n[:, None] & mask_d[None, :]
-        value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
-        if FORMAT == "int8":
-            value_scales = tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0)
-            key, value = key.to(dtype), (value.to(tl.float32) * value_scales[:, None]).to(dtype)
-        elif FORMAT == "fp8":
-            key, value = key.to(dtype), value.to(dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if FORMAT == "int8":
-            scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
-        elif FORMAT == "fp8":
-            scores = scores * key_scale
-        if is_adjusted:
-            distance = angle_row - keys
-            scores = adjust_scores(
-                scores, slope[:, None], distance[None, :], RAW_SCALE, SOFTCAP, slopes is not None
-            )
-        scores = tl.where(mask_n[None, :], scores, float("-inf"))
-        new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
-        weights = tl.exp2(scores * SCALE - new_max[:, None])
-        decay = tl.exp2(log_max - new_max)
-        exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
-        log_max = new_max
+    if FORMAT == "plain":
+        log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
+        exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
+        acc = tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], tl.float32)
+        for start in tl.range(first_tile, end_key, BLOCK_N, num_stages=NUM_STAGES):
+            offsets = tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            cached = cache + offsets[:, None]
+            # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
+            blocks = load_tile_blocks(table, start + BLOCK_N, BLOCK_N, BLOCK_SIZE)
+            keys = start + offs_n
+            mask_n = (keys >= first_key) & (keys < end_key)
+            key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
+            mask_v = mask_n[:, None] & mask_d[None, :]
+            value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+            if is_adjusted:
+                distance = angle_row - keys
+                scores = adjust_scores(
+                    scores, slope[:, None], distance[None, :], RAW_SCALE, SOFTCAP, slopes is not None
+                )
+            scores = tl.where(mask_n[None, :], scores, float("-inf"))
+            new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
+            weights = tl.exp2(scores * SCALE - new_max[:, None])
+            decay = tl.exp2(log_max - new_max)
+            exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
+            acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
+            log_max = new_max
+    else:
+        log_max, exp_sum, acc = attend_quantized(
+            query, pairs, scales, table, blocks, first_tile, first_key, end_key, kv_head, slope, angle_row, FORMAT,
+            IS_INTERPRETED, SCALE, RAW_SCALE, SOFTCAP, slopes is not None, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE,
+            HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
 
     if slot >= 0:
         new_key_1, new_key_2 = rotate(new_key_1, new_key_2, cos, sin)

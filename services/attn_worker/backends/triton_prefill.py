@@ -19,7 +19,13 @@ from services.attn_worker.backends.triton_cache_layout import (
     padded_dims,
     tile_offsets,
 )
-from services.attn_worker.backends.triton_quantized import kv_format
+from services.attn_worker.backends.triton_quantized import (
+    LOG_LARGEST_WEIGHT,
+    kv_format,
+    to_factor,
+    to_float16,
+    weigh_values,
+)
 from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
 from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.backends.work_items import NUM_FIELDS
@@ -37,12 +43,18 @@ class PrefillTiles:
     num_stages: int
 
 
-def choose_prefill_tiles(head_dim: int, dtype: torch.dtype, max_context_len: int) -> PrefillTiles:
-    """Chooses tiles for two programs per SM, so that one computes while the other waits; measured on an H200."""
+def choose_prefill_tiles(
+    head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, max_context_len: int
+) -> PrefillTiles:
+    """Chooses tiles for two programs per SM, so that one computes while the other waits; measured on an H200.
+
+    With a cache of 8 bits three fit if only two tiles are in flight. `block_m` does not depend on `cache_dtype`.
+    """
     if dtype == torch.float32:
         return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2)
     block_n = 32 if head_dim > 128 or max_context_len <= SHORT_CONTEXT else 64
-    return PrefillTiles(block_m=64, block_n=block_n, num_warps=4, num_stages=3)
+    num_stages = 2 if cache_dtype.itemsize == 1 else 3
+    return PrefillTiles(block_m=64, block_n=block_n, num_warps=4, num_stages=num_stages)
 
 
 def prefill_attention(
@@ -76,6 +88,7 @@ def prefill_attention(
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
+        IS_INTERPRETED=cache.device.type == "cpu",
         SCALE=scores.softmax_scale,
         RAW_SCALE=scores.scale,
         SOFTCAP=scores.softcap,
@@ -111,6 +124,7 @@ def _prefill_kernel(
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
     SCALE: tl.constexpr,
     RAW_SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -158,7 +172,10 @@ def _prefill_kernel(
         query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
     query_1, query_2 = rotate(query_1, query_2, cos, sin)
     dtype: tl.constexpr = out.dtype.element_ty
-    query = join_halves(query_1.to(dtype), query_2.to(dtype))
+    if FORMAT == "plain":
+        query = join_halves(query_1.to(dtype), query_2.to(dtype))
+    else:
+        query = join_halves(to_factor(query_1, dtype), to_factor(query_2, dtype))
 
     log_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     exp_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -177,17 +194,17 @@ def _prefill_kernel(
         full_start = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
         acc, exp_sum, log_max = _attend(
             acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, seen_by_first,
-            tl.minimum(full_start, full_end), end, True, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-            HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
+            tl.minimum(full_start, full_end), end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE,
+            HEAD_DIM, HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
         )  # fmt: skip
     acc, exp_sum, log_max = _attend(
         acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_start,
-        full_end, end, False, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        full_end, end, False, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
     acc, exp_sum, log_max = _attend(
         acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_end,
-        end, end, True, FORMAT, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        end, end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
 
@@ -217,6 +234,7 @@ def _attend(
     end,
     IS_MASKED: tl.constexpr,
     FORMAT: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
     SCALE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -250,11 +268,9 @@ def _attend(
         key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
         mask_v = mask_n[:, None] & mask_d[None, :]
         value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
-        if FORMAT == "int8":
-            value_scales = tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0)
-            key, value = key.to(query.dtype), (value.to(tl.float32) * value_scales[:, None]).to(query.dtype)
-        elif FORMAT == "fp8":
-            key, value = key.to(query.dtype), value.to(query.dtype)
+        if FORMAT != "plain":
+            key = to_float16(key, FORMAT, IS_INTERPRETED).to(query.dtype)
+            value = to_float16(value, FORMAT, IS_INTERPRETED).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if FORMAT == "int8":
             scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
@@ -270,12 +286,17 @@ def _attend(
             if WINDOW > 0:
                 is_seen = is_seen & (distance < WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
-        new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE)
+        tile_max = tl.max(scores, axis=1) * SCALE
+        if FORMAT != "plain":
+            tile_max -= LOG_LARGEST_WEIGHT
+        new_max = tl.maximum(log_max, tile_max)
         # Rows that have seen nothing yet keep a maximum of -inf; subtracting it from itself would be NaN.
         offset = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
         weights = tl.exp2(scores * SCALE - offset[:, None])
         decay = tl.exp2(log_max - offset)
         exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
+        if FORMAT == "int8":
+            weights = weigh_values(weights, tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0), query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         log_max = new_max
     return acc, exp_sum, log_max
