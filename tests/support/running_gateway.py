@@ -22,6 +22,7 @@ from services.gateway.service import Gateway
 from services.gateway.servicer import SERVICE_NAME
 from services.pb import gateway_pb2_grpc
 from services.rpc.server import serve
+from tests.support.warm_process import WarmProcess, warm_server
 from tests.support.workers.fake_dense import FakeDense
 
 TEST_LIMIT_S = 100.0  # far beyond what any test needs, also with a process that it starts on a busy machine
@@ -44,6 +45,31 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
     uvloop.run(body())
     assert not unseen, unseen
+
+
+class WarmService:
+    """A service as a `WarmProcess`, with nothing at its standard input. Its outputs go to files in `directory`."""
+
+    def __init__(self, directory: Path, module: str, *arguments: str) -> None:
+        self._files = {name: directory / f"{module}.{name}" for name in ("stdout", "stderr")}
+        command = [sys.executable, "-m", module, *arguments]
+        with self._files["stdout"].open("w") as stdout, self._files["stderr"].open("w") as stderr:
+            self._process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr.fileno())
+
+    async def wait_for_log(self, text: str) -> None:
+        """Returns once `text` is in standard error."""
+        while text not in self._files["stderr"].read_text():
+            assert self._process.poll() is None, self._files["stderr"].read_text()
+            await asyncio.sleep(0.01)
+
+    async def outcome(self) -> tuple[int, str, str]:
+        """Waits for the end; returns the exit status, standard output and standard error."""
+        status = await asyncio.to_thread(self._process.wait, TEST_LIMIT_S)
+        return status, self._files["stdout"].read_text(), self._files["stderr"].read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, such as SIGTERM."""
+        self._process.send_signal(number)
 
 
 class ServiceProcess:

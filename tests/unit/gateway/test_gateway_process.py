@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from tests.support.running_gateway import ServiceProcess, run, until
+from tests.support.running_gateway import WarmService, run, until
 from tests.support.workers.fake_dense import FakeDense
 
 
@@ -23,13 +23,14 @@ def test_a_signal_ends_the_requests_and_the_process(signal_number: int, tmp_path
         await dense.start(dense_address)
         config = tmp_path / "config.toml"
         config.write_text(f'[gateway]\naddress = "{address}"\nhttp_address = "unix:{tmp_path}/http.sock"\n')
-        process = ServiceProcess(
+        process = WarmService(
+            tmp_path,
             "services.gateway",
             *("--config", str(config)),
             *("--set", f"dense.address={dense_address}"),
             *("--set", "gateway.drain_timeout_s=0.3"),
         )
-        await process.read_until(f"event=serving address={address}", "stderr")
+        await process.wait_for_log(f"event=serving address={address}")
         async with grpc.aio.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)
             call = stub.Generate(gateway_pb2.GenerateRequest(prompt="hi", request_id="mine"))
@@ -54,7 +55,7 @@ def test_without_a_dense_worker_the_process_ends_with_an_error(tmp_path: Path) -
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         addresses = [f"--set=gateway.address={address}", f"--set=dense.address={dense_address}"]
         addresses.append(f"--set=gateway.http_address=unix:{tmp_path}/http.sock")
-        process = ServiceProcess("services.gateway", *addresses, "--set=peers.connect_timeout_s=0.1")
+        process = WarmService(tmp_path, "services.gateway", *addresses, "--set=peers.connect_timeout_s=0.1")
         status, _, stderr = await process.outcome()
         assert status == 1
         assert f"no dense worker at {dense_address} within 0.1 s: " in stderr
@@ -68,19 +69,20 @@ def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(tmp_path:
         dense = FakeDense(lambda submit: [5] * 40, step_s=1.0, max_model_len=100)
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         await dense.start(dense_address)
-        process = ServiceProcess(
+        process = WarmService(
+            tmp_path,
             "services.gateway",
             *("--set", f"gateway.address={address}"),
             *("--set", f"gateway.http_address=unix:{tmp_path}/http.sock"),
             *("--set", f"dense.address={dense_address}"),
         )
-        await process.read_until(f"event=serving address={address}", "stderr")
+        await process.wait_for_log(f"event=serving address={address}")
         async with grpc.aio.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)
             call = stub.GenerateStream(gateway_pb2.GenerateRequest(prompt="hi", max_tokens=40))
             token_ids = list((await call.read()).token_ids)
             process.send_signal(signal.SIGTERM)
-            await process.read_until("event=draining num_open=1", "stderr")
+            await process.wait_for_log("event=draining num_open=1")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Generate(gateway_pb2.GenerateRequest(prompt="hi"))
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -109,21 +111,22 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
         dense = FakeDense(lambda submit: [5], max_model_len=100)  # no more tokens after the first one
         address, dense_address = f"unix:{tmp_path}/gateway.sock", f"unix:{tmp_path}/dense.sock"
         await dense.start(dense_address)
-        process = ServiceProcess(
+        process = WarmService(
+            tmp_path,
             "services.gateway",
             *("--set", f"gateway.address={address}"),
             *("--set", f"gateway.http_address=unix:{tmp_path}/http.sock"),
             *("--set", f"dense.address={dense_address}"),
             *("--set", "gateway.drain_timeout_s=3600"),
         )
-        await process.read_until(f"event=serving address={address}", "stderr")
+        await process.wait_for_log(f"event=serving address={address}")
         async with grpc.aio.insecure_channel(address) as channel:
             call = gateway_pb2_grpc.GatewayStub(channel).GenerateStream(
                 gateway_pb2.GenerateRequest(prompt="hi", max_tokens=40)
             )
             await call.read()
             process.send_signal(signal.SIGTERM)
-            await process.read_until("event=draining", "stderr")
+            await process.wait_for_log("event=draining")
             process.send_signal(signal.SIGTERM)
             with pytest.raises(grpc.aio.AioRpcError):
                 await call.read()
