@@ -24,10 +24,10 @@ def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
     names = names_of(config)
     has_same_layers = not config.attention.layer_heads and config.parts.experts is None
-    if _linear_layers(names) != [*of_layer] or not has_same_layers:
+    if _linear_layers(names) != [*of_layer] or not has_same_layers or config.parts.latent is not None:
         raise ConfigError(
             f"dense.max_loras is set, but {config.family} has no adapters here, supported: families with the linear "
-            f"layers {', '.join(of_layer)}, with the same heads in all layers and without experts"
+            f"layers {', '.join(of_layer)}, with the same heads in all layers and without experts or latent attention"
         )
     layers = [f"{names.layers}.{layer}" for layer in range(config.num_layers)]
     return {f"{layer}.{name}": shape for layer in layers for name, shape in of_layer.items()}

@@ -54,6 +54,8 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
                 " set attention.device to cpu"
             )
         _check_ropes(model.config)
+        if model.config.attention.value_dim is not None:
+            raise ConfigError(f"its kernels have no latent attention, as {model.config.family!r} has")
         if model.config.attention.num_sink_tokens:
             raise ConfigError("its kernels have no attention.sink_tokens, which need attention.backend torch, on a CPU")
     if name == "flashinfer":

@@ -42,9 +42,9 @@ class _Group:
 class _Context:
     """What a group's sequences have in the cache of a layer; keys and values are views of the gathered blocks."""
 
-    gathered: torch.Tensor  # [len(blocks), block_size * 2 * kv_size]
+    gathered: torch.Tensor  # [len(blocks), elements of a block]
     keys: torch.Tensor  # [group_size, num_kv_heads, max_context, head_dim]
-    values: torch.Tensor
+    values: torch.Tensor  # the same shape, also if they are a part of the keys: attention's output is cut then
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class _Rows:
     qkv: torch.Tensor  # [num_rows, qkv_size]
     query: torch.Tensor  # a view
     key_value: torch.Tensor  # a view; of no columns if the layers read the keys and values of others
+    out_size: int  # width of attention's output
     rotations: dict[RopeConfig, _Rotation]
     contexts: list[_Context]  # by group
 
@@ -101,7 +102,7 @@ class TorchAttention:
         self._kind_ropes: list[set[RopeConfig]] = [set() for _ in self._kinds]
         for kind, rope in zip(self._layer_kinds, config.layer_ropes, strict=True):
             self._kind_ropes[kind].update([] if rope is None else [rope])
-        self._num_sink_tokens = config.attention.num_sink_tokens
+        self._num_sink_tokens, self._value_dim = config.attention.num_sink_tokens, config.attention.value_dim
         self._ropes: dict[RopeConfig, RotaryEmbedding | UnboundedRotaryEmbedding] = {
             rope: UnboundedRotaryEmbedding(rope, device)
             if self._num_sink_tokens
@@ -147,7 +148,7 @@ class TorchAttention:
         # This copy has no NaN or infinity. In the cache they would spread through the masked padding to every sequence
         # that later owns the block. The dense stroke's residual still carries them.
         rows = self._rows[self._layer_kinds[layer]]
-        out = rows_of_layer(out, rows.query.shape[1])
+        out = rows_of_layer(out, rows.out_size)
         torch.nan_to_num(rows_of_layer(qkv, rows.qkv.shape[1]), 0.0, 0.0, 0.0, out=rows.qkv)
         rope = self._config.layer_ropes[layer]
         if self._sink_query is not None:
@@ -184,6 +185,8 @@ class TorchAttention:
                 *queries, keys=context.keys, values=context.values, mask=mask, sinks=sinks, is_causal=mask is None
             )
             attended = attended.transpose(1, 2)
+        if self._value_dim is not None:
+            attended = attended[..., -self._value_dim :]
         if is_slice:
             out[group.rows].view(attended.shape).copy_(attended)
         else:
@@ -246,11 +249,12 @@ class TorchAttention:
     ) -> _Rows:
         """angles: cos and sin of the step's rows."""
         qkv = self._workspace("qkv", num_rows, kind.qkv_size)
-        heads = qkv[:, : kind.attn_size + kind.kv_size].unflatten(-1, (-1, kind.head_dim))
+        heads = qkv[:, : kind.q_size + kind.kv_size].unflatten(-1, (-1, kind.head_dim))
         return _Rows(
             qkv=qkv,
-            query=qkv[:, : kind.attn_size],
-            key_value=qkv[:, kind.attn_size :],
+            query=qkv[:, : kind.q_size],
+            key_value=qkv[:, kind.q_size :],
+            out_size=kind.attn_size,
             rotations={
                 rope: self._rotation(heads[..., : rope.rotary_dim], *of_rope) for rope, of_rope in angles.items()
             },
@@ -258,11 +262,11 @@ class TorchAttention:
         )
 
     def _prepare_context(self, kind: LayerHeads, group: _Group) -> _Context:
-        num_columns = self._block_size * 2 * kind.num_kv_heads * kind.head_dim
-        gathered = self._workspace("gathered", len(group.blocks), num_columns)
-        heads = gathered.view(group.num_seqs, -1, 2 * kind.num_kv_heads, kind.head_dim)
+        num_stored_heads = (1 if kind.value_dim else 2) * kind.num_kv_heads
+        gathered = self._workspace("gathered", len(group.blocks), self._block_size * num_stored_heads * kind.head_dim)
+        heads = gathered.view(group.num_seqs, -1, num_stored_heads, kind.head_dim)
         heads = heads[:, : group.max_context].transpose(1, 2)
-        return _Context(gathered, keys=heads[:, : kind.num_kv_heads], values=heads[:, kind.num_kv_heads :])
+        return _Context(gathered, keys=heads[:, : kind.num_kv_heads], values=heads[:, -kind.num_kv_heads :])
 
     def _prepare_sinks(self, step: StepMetadata, positions: torch.Tensor, rope_lens: torch.Tensor) -> None:
         """The queries that meet the first tokens, if the text has become longer than what is seen of it.
@@ -280,7 +284,7 @@ class TorchAttention:
         last_place = self._num_sink_tokens + window - 1
         if not len(step.positions) or step.positions.max() <= last_place:
             return
-        self._sink_query = self._workspace("sink_query", len(positions), self._config.attn_size)
+        self._sink_query = self._workspace("sink_query", len(positions), self._config.q_size)
         heads, places = self._sink_query.unflatten(-1, (-1, self._config.head_dim)), positions.clamp(max=last_place)
         self._sink_rotations = {
             rope: self._rotation(heads[..., : rope.rotary_dim], *embedding(places, rope_lens))

@@ -21,10 +21,10 @@ class LayerCache(Protocol):
     """The keys and values of one layer."""
 
     def append(self, slots: torch.Tensor, key_value: torch.Tensor) -> None:
-        """Stores rotated keys and values, [num_rows, 2 * kv_size] in the model's dtype, in slots int64 [num_rows]."""
+        """Stores rotated keys and any values, [num_rows, size] in the model's dtype, in slots int64 [num_rows]."""
 
     def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes whole blocks, int64 [num_blocks], to `out`, [num_blocks, block_size * 2 * kv_size] of any dtype."""
+        """Writes whole blocks, int64 [num_blocks], to `out`, [num_blocks, elements of a block] of any dtype."""
 
 
 def make_layer_cache(blocks: torch.Tensor, scales: torch.Tensor | None) -> LayerCache:

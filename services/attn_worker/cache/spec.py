@@ -29,6 +29,7 @@ class KVCacheSpec:
     windows: tuple[int | None, ...]  # per layer; token i sees token j iff 0 <= i - j < window; None: iff 0 <= i - j
     exceptions: Mapping[int, torch.dtype] = field(default_factory=dict)  # layers with another dtype, from 0
     layer_heads: tuple[LayerHeads, ...] = ()  # per layer, if they differ, or if some read the keys of others
+    has_values: bool = True  # False: a token's values are a part of its keys, and nothing else is stored
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
@@ -41,6 +42,7 @@ class KVCacheSpec:
             dtype,
             config.sliding_windows,
             layer_heads=config.attention.layer_heads,
+            has_values=config.attention.value_dim is None,
         )
 
     def dtype_of(self, layer: int) -> torch.dtype:
@@ -54,7 +56,7 @@ class KVCacheSpec:
         return self.layer_heads[layer].kv_layer
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """The number of k heads, as many as v heads, that a layer reads, and their size."""
+        """The number of k heads, as many as any v heads, that a layer reads, and their size."""
         if not self.layer_heads:
             return self.num_kv_heads, self.head_dim
         return self.layer_heads[layer].num_kv_heads, self.layer_heads[layer].head_dim
@@ -95,16 +97,16 @@ class KVCacheSpec:
         return self.num_blocks * self.block_bytes
 
     def token_major_block(self, layer: int) -> tuple[int, ...]:
-        """The shape of a layer's part of a block in which each token has its k heads and then its v heads."""
+        """The shape of a layer's part of a block in which each token has its k heads and then its v heads, if any."""
         num_kv_heads, head_dim = self.kv_shape(layer)
-        return (self.block_size, 2 * num_kv_heads, head_dim)
+        return (self.block_size, (1 + self.has_values) * num_kv_heads, head_dim)
 
     def head_major_block(self, layer: int) -> tuple[int, ...]:
-        """The shape of a layer's part of a block in which each head has the keys and then the values of all tokens."""
+        """The shape of a layer's part of a block in which each head has the keys and then any values of all tokens."""
         num_kv_heads, head_dim = self.kv_shape(layer)
-        return (num_kv_heads, 2, self.block_size, head_dim)
+        return (num_kv_heads, 1 + self.has_values, self.block_size, head_dim)
 
     def _layer_bytes(self, layer: int) -> int:
         dtype, (num_kv_heads, head_dim) = self.dtype_of(layer), self.kv_shape(layer)
         scale_bytes = SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
-        return 2 * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)
+        return (1 + self.has_values) * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)

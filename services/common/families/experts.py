@@ -12,8 +12,8 @@ from services.common.families.shape import (
     AttentionOptions,
     ClampedSwiglu,
     ExpertOptions,
+    GroupedRouting,
     ModelConfig,
-    SigmoidRouting,
 )
 
 # What other mixtures do, with the values by which they do not.
@@ -60,19 +60,7 @@ def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
     fields.ignore("num_mtp_layers", "num_nextn_predict_layers")  # layers after the last one, which draft tokens
     config = read_base(fields, allows_partial_rope=True)
     config = replace(config, qkv_bias=fields.flag("attention_bias"), qk_norm=fields.flag("use_qk_norm"))
-    num_plain, size = fields["first_k_dense_replace"], fields.size("moe_intermediate_size")
-    if type(num_plain) is not int or num_plain < 0:
-        raise fields.error("first_k_dense_replace", num_plain, "expected a number of layers")
-    return _with_experts(
-        fields,
-        config,
-        "n_routed_experts",
-        intermediate_size=size,
-        renormalizes=fields.flag("norm_topk_prob"),
-        layers=tuple(range(num_plain, config.num_layers)),
-        shared_intermediate_size=size * fields.size("n_shared_experts"),
-        sigmoid=_read_sigmoid_routing(fields),
-    )
+    return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
 
 
 def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
@@ -103,18 +91,43 @@ def read_gpt_oss(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def _read_sigmoid_routing(fields: ConfigFields) -> SigmoidRouting:
-    fields.only("scoring_func", "sigmoid")
+def with_grouped_experts(
+    fields: ConfigFields, config: ModelConfig, *, renormalizes: bool, is_sigmoid: bool, has_groups: bool = True
+) -> ModelConfig:
+    """DeepSeek's experts, and one more for all tokens; the first layers have none. `has_groups`: see `GroupedRouting`.
+
+    Without groups, all experts are one.
+    """
+    fields.only("scoring_func", "sigmoid" if is_sigmoid else "softmax")
+    fields.only("moe_layer_freq", 1)
+    num_plain, size = fields["first_k_dense_replace"], fields.size("moe_intermediate_size")
+    if type(num_plain) is not int or num_plain < 0:
+        raise fields.error("first_k_dense_replace", num_plain, "expected a number of layers")
+    multiplier = fields.number("routed_scaling_factor", 1.0)
+    num_groups, num_per_token = _read_groups(fields, least_size=1 + is_sigmoid) if has_groups else (1, 1)
+    return _with_experts(
+        fields,
+        config,
+        "n_routed_experts",
+        intermediate_size=size,
+        renormalizes=renormalizes,
+        layers=tuple(range(num_plain, config.num_layers)),
+        shared_intermediate_size=size * fields.size("n_shared_experts"),
+        grouped=GroupedRouting(num_groups, num_per_token, multiplier, is_sigmoid),
+    )
+
+
+def _read_groups(fields: ConfigFields, least_size: int) -> tuple[int, int]:
+    """The number of groups, and of those that a token chooses from."""
     num_experts, num_groups = fields.size("n_routed_experts"), fields.size("n_group")
     group_size, num_per_token = num_experts // num_groups, fields.size("topk_group")
-    if num_experts % num_groups or group_size < 2:
-        wanted = f"expected equal groups of at least 2 of its {num_experts} experts"
+    if num_experts % num_groups or group_size < least_size:
+        wanted = f"expected equal groups of at least {least_size} of its {num_experts} experts"
         raise fields.error("n_group", num_groups, wanted)
     if not fields.size("num_experts_per_tok") <= num_per_token * group_size <= num_experts:
         wanted = f"expected at most {num_groups}, and enough for num_experts_per_tok {fields['num_experts_per_tok']}"
         raise fields.error("topk_group", num_per_token, wanted)
-    multiplier = fields.number("routed_scaling_factor", 1.0)
-    return SigmoidRouting(num_groups, num_per_token, multiplier)
+    return num_groups, num_per_token
 
 
 def _with_qwen_experts(fields: ConfigFields, config: ModelConfig, **options: Any) -> ModelConfig:
@@ -137,7 +150,7 @@ def _with_experts(
 ) -> ModelConfig:
     """`count` is the field that has the number of experts."""
     fields.ignore("router_jitter_noise", "router_aux_loss_coef", "output_router_logits")  # for training
-    if "sigmoid" not in options:
+    if "grouped" not in options:
         for name, neutral in _OTHER_MIXTURES.items():
             fields.only(name, neutral)
     num_experts, num_per_token = fields.size(count), fields.size("num_experts_per_tok")

@@ -49,6 +49,19 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Names of the modules of latent attention, relative to the layer."""
+
+    q: str = "self_attn.q_proj"  # without a latent vector of queries
+    q_down: str = "self_attn.q_a_proj"
+    q_norm: str = "self_attn.q_a_layernorm"
+    q_up: str = "self_attn.q_b_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """Names of modules. Those of a layer are relative to the layer; the defaults are Llama's."""
 
@@ -69,6 +82,7 @@ class CheckpointNames:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one: fused, or without a gate
     down: str = "mlp.down_proj"
     of_experts: ExpertNames = ExpertNames()
+    of_latents: LatentNames = LatentNames()
     norm_after_mlp: str = "post_feedforward_layernorm"
     layer_scalar: str = "layer_scalar"  # a tensor
     input_gate: str = "per_layer_input_gate"
@@ -99,6 +113,7 @@ class CheckpointNames:
 _LLAMA = CheckpointNames()
 _GEMMA2 = CheckpointNames(mlp_norm="pre_feedforward_layernorm")
 _GLM = CheckpointNames(mlp_in=("mlp.gate_up_proj",))
+_DEEPSEEK = CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts"))
 _MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
@@ -149,7 +164,9 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "gemma4_text": replace(_GEMMA2, of_experts=_GEMMA4_EXPERTS),
     "glm": _GLM,
     "glm4": replace(_GLM, norm_after_attention="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
-    "glm4_moe": CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts")),
+    "glm4_moe": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "phi3": CheckpointNames(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
     "starcoder2": CheckpointNames(mlp_in=("mlp.c_fc",), down="mlp.c_proj"),
     "phi": CheckpointNames(

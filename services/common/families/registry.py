@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
+from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3
 from services.common.families.experts import read_glm4_moe, read_gpt_oss, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from services.common.families.fields import ConfigFields
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
@@ -58,6 +59,8 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "glm": Family("GlmForCausalLM", read_glm),
     "glm4": Family("Glm4ForCausalLM", read_glm4),
     "glm4_moe": Family("Glm4MoeForCausalLM", read_glm4_moe),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", read_deepseek_v2),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", read_deepseek_v3),
     "cohere": Family("CohereForCausalLM", read_cohere),
     "cohere2": Family("Cohere2ForCausalLM", read_cohere2),
     "starcoder2": Family("Starcoder2ForCausalLM", read_starcoder2),

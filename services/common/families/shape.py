@@ -73,21 +73,27 @@ class LayerHeads:
     num_kv_heads: int
     head_dim: int
     kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
+    value_dim: int | None = None  # values are these last dimensions of their keys; None: there are v heads
 
     @property
-    def attn_size(self) -> int:
-        """Width of all q heads, and of the attention output."""
+    def q_size(self) -> int:
+        """Width of all q heads."""
         return self.num_heads * self.head_dim
 
     @property
+    def attn_size(self) -> int:
+        """Width of the attention output: that of all q heads, unless values are a part of the keys."""
+        return self.num_heads * (self.value_dim or self.head_dim)
+
+    @property
     def kv_size(self) -> int:
-        """Width of the layer's own k heads; the v heads are as wide. 0 if it reads those of another layer."""
+        """Width of the layer's own k heads; any v heads are as wide. 0 if it reads those of another layer."""
         return self.num_kv_heads * self.head_dim if self.kv_layer is None else 0
 
     @property
     def qkv_size(self) -> int:
-        """Width of the merged projection: q heads, then own k heads, then own v heads."""
-        return self.attn_size + 2 * self.kv_size
+        """Width of what attention gets: q heads, then own k heads, then own v heads, if there are any."""
+        return self.q_size + (2 if self.value_dim is None else 1) * self.kv_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +108,39 @@ class AttentionOptions:
     layer_ropes: tuple[RopeConfig | None, ...] = ()  # per layer, None: not rotated; empty: all have `ModelConfig.rope`
     has_sinks: bool = False  # a learned logit per layer and head joins each softmax and adds no value
     layer_heads: tuple[LayerHeads, ...] = ()  # per layer; empty: all have the heads of `ModelConfig`
+    value_dim: int | None = None  # of all layers, see `LayerHeads`
 
 
 @dataclass(frozen=True, slots=True)
-class SigmoidRouting:
-    """Scores by a sigmoid; experts are chosen by score plus a learned bias, and that in a few groups of experts only.
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1), of which the cache holds one vector for each token.
 
-    The chosen experts' weights are their scores, without the bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    The keys and values of all heads are products with that latent vector; one rotated part of a key is shared by all
+    heads. Only the dense worker uses these sizes. It multiplies queries by the matrices of the keys, and the output of
+    attention by those of the values: so the attention worker sees one kv head, whose keys are the rotated part and then
+    the latent vector, and whose values are the latent vector (`AttentionOptions.value_dim`).
+    """
+
+    query_rank: int | None  # size of a latent vector that queries are made of; None: they are made of the token itself
+    rank: int  # size of the latent vector of keys and values
+    plain_dim: int  # of each head's query and key, without the rotated part
+    rotated_dim: int  # of each head's query, and of the shared part of keys
+    value_dim: int  # of each head
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRouting:
+    """Experts are chosen in a few groups of experts only, and their weights are multiplied.
+
+    With a softmax (DeepSeek-V2, arXiv:2405.04434, section 2.2.2) a token's groups are those with the best experts. With
+    a sigmoid (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) a learned bias is added to the scores for the choice alone,
+    and groups are compared by the sums of their two best experts.
     """
 
     num_groups: int  # of equally many neighbouring experts
-    num_groups_per_token: int  # those with the greatest sums of their two best experts
+    num_groups_per_token: int
     multiplier: float  # of the weights, at the end
+    is_sigmoid: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +162,8 @@ class ExpertOptions:
     layers: tuple[int, ...]  # those with experts; the others have an MLP of `ModelConfig.intermediate_size`
     shared_intermediate_size: int | None = None  # of an expert that all tokens use; None: there is none
     has_shared_gate: bool = False  # what that one gives is multiplied by the sigmoid of a product with the token
-    sigmoid: SigmoidRouting | None = None  # None: the scores are the softmax of the router's logits
-    has_router_bias: bool = False  # is added to the router's logits; only with the softmax
+    grouped: GroupedRouting | None = None  # None: the scores are the softmax of the router's logits
+    has_router_bias: bool = False  # is added to the router's logits; only without groups
     clamped: ClampedSwiglu | None = None  # None: `LayerParts.activation` of the gate, times up
     is_beside_mlp: bool = False  # the layer's MLP is there, too; the router reads the residual, not what experts read
 
@@ -157,6 +184,7 @@ class LayerParts:
     norm: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
     experts: ExpertOptions | None = None  # None: no layer has experts
+    latent: LatentAttention | None = None  # None: q, k and v are products with the token
     is_gated: bool = True  # the MLP is down(activation(gate(x)) * up(x)); if False, down(activation(up(x)))
     residual: ResidualKind = ResidualKind.SEQUENTIAL
     shares_norm: bool = False  # parallel residual: attention and the MLP read the same normalised input
@@ -214,7 +242,7 @@ class ModelConfig:
     @property
     def heads(self) -> LayerHeads:
         """The heads of every layer, if the layers do not differ."""
-        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim, value_dim=self.attention.value_dim)
 
     @property
     def layer_heads(self) -> tuple[LayerHeads, ...]:
@@ -222,8 +250,13 @@ class ModelConfig:
         return self.attention.layer_heads or (self.heads,) * self.num_layers
 
     @property
+    def q_size(self) -> int:
+        """Width of all q heads, if the layers do not differ."""
+        return self.heads.q_size
+
+    @property
     def attn_size(self) -> int:
-        """Width of all q heads, and of the attention output, in the widest layer."""
+        """Width of the attention output in the widest layer."""
         return max(heads.attn_size for heads in self.attention.layer_heads or (self.heads,))
 
     @property
@@ -233,7 +266,7 @@ class ModelConfig:
 
     @property
     def qkv_size(self) -> int:
-        """Width of the merged projection in the widest layer."""
+        """Width of what attention gets in the widest layer."""
         return max(heads.qkv_size for heads in self.attention.layer_heads or (self.heads,))
 
     @property

@@ -202,6 +202,8 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
         raise ConfigError(
             f"TensorRT runs on a CUDA device, and the dense worker's device is {str(model.device)!r}{install}"
         )
+    if model.config.parts.latent is not None:
+        raise ConfigError(f"latent attention ({model.config.family!r}) runs only with dense.backend 'torch'")
     if model.config.parts.experts is not None:
         raise ConfigError(f"mixtures of experts ({model.config.family!r}) run only with dense.backend 'torch'")
     if model.config.quantization is not None:

@@ -79,6 +79,10 @@ class WeightAllocator:
         sources = checkpoint_sources(merged_from, "weight", in_features)
         return PlainWeight(self.parameter(name, sum_of_sizes(merged_from), in_features, sources=sources))
 
+    def scheme_of(self, projection: Projection) -> Scheme | None:
+        """How a checkpoint stores a layer that is not multiplied as it is; None: unquantized."""
+        return self._scheme([projection.name], (projection,))
+
     def _scheme(self, names: Sequence[str], merged_from: tuple[Projection, ...]) -> Scheme | None:
         """How the projections are quantized, which must be the same for all; None: not at all."""
         if self._quantization is None:

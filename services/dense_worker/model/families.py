@@ -23,11 +23,13 @@ from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.experts.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import Router, ScaledRouter, SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
+from services.dense_worker.model.latent.build import build_latent_output, build_latent_qkv
 from services.dense_worker.model.layer import (
     AddedInput,
     AfterAttention,
+    BeforeAttention,
     DecoderLayer,
     Mlp,
     NormedQkv,
@@ -97,9 +99,12 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     heads = config.layer_heads[index]
     if index in config.parts.key_value_layers:
         names = replace(names, qkv=(*names.qkv[:2], names.qkv[1]))  # the same rows twice
-    before = build_normed_qkv(config, allocator, names, layer, heads)
+    latent, experts = config.parts.latent, config.parts.experts
+    if latent is None:
+        before: BeforeAttention = build_normed_qkv(config, allocator, names, layer, heads)
+    else:
+        before = build_latent_qkv(config, latent, allocator, names, layer)
     o = build_o(config, allocator, names, layer, heads)
-    experts = config.parts.experts
     has_experts = experts is not None and index in experts.layers
     if not has_experts or experts.is_beside_mlp:
         sizes = config.parts.layer_intermediate_sizes
@@ -114,6 +119,8 @@ def build_layer(config: ModelConfig, allocator: WeightAllocator, names: Checkpoi
     if config.parts.layer_inputs is not None:
         assert isinstance(after, SequentialResidual), "only families with a sequential residual have such inputs"
         after = replace(after, added_input=build_added_input(config, allocator, names, index))
+    if latent is not None:
+        after = build_latent_output(config, latent, allocator, names, layer, after)
     return DecoderLayer(before, after)
 
 
@@ -176,7 +183,9 @@ def build_o(
 ) -> Linear:
     """The projection of attention's output."""
     merged = (Projection(f"{layer}.{names.o}", config.hidden_size, _weight_layout(names)),)
-    return allocator.linear("o", heads.attn_size, merged, Cut.IN, config.o_bias)
+    latent = config.parts.latent
+    in_features = heads.attn_size if latent is None else heads.num_heads * latent.value_dim
+    return allocator.linear("o", in_features, merged, Cut.IN, config.o_bias)
 
 
 def build_mlp(
@@ -247,10 +256,11 @@ def build_experts(
         sources = (Source(f"{layer}.{of_experts.router}.bias", options.num_experts),)
         bias = allocator.parameter("router_bias", options.num_experts, sources=sources)
     router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes, bias)
-    if options.sigmoid is not None:
-        sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
-        bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
-        router = SigmoidRouter(weight, bias, options.num_per_token, options.renormalizes, options.sigmoid)
+    if options.grouped is not None:
+        if options.grouped.is_sigmoid:
+            sources = (Source(f"{layer}.{of_experts.router_bias}", options.num_experts),)
+            bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
+        router = GroupedRouter(weight, bias, options.num_per_token, options.renormalizes, options.grouped)
     elif options.is_beside_mlp:
         scales = [
             allocator.parameter(name, size, sources=(Source(f"{layer}.{stored}", size),))

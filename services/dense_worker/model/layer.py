@@ -22,6 +22,8 @@ from services.dense_worker.model.parameters import Parameter
 class BeforeAttention(Protocol):
     """The half of a layer that ends with qkv."""
 
+    norm: Norm | None  # None: it reads the residual itself
+
     def forward(
         self, operations: Operations, residual: Residual, qkv_out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Residual]:
@@ -31,10 +33,12 @@ class BeforeAttention(Protocol):
 class AfterAttention(Protocol):
     """The half of a layer that begins with attention's output."""
 
-    o: Linear  # the projection of attention's output
+    @property
+    def attn_size(self) -> int:
+        """Width of attention's output in this layer."""
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, in_features of o], residual [n, hidden] -> the layer's residual."""
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
 
 
 class Mlp(Protocol):
@@ -111,6 +115,10 @@ class SequentialResidual:
     added_input: AddedInput | None = None
     layer_scalar: Parameter | None = None  # [1], of the residual in the end
 
+    @property
+    def attn_size(self) -> int:
+        return self.o.in_features
+
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
         residual = operations.linear_add(residual, self.o, attn_out, self.norm_after_attention, self.multiplier)
@@ -129,6 +137,10 @@ class ParallelResidual:
 
     o: Linear
     mlp: Mlp
+
+    @property
+    def attn_size(self) -> int:
+        return self.o.in_features
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""

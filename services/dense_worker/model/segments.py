@@ -64,7 +64,7 @@ class Middle:
 
         If `qkv_out` is given, qkv is that tensor, written in place.
         """
-        attn_out = rows_of_layer(attn_out, self.after.o.in_features)
+        attn_out = rows_of_layer(attn_out, self.after.attn_size)
         stream = self.after.forward(operations, attn_out, Residual(residual))
         qkv, stream = self.before.forward(operations, stream, qkv_out)
         return qkv, operations.settle(stream)
@@ -89,7 +89,7 @@ class Last:
 
         If `hidden_out` [r, hidden] is given, the rows' hidden states after the final norm are written there.
         """
-        attn_out = rows_of_layer(attn_out, self.after.o.in_features)
+        attn_out = rows_of_layer(attn_out, self.after.attn_size)
         attn_rows, stream = operations.select_rows(attn_out, residual, rows)
         stream = self.after.forward(operations, attn_rows, stream)
         return self.head.forward(operations, stream, hidden_out)

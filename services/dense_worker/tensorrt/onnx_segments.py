@@ -53,6 +53,8 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
     if config.attention.layer_heads or config.parts.layer_inputs is not None:
         raise ConfigError(f"layers with heads or inputs of their own ({config.family!r}) are not exported to ONNX")
+    if config.parts.latent is not None:
+        raise ConfigError(f"the latent attention of {config.family!r} is not exported to ONNX and TensorRT")
     if config.parts.experts is not None:
         raise ConfigError(f"the mixtures of experts of {config.family!r} are not exported to ONNX and TensorRT")
     example = _EXAMPLES[name](config, dtype)

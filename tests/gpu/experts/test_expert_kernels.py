@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.families.shape import Activation, ClampedSwiglu, ExpertOptions, SigmoidRouting
+from services.common.families.shape import Activation, ClampedSwiglu, ExpertOptions, GroupedRouting
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
 from services.dense_worker.model.parameters import Parameter, tensors_by_name, with_tensors
 from services.dense_worker.model.plain_weight import PlainWeight
 from tests.support.model_configs import small_config
@@ -30,12 +30,12 @@ HOPPER_SHARED_BYTES = 227 << 10
 EPSILONS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # Experts, experts of a token, hidden and intermediate size: multiples of all tiles, of none, loops of several steps.
 SHAPES = {"8x2": (8, 2, 64, 32), "12x3 odd": (12, 3, 88, 40), "64x8": (64, 8, 128, 1100), "1x1": (1, 1, 64, 64)}
-DEEPSEEK = SigmoidRouting(num_groups=4, num_groups_per_token=2, multiplier=2.5)
+DEEPSEEK = GroupedRouting(num_groups=4, num_groups_per_token=2, multiplier=2.5, is_sigmoid=True)
 
 
-def make_options(shape: str, sigmoid: SigmoidRouting | None = None) -> tuple[ExpertOptions, int]:
+def make_options(shape: str, grouped: GroupedRouting | None = None) -> tuple[ExpertOptions, int]:
     num_experts, num_per_token, hidden, intermediate = SHAPES[shape]
-    return ExpertOptions(num_experts, num_per_token, intermediate, sigmoid is None, (0,), sigmoid=sigmoid), hidden
+    return ExpertOptions(num_experts, num_per_token, intermediate, grouped is None, (0,), grouped=grouped), hidden
 
 
 def make_experts(
@@ -59,12 +59,14 @@ def make_experts(
 
     weight = parameter("router", options.num_experts, hidden, std=4 * hidden**-0.5)
     num_per_token, renormalizes = options.num_per_token, options.renormalizes
-    router: SoftmaxRouter | SigmoidRouter = SoftmaxRouter(
+    router: SoftmaxRouter | GroupedRouter = SoftmaxRouter(
         weight, num_per_token, renormalizes, parameter("logit_bias", options.num_experts) if clamped else None
     )
-    if options.sigmoid is not None:
-        bias = parameter("router_bias", options.num_experts, dtype=torch.float32)
-        router = SigmoidRouter(weight, bias, num_per_token, renormalizes, options.sigmoid)
+    if options.grouped is not None:
+        bias = None
+        if options.grouped.is_sigmoid:
+            bias = parameter("router_bias", options.num_experts, dtype=torch.float32)
+        router = GroupedRouter(weight, bias, num_per_token, renormalizes, options.grouped)
     size = options.intermediate_size
     return RoutedExperts(router, linear("up", hidden, 2 * size), linear("down", size, hidden), Activation.SILU, clamped)
 
@@ -101,7 +103,7 @@ class Pair:
         """
         chosen = self.kernels._chosen[: len(x)].cpu().long()
         weights = self.kernels._weights[: len(x)].cpu()
-        if self.options.sigmoid is None:
+        if self.options.grouped is None:
             self._check_softmax(x, chosen, weights)
         else:  # in float32
             expected_choice, expected_weights = self.reference.router.choose(x)
@@ -170,10 +172,13 @@ def test_biases_and_a_shared_expert_are_added(kernel_device: torch.device, dtype
     pair.check(pair.mix(x, shared), x, shared)
 
 
-@pytest.mark.parametrize("sigmoid", [DEEPSEEK, SigmoidRouting(1, 1, 1.0)], ids=["in groups", "in one group"])
+@pytest.mark.parametrize("grouped", [DEEPSEEK, replace(DEEPSEEK, num_groups=1, num_groups_per_token=1)])
+@pytest.mark.parametrize("is_sigmoid", [True, False])
 @pytest.mark.parametrize("renormalizes", [True, False])
-def test_the_router_is_that_of_torch(kernel_device: torch.device, sigmoid: SigmoidRouting, renormalizes: bool) -> None:
-    options, hidden = make_options("12x3 odd", sigmoid)
+def test_the_router_is_that_of_torch(
+    kernel_device: torch.device, grouped: GroupedRouting, is_sigmoid: bool, renormalizes: bool
+) -> None:
+    options, hidden = make_options("12x3 odd", replace(grouped, is_sigmoid=is_sigmoid))
     pair = Pair(kernel_device, replace(options, renormalizes=renormalizes), hidden, torch.float32)
     for num_tokens in (1, 30):
         x = torch.randn(num_tokens, pair.hidden)

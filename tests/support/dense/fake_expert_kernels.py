@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from services.common.families.shape import ClampedSwiglu
 from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
 from services.dense_worker.model.activation import clamped_swiglu
-from services.dense_worker.model.experts.router import SigmoidRouter, SoftmaxRouter
+from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
 from services.dense_worker.model.parameters import Parameter
 from tests.support.dense.fake_quantized_kernels import dequantized
 
@@ -31,8 +31,8 @@ class PairBlocks:
 class Routing:
     """Replaces the real one."""
 
-    def __init__(self, num_per_token: int, renormalizes: bool, sigmoid: Any) -> None:
-        self.options = num_per_token, renormalizes, sigmoid
+    def __init__(self, num_per_token: int, renormalizes: bool, grouped: Any) -> None:
+        self.options = num_per_token, renormalizes, grouped
 
 
 def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
@@ -74,12 +74,12 @@ class _Kernels:
         block_rows: int,
     ) -> None:
         with self._own("choose_experts", experts, sorted=blocks):
-            num_per_token, renormalizes, sigmoid = routing.options
+            num_per_token, renormalizes, grouped = routing.options
             identity = Parameter("", torch.eye(logits.shape[1], device=logits.device))
             router: Any = SoftmaxRouter(identity, num_per_token, renormalizes)
-            if sigmoid is not None:
-                assert bias is not None
-                router = SigmoidRouter(identity, Parameter("", bias), num_per_token, renormalizes, sigmoid)
+            if grouped is not None:
+                score_bias = None if bias is None else Parameter("", bias)
+                router = GroupedRouter(identity, score_bias, num_per_token, renormalizes, grouped)
             chosen, its_weights = router.choose(logits)
             experts.copy_(chosen)
             weights.copy_(its_weights)

@@ -19,6 +19,23 @@ _COMMON = {
 }
 _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 16,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+}
+
 # The model_type and the fields of config.json, by name of the variant.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"head_dim": 8}),
@@ -77,6 +94,69 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
             "norm_topk_prob": False,
             "attention_bias": True,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": _DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
         },
     ),
     "gpt_oss": (

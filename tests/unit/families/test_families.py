@@ -111,7 +111,10 @@ def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
     check_logits(logits, true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT))
 
 
-@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "gemma4-shared", "cohere", "bloom", "granite", "gpt2"])
+@pytest.mark.parametrize(
+    "variant",
+    ["olmo2", "gemma2", "gemma4-shared", "cohere", "bloom", "granite", "gpt2", "deepseek_v2-groups", "deepseek_v3"],
+)
 def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
     """`CudaOperations` with its kernels replaced by torch: which residual is added when, and by which norm."""
     path = make_family_model(tmp_path, variant)

@@ -26,7 +26,7 @@ from services.dense_worker.backends.quantized.triton_prepare import prepare_inpu
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import SigmoidRouter
+from services.dense_worker.model.experts.router import GroupedRouter
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.sampling.upload import upload
 
@@ -144,12 +144,12 @@ class CudaExperts:
     ) -> None:
         router, loads = experts.router, experts.loads
         bias = None if router.bias is None else router.bias.data
-        sigmoid, logit_bias, score_bias = None, bias, None
-        if isinstance(router, SigmoidRouter):
-            sigmoid, logit_bias, score_bias = router.routing, None, bias
-        routing = Routing(router.num_per_token, router.renormalizes, sigmoid)
+        grouped, logit_bias, score_bias = None, bias, None
+        if isinstance(router, GroupedRouter):
+            grouped, logit_bias, score_bias = router.routing, None, bias
+        routing = Routing(router.num_per_token, router.renormalizes, grouped)
         logits, chosen, weights = out
-        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=sigmoid is None)
+        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=grouped is None)
         sorting = (None, 0) if block_rows is None else (self._blocks, block_rows)
         choose_experts(self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, *sorting)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.common.families.shape import SigmoidRouting
+from services.common.families.shape import GroupedRouting
 from services.dense_worker.backends.triton_launch import KernelLauncher
 
 _FEW_ROWS = 64
@@ -43,7 +43,7 @@ class Routing:
 
     num_per_token: int
     renormalizes: bool
-    sigmoid: SigmoidRouting | None  # None: softmax
+    grouped: GroupedRouting | None  # None: a softmax of all experts
 
 
 def router_tiles(num_rows: int, num_experts: int) -> tuple[int, int]:
@@ -97,8 +97,8 @@ def choose_experts(
 ) -> None:
     """Chooses the experts of each token."""
     num_rows, num_experts = logits.shape
-    sigmoid = routing.sigmoid
-    num_groups = 1 if sigmoid is None else sigmoid.num_groups
+    grouped = routing.grouped
+    num_groups = 1 if grouped is None else grouped.num_groups
     launcher(
         _choose_kernel,
         (num_rows,),
@@ -110,12 +110,13 @@ def choose_experts(
         loads,
         *((None,) * 7 if blocks is None else _addresses(blocks)),
         0 if blocks is None else blocks.slots.stride(0),
-        1.0 if sigmoid is None else sigmoid.multiplier,
+        1.0 if grouped is None else grouped.multiplier,
         NUM_EXPERTS=num_experts,
         NUM_GROUPS=num_groups,
-        NUM_GROUPS_PER_TOKEN=1 if sigmoid is None else sigmoid.num_groups_per_token,
+        NUM_GROUPS_PER_TOKEN=1 if grouped is None else grouped.num_groups_per_token,
         NUM_PER_TOKEN=routing.num_per_token,
-        IS_SIGMOID=sigmoid is not None,
+        IS_SIGMOID=grouped is not None and grouped.is_sigmoid,
+        HAS_MULTIPLIER=grouped is not None,
         RENORMALIZES=routing.renormalizes,
         BLOCK_ROWS=block_rows,
         BLOCK_GROUPS=triton.next_power_of_2(num_groups),
@@ -195,6 +196,7 @@ def _choose_kernel(
     NUM_GROUPS_PER_TOKEN: tl.constexpr,
     NUM_PER_TOKEN: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
     RENORMALIZES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -228,7 +230,7 @@ def _choose_kernel(
         key = tl.where(key > _LEAST_KEY, key, _LEAST_KEY)  # also for NaN, so that a token's choices always differ
         key = tl.where(is_expert, key, float("-inf"))
         if NUM_GROUPS_PER_TOKEN < NUM_GROUPS:
-            key = _keep_best_groups(key, NUM_GROUPS, NUM_GROUPS_PER_TOKEN, BLOCK_GROUPS, BLOCK_MEMBERS)
+            key = _keep_best_groups(key, IS_SIGMOID, NUM_GROUPS, NUM_GROUPS_PER_TOKEN, BLOCK_GROUPS, BLOCK_MEMBERS)
         key = tl.reshape(key, [BLOCK_GROUPS * BLOCK_MEMBERS])
         score = tl.reshape(score, [BLOCK_GROUPS * BLOCK_MEMBERS])
         places = tl.arange(0, BLOCK_GROUPS * BLOCK_MEMBERS)
@@ -243,8 +245,8 @@ def _choose_kernel(
             weight = tl.where(choices == i, its_score, weight)
             key = tl.where(places == place, float("-inf"), key)
         if RENORMALIZES:
-            weight = weight / (tl.sum(weight, 0) + (1e-20 if IS_SIGMOID else 0.0))
-        if IS_SIGMOID:
+            weight = weight / (tl.sum(weight, 0) + (1e-20 if HAS_MULTIPLIER else 0.0))
+        if HAS_MULTIPLIER:
             weight *= multiplier
         pairs = row * NUM_PER_TOKEN + choices
         is_choice = choices < NUM_PER_TOKEN
@@ -278,18 +280,23 @@ def _choose_kernel(
 @triton.jit
 def _keep_best_groups(
     key,  # [BLOCK_GROUPS, BLOCK_MEMBERS]
+    ADDS_TWO: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_GROUPS_PER_TOKEN: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
 ):
-    """Leaves the keys of the groups with the greatest sums of their two greatest keys; the others become -inf."""
+    """Leaves the keys of the best groups; the others become -inf.
+
+    These are the groups with the greatest keys or, if ADDS_TWO, with the greatest sums of their two greatest keys.
+    """
     members = tl.arange(0, BLOCK_MEMBERS)[None, :]
     best = tl.max(key, 1)
-    others = tl.where(members == tl.argmax(key, 1)[:, None], float("-inf"), key)
     groups = tl.arange(0, BLOCK_GROUPS)
-    # Half of the sum, which cannot overflow to -inf.
-    group_key = tl.where(groups < NUM_GROUPS, 0.5 * best + 0.5 * tl.max(others, 1), float("-inf"))
+    if ADDS_TWO:
+        others = tl.where(members == tl.argmax(key, 1)[:, None], float("-inf"), key)
+        best = 0.5 * best + 0.5 * tl.max(others, 1)  # half of the sum, which cannot overflow to -inf
+    group_key = tl.where(groups < NUM_GROUPS, best, float("-inf"))
     is_kept = tl.zeros([BLOCK_GROUPS], tl.int32)
     for _ in range(NUM_GROUPS_PER_TOKEN):
         group = tl.argmax(group_key, 0)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
-from services.common.families.shape import SigmoidRouting
+from services.common.families.shape import GroupedRouting
 from services.dense_worker.model.norm import UnweightedRmsNorm
 from services.dense_worker.model.parameters import Parameter
 
@@ -63,23 +63,25 @@ class ScaledRouter:
 
 
 @dataclass(frozen=True, slots=True)
-class SigmoidRouter:
-    """Chooses experts by the sigmoid of their logits and a bias, in groups: see `SigmoidRouting`. All in float32."""
+class GroupedRouter:
+    """Chooses experts in groups, by the sigmoid or softmax of their logits: see `GroupedRouting`. All in float32."""
 
     weight: Parameter  # [num_experts, hidden], in the model's dtype in every checkpoint
-    bias: Parameter  # float32 [num_experts]
+    bias: Parameter | None  # float32 [num_experts], for the choice alone; only with the sigmoid
     num_per_token: int
     renormalizes: bool
-    routing: SigmoidRouting
+    routing: GroupedRouting
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, hidden] -> the chosen experts, int64 [n, num_per_token], and their weights, float32 of that shape."""
-        scores = F.linear(x.float(), self.weight.data.float()).sigmoid()
-        groups = (scores + self.bias.data).unflatten(1, (self.routing.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(self.routing.num_groups_per_token, dim=-1).indices
+        routing, logits = self.routing, F.linear(x.float(), self.weight.data.float())
+        scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(dim=-1)
+        keys = scores if self.bias is None else scores + self.bias.data
+        groups, num_best = keys.unflatten(1, (routing.num_groups, -1)), 2 if routing.is_sigmoid else 1
+        best = groups.topk(num_best, dim=-1).values.sum(dim=-1).topk(routing.num_groups_per_token, dim=-1).indices
         is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=x.device).scatter_(1, best, False)
         experts = groups.masked_fill(is_left_out[:, :, None], -math.inf).flatten(1).topk(self.num_per_token).indices
         weights = scores.gather(1, experts)
         if self.renormalizes:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return experts, weights * self.routing.multiplier
+        return experts, weights * routing.multiplier

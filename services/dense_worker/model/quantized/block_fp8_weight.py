@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
 from services.common.quantization.schemes import BlockFp8Scheme, Element
 from services.dense_worker.model.linear import Projection
-from services.dense_worker.model.parameters import Parameter, Source, StoredTensor, share_of_rows
+from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
 from services.dense_worker.model.quantized.activations import GREATEST, rounded_by_groups, to_codes
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
@@ -37,8 +37,12 @@ class BlockFp8Weight:
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]: both factors are dequantized to x's dtype, then multiplied."""
-        matrix = (self.matrix.data.float() * self._scale_of_elements()).to(x.dtype)
+        matrix = self.dequantized().to(x.dtype)
         return multiply_matrix(rounded_by_groups(x, self.block_size[1]), matrix, bias, out)
+
+    def dequantized(self) -> torch.Tensor:
+        """The matrix, float32 [out_features, in_features]."""
+        return self.matrix.data.float() * self._scale_of_elements()
 
     def share(self, index: int, count: int) -> BlockFp8Weight:
         """Views of some projections."""
@@ -63,23 +67,50 @@ class BlockFp8Weight:
 
 def create_block_fp8(scheme: BlockFp8Scheme, layer: QuantizedLayer) -> BlockFp8Weight:
     """A weight that a checkpoint stores as `scheme` says."""
-    height, width = scheme.block_size
-    num_columns = math.ceil(layer.in_features / width)
 
     def matrix(projection: Projection) -> Source:
-        shape = (projection.out_features, layer.in_features)
-        stored = StoredTensor((f"{projection.name}.weight",), ("F8_E4M3",), (shape,))
-        return converted(projection.out_features, lambda loaded: loaded.tensor, stored)
+        codes, _ = _stored(scheme, projection, layer.in_features)
+        return converted(projection.out_features, lambda loaded: loaded.tensor, codes)
 
     def scale(projection: Projection) -> Source:
-        num_rows = math.ceil(projection.out_features / height)
-        names = (f"{projection.name}.weight_scale_inv", f"{projection.name}.weight_scale")
-        return converted(num_rows, checked_scales, StoredTensor(names, FLOATS, ((num_rows, num_columns),)))
+        _, scales = _stored(scheme, projection, layer.in_features)
+        return converted(scales.shapes[0][0], checked_scales, scales)
 
-    num_rows = sum(math.ceil(size / height) for size in layer.part_sizes)
+    height, width = scheme.block_size
+    scale_shape = sum(math.ceil(size / height) for size in layer.part_sizes), math.ceil(layer.in_features / width)
     return BlockFp8Weight(
         layer.parameter("", (layer.out_features, layer.in_features), torch.float8_e4m3fn, matrix),
-        layer.parameter("_scale", (num_rows, num_columns), torch.float32, scale),
+        layer.parameter("_scale", scale_shape, torch.float32, scale),
         scheme.block_size,
         layer.part_sizes,
+    )
+
+
+def dequantized_source(
+    scheme: BlockFp8Scheme,
+    projection: Projection,
+    in_features: int,
+    num_rows: int,
+    take: Callable[[torch.Tensor], torch.Tensor],
+) -> Source:
+    """A source of `num_rows` rows: what `take` makes of the projection's matrix, float32 [out_features, in_features].
+
+    For layers that are never multiplied as the checkpoint stores them.
+    """
+
+    def convert(codes: Loaded, scales: Loaded) -> torch.Tensor:
+        matrix, scale = Parameter("", codes.tensor), Parameter("", checked_scales(scales))
+        return take(BlockFp8Weight(matrix, scale, scheme.block_size, (projection.out_features,)).dequantized())
+
+    return converted(num_rows, convert, *_stored(scheme, projection, in_features))
+
+
+def _stored(scheme: BlockFp8Scheme, projection: Projection, in_features: int) -> tuple[StoredTensor, StoredTensor]:
+    """The codes and the scales of a projection in a checkpoint."""
+    height, width = scheme.block_size
+    name, rows = projection.name, projection.out_features
+    scale_shape = math.ceil(rows / height), math.ceil(in_features / width)
+    return (
+        StoredTensor((f"{name}.weight",), ("F8_E4M3",), ((rows, in_features),)),
+        StoredTensor((f"{name}.weight_scale_inv", f"{name}.weight_scale"), FLOATS, (scale_shape,)),
     )

@@ -55,6 +55,10 @@ class ParallelResidual:
     o: Linear
     mlp: Mlp
 
+    @property
+    def attn_size(self) -> int:
+        return self.o.in_features
+
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         residual, activation = self.mlp.activate(operations, residual)
         residual = operations.linear_add(residual, self.o, attn_out)
