@@ -26,9 +26,12 @@ def read_deepseek_v2(fields: ConfigFields) -> ModelConfig:
 
 def read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
     """DeepSeek-V3 and R1, Moonlight: scores of experts by a sigmoid, with a bias for the choice."""
-    fields.ignore("num_mtp_layers", "num_nextn_predict_layers")  # layers after the last one, which draft tokens
     fields.only("topk_method", "noaux_tc")
+    num_drafting = fields.get("num_nextn_predict_layers", 0)  # layers after the last one, which draft tokens
+    if type(num_drafting) is not int or num_drafting < 0:
+        raise fields.error("num_nextn_predict_layers", num_drafting, "expected a number of layers")
     config = _read_latent(fields, rotates_pairs=fields.flag("rope_interleave"))
+    config = replace(config, num_stored_layers=config.num_layers + num_drafting)
     return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
 
 

@@ -233,6 +233,7 @@ class ModelConfig:
     parts: LayerParts = LayerParts()
     attention: AttentionOptions = AttentionOptions()
     quantization: QuantizationConfig | None = None  # of the linear layers; only the dense worker needs it
+    num_stored_layers: int | None = None  # that a checkpoint may have, with those that draft tokens; None: any number
 
     @property
     def fingerprint(self) -> str:

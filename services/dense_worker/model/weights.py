@@ -167,9 +167,12 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
     of_keys = tuple(f"{name}." for name in (*page.qkv[1:], page.k_norm))
     for name in checkpoint.names:
         layer = page.layer_of(name)
-        if name in known or layer is None or layer >= config.num_layers:
+        if name in known or layer is None:
             continue
-        if heads[layer].kv_layer is not None and name.removeprefix(f"{page.layers}.{layer}.").startswith(of_keys):
+        if layer >= config.num_layers:
+            if config.num_stored_layers is None or layer < config.num_stored_layers:
+                continue
+        elif heads[layer].kv_layer is not None and name.removeprefix(f"{page.layers}.{layer}.").startswith(of_keys):
             continue  # published files have them, though the layer reads the keys of another one
         if not _is_empty_bias(config, checkpoint, name):
             raise ModelError(f"{checkpoint.file_of(name)} holds {name}, for which config.json has no place")

@@ -82,6 +82,7 @@ def test_every_family_has_a_page_of_names_and_a_random_model() -> None:
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy', supported: noaux_tc"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax', supported: sigmoid"),
         ("deepseek_v3", {"n_group": 12}, "n_group 12, expected equal groups of at least 2 of its 12 experts"),
+        ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers -1, expected a number of layers"),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank 0, expected a whole number"),
         ("deepseek_v3", {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, "'su', supported: default"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2, supported: 1"),

@@ -200,7 +200,7 @@ def test_kv_b_proj_in_blocks_of_fp8_is_dequantized(tmp_path: Path) -> None:
 
 
 def test_layers_that_draft_tokens_are_not_read(tmp_path: Path) -> None:
-    """V3's files have one after the last layer: it is left alone. A name without a place in a layer is an error."""
+    """V3's files have one after the last layer, and config.json says so. Any other is an error, and so is its name."""
     path = make_family_model(tmp_path, "deepseek_v3")
     config, file = load_model_config(path), tmp_path / "model.safetensors"
     tensors, expected = load_file(file), dict(load_weights(path, config, torch.float32, CPU).named_tensors())
@@ -208,9 +208,11 @@ def test_layers_that_draft_tokens_are_not_read(tmp_path: Path) -> None:
     save_file(tensors | drafting, file)
     for name, tensor in load_weights(path, config, torch.float32, CPU).named_tensors():
         assert torch.equal(tensor, expected[name]), name
-    save_file(tensors | {"model.layers.1.eh_proj.weight": torch.ones(32, 64)}, file)
-    with pytest.raises(ModelError, match=r"layers\.1\.eh_proj\.weight, for which config.json has no place"):
-        load_weights(path, config, torch.float32, CPU)
+    load_weights(path, load_model_config(path, num_layers=1), torch.float32, CPU)
+    for layer in (1, 3):
+        save_file(tensors | {f"model.layers.{layer}.eh_proj.weight": torch.ones(32, 64)}, file)
+        with pytest.raises(ModelError, match=rf"layers\.{layer}\.eh_proj\.weight, for which config.json has no place"):
+            load_weights(path, config, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8", "auto"])
