@@ -167,7 +167,8 @@ def running_cluster(
     """Starts a cluster with Unix sockets in `directory`; at the end it must stop cleanly and leave nothing.
 
     `wrapper` is a command that executes the next one in its own process, such as `unshare`. With `is_warm` the
-    processes are forked from `tests.support.warm_server`, for tests that measure neither start time nor memory.
+    processes are forked from `tests.support.warm_server`, for tests that measure neither start time nor all memory of a
+    process; how much it grows is the same.
     """
     regions_before = stale_regions()
     command = [sys.executable, "-m", "services.launch"]

@@ -2,7 +2,7 @@
 
 Importing torch and transformers takes most of a service's start. The process looks like one started by `subprocess`:
 it is a child of the test, with the same command line, environment, standard streams, signals and exit status. But it
-shares memory with `tests.support.warm_server`, so tests that measure memory start their services by `subprocess`.
+shares memory with `tests.support.warm_server`, so tests that measure all memory of a service start it by `subprocess`.
 """
 
 from __future__ import annotations

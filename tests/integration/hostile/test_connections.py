@@ -61,7 +61,7 @@ def test_a_gateway_that_cannot_open_more_files_is_not_restarted(tmp_path: Path) 
         f"gateway.http_address={http_address}",
         f"watchdog.stall_timeout_s={STALL_TIMEOUT_S}",
     )
-    with running_cluster(tmp_path, *overrides, wrapper=FEW_FILES) as cluster:
+    with running_cluster(tmp_path, *overrides, wrapper=FEW_FILES, is_warm=True) as cluster:
         gateway_pid = cluster.pid_of("gateway")
         with grpc.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GatewayStub(channel)

@@ -28,7 +28,7 @@ MAX_GROWTH_BYTES = 160 * 2**20  # the allocator keeps some memory of large answe
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # The gateway is under test. Steps are short, because a step with many prompt tokens would delay other clients, too.
     directory = tmp_path_factory.mktemp("expensive")
-    with running_cluster(directory, "scheduler.max_num_batched_tokens=128") as cluster:
+    with running_cluster(directory, "scheduler.max_num_batched_tokens=128", is_warm=True) as cluster:
         yield cluster
         cluster.wait_idle()
 

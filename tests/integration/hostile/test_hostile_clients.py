@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     names = ("header_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_reader_timeout_s")
     limits = [f"gateway.{name}={LIMIT_S}" for name in names]
     directory = tmp_path_factory.mktemp("hostile")
-    with running_cluster(directory, *limits, "gateway.max_connections=3000") as cluster:
+    with running_cluster(directory, *limits, "gateway.max_connections=3000", is_warm=True) as cluster:
         yield cluster
         cluster.wait_idle()
 

@@ -35,7 +35,7 @@ BAD_FORMS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("forms")) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("forms"), is_warm=True) as cluster:
         with client(cluster.http_address) as http:  # so that the process that tries forms is there
             assert http.post(PATH, json=BODY | {"guided_choice": ["a"]}).status_code == 200
         yield cluster

@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         f"gateway.api_keys_file={keys}",
         f"gateway.body_timeout_s={LIMIT_S}",
     )
-    with running_cluster(directory, *settings) as cluster:
+    with running_cluster(directory, *settings, is_warm=True) as cluster:
         yield cluster
         cluster.wait_idle()
 
