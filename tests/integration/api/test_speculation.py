@@ -115,10 +115,11 @@ def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> lis
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
 def test_answers_are_those_without_speculation(both: Both, medusa: Both, options: dict[str, object]) -> None:
-    for prompt in PROMPTS[:2]:
-        expected = ask(both.off, prompt, options)
-        for _ in range(2):
-            assert ask(both.on, prompt, options) == expected
+    """Half of the options are tried with a prompt that repeats itself, the others with one that the heads know."""
+    prompt = PROMPTS[(OPTIONS.index(options) + 1) % 2]
+    expected = ask(both.off, prompt, options)
+    for _ in range(2):
+        assert ask(both.on, prompt, options) == expected
     assert ask(medusa.on, prompt, options) == expected
     both.on.wait_idle()
     medusa.on.wait_idle()

@@ -48,7 +48,7 @@ def api(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_whatever_the_model_wants_it_writes_a_valid_call(api: openai.OpenAI, choice: Any) -> None:
-    for seed in range(3):
+    for seed in range(2):
         whole = api.chat.completions.create(**GIVEN, tool_choice=choice, seed=seed, temperature=1.5)
         [call] = whole.choices[0].message.tool_calls[:1]
         jsonschema.validate(json.loads(call.function.arguments), SCHEMA)

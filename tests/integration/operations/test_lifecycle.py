@@ -128,7 +128,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, role: str) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        result = run("services.launch", "--prompt", "a", "--set", f"{role}.address={address}")
+        result = run_warm("services.launch", "--prompt", "a", "--set", f"{role}.address={address}")
     assert result.returncode == 1
     assert address in result.stderr and "port in use" in result.stderr
 
