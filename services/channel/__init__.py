@@ -81,8 +81,8 @@ class Channel(Protocol):
     """
 
     kind: str  # as in the message `LaneHandle`
-    qkv: torch.Tensor  # [max_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of the widest layer
-    attn_out: torch.Tensor  # [max_tokens, num_heads * head_dim], of the widest layer
+    qkv: torch.Tensor  # [max_tokens, `ModelConfig.qkv_size`]: q heads, then k heads, then any v heads
+    attn_out: torch.Tensor  # [max_tokens, `ModelConfig.attn_size`]
     waited_s: float | None  # seconds spent in `wait` so far; None on CUDA, where the host does not see the waits
     num_waits: int | None  # calls of `wait` that have returned without an error; None on CUDA
     is_waiting: bool  # whether a thread is in `wait` now; always False on CUDA

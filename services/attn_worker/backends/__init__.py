@@ -37,7 +37,7 @@ class AttentionBackend(Protocol):
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Rotates, appends to the cache and attends, for the rows of the step that began last.
 
-        qkv: [num_tokens, qkv_size], heads of q, then k, then v; not modified.
+        qkv: [num_tokens, qkv_size], heads of q, then k, then v, if there are any; not modified.
         out: [num_tokens, attn_size], written in place.
         """
         ...
