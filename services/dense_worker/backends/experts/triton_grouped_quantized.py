@@ -15,7 +15,8 @@ from services.dense_worker.backends.experts.triton_gates import activate
 from services.dense_worker.backends.experts.triton_grouped import max_num_blocks
 from services.dense_worker.backends.experts.triton_router import PairBlocks
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_skinny_quantized import TRITON_TYPES, add_product
+from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES
+from services.dense_worker.backends.quantized.triton_skinny_quantized import add_product
 from services.dense_worker.backends.triton_launch import KernelLauncher
 
 MAX_BLOCK_ROWS = 64

@@ -140,11 +140,10 @@ def _e2m1(codes):
 
 
 @triton.jit
-def scales_in_float32(scale, mask, CODES: tl.constexpr):
-    """Scales of groups. Those of E2M1 are exponents: 2 ** (e - 127), whose bits in float32 are e and 23 zeros."""
-    loaded = tl.load(scale, mask=mask, other=0)
+def scales_in_float32(scales, CODES: tl.constexpr):
+    """Stored scales as numbers. Those of E2M1 are exponents: 2 ** (e - 127), in float32 the bits of e and 23 zeros."""
     if CODES == 4:
-        bits = loaded.to(tl.int32)
+        bits = scales.to(tl.int32)
         return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
     else:
-        return loaded.to(tl.float32)
+        return scales.to(tl.float32)

@@ -75,7 +75,7 @@ def _dequantize_kernel(
     is_code, is_group = is_row & (columns < row_bytes)[None, :], is_row & (groups < num_groups)[None, :]
     octets = tl.load(matrix + rows.to(tl.int64)[:, None] * row_bytes + columns[None, :], mask=is_code, other=0)
     at = (rows // ROW_GROUP_SIZE)[:, None] * num_groups + groups[None, :]
-    scales = scales_in_float32(scale + at, is_group, CODES)[:, :, None]
+    scales = scales_in_float32(tl.load(scale + at, mask=is_group, other=0), CODES)[:, :, None]
     zeros = tl.full(scales.shape, DEFAULT_ZERO, tl.float32)
     if zero_point is not None:
         zeros = tl.load(zero_point + at, mask=is_group, other=0).to(tl.float32)[:, :, None]

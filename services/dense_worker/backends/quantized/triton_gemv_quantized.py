@@ -58,7 +58,7 @@ def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool) -> GemvTiles:
         else:
             block_out = 16384 // triton.next_power_of_2(block_bytes + rest_bytes)
     else:
-        block_out, num_stages, num_warps, programs_per_sm = max(32768 // block_bytes, 1), 4, 8, 2
+        block_out, num_stages, num_warps, programs_per_sm = 32768 // block_bytes, 3 if is_gated else 4, 8, 2
     return GemvTiles(block_bytes, rest_bytes, block_out, num_stages, num_warps, programs_per_sm)
 
 
@@ -169,7 +169,7 @@ def _load_scales(
         groups = FIRST * PER_BYTE // GROUP_SIZE + tl.arange(0, BYTES * PER_BYTE // GROUP_SIZE)
         is_group = is_row[:, None] & (groups < num_groups)[None, :]
         at = (w_rows // ROW_GROUP_SIZE)[:, None] * num_groups + groups[None, :]
-        scales = scales_in_float32(scale + at, is_group, CODES)
+        scales = scales_in_float32(tl.load(scale + at, mask=is_group, other=0), CODES)
         zeros = tl.full(scales.shape, DEFAULT_ZERO, tl.float32)
         if zero_point is not None:
             zeros = tl.load(zero_point + at, mask=is_group, other=0).to(tl.float32)

@@ -12,7 +12,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, e2m1_in_16_bits, uint4_in_16_bits
+from services.dense_worker.backends.quantized.triton_codes import (
+    TRITON_TYPES,
+    e2m1_in_16_bits,
+    scales_in_float32,
+    uint4_in_16_bits,
+)
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_skinny import (
     MAX_ROWS,
@@ -111,17 +116,6 @@ def _load_codes(tile, mask, zero, CODES: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _load_scale(scale, CODES: tl.constexpr):
-    """Scales in float32. Those of E2M1 are exponents: 2 ** (e - 127), whose bits in float32 are e and 23 zeros."""
-    loaded = tl.load(scale)
-    if CODES == 4:
-        bits = loaded.to(tl.int32)
-        return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
-    else:
-        return loaded.to(tl.float32)
-
-
-@triton.jit
 def add_product(
     sums,
     x_row,  # pointers [BLOCK_ROWS, 1]: the rows' starts
@@ -142,7 +136,7 @@ def add_product(
     columns = first // PER_BYTE + tl.arange(0, DOT_SIZE // PER_BYTE)[None, :]
     is_column = columns < in_features // PER_BYTE
     if scale is not None:  # before the products, which would delay the loads
-        w_scales = _load_scale(scale, CODES)
+        w_scales = scales_in_float32(tl.load(scale), CODES)
         if x_scale is not None:
             x_scales = tl.load(x_scale)
     low, high = _load_codes(w_row + columns, is_column, zero, CODES, dtype)
