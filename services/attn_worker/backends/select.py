@@ -61,6 +61,11 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
     if name == "flashinfer":
         _check_options(model.config)
         _check_flashinfer(model, kv_cache)
+    if name == "triton" and kv_cache != "model" and model.config.head_dim % 4:
+        raise ConfigError(
+            "its kernels read a KV cache of 8 bits in pairs: head_dim must be a multiple of 4, it is"
+            f" {model.config.head_dim}, and the KV cache is {kv_cache}"
+        )
     if name == "triton" and kv_cache == "fp8":
         capability = torch.cuda.get_device_capability(model.device)
         if capability < FP8_CAPABILITY:

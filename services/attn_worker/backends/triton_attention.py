@@ -73,11 +73,7 @@ class TritonAttention:
                 "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
                 f" {dtype}, this one is {spec.dtype}"
             )
-        if set(spec.dtypes) != {dtype} and config.head_dim % 4:
-            raise ConfigError(
-                "the Triton kernels need a head_dim that is a multiple of 4 for a KV cache of 8 bits,"
-                f" this one is {config.head_dim}"
-            )
+        assert set(spec.dtypes) == {dtype} or config.head_dim % 4 == 0, "`select_backend` refuses this"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
         options = config.attention
         slopes = torch.tensor(options.alibi_slopes, device=device) if options.alibi_slopes else None

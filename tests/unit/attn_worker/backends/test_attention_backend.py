@@ -100,6 +100,15 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
                 select_backend(AttentionSection(kv_cache_dtype="fp8"), make_model(GPU))
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_triton_refuses_odd_halves_of_heads_with_a_kv_cache_of_8_bits(kv_cache_dtype: str) -> None:
+    for head_dim in (50, 126):
+        model = make_model(GPU, head_dim=head_dim)
+        assert select_backend(AttentionSection(), model) == "triton"
+        with pytest.raises(ConfigError, match=f"multiple of 4, it is {head_dim}, and the KV cache is {kv_cache_dtype}"):
+            select_backend(AttentionSection(kv_cache_dtype=kv_cache_dtype), model)
+
+
 def test_flashinfer_refuses_learned_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     Packages(monkeypatch, flashinfer="0.5.3")
     model = make_model(GPU)
