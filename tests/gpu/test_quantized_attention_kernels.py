@@ -73,6 +73,19 @@ def test_long_contexts_are_split_and_merged(kernels: Kernels, cache_dtype: torch
 
 
 @FORMATS
+def test_many_programs_have_one_warp_each(
+    kernels: Kernels, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.attn_worker.backends.triton_decode.ONE_WARP_FROM", 0)
+    for heads in ((2, 1, 128), (6, 2, 64)):
+        dtype = torch.float16 if kernels.device.type == "cpu" else torch.bfloat16
+        pair = Pair(make_config(*heads, WINDOWS), kernels, dtype, cache_dtype=cache_dtype, scales=SCALES)
+        check(pair, {"long": 150, "short": 5})
+        for _ in range(2):
+            check(pair, {"long": 1, "short": 1})
+
+
+@FORMATS
 def test_excepted_layers_stay_in_the_dtype_of_the_model(kernels: Kernels, cache_dtype: torch.dtype) -> None:
     pair = Pair(make_config(windows=WINDOWS), kernels, cache_dtype=cache_dtype, exceptions=(1,), scales=SCALES)
     for num_tokens in ({"a": 37, "b": 5}, {"a": 1, "b": 9}, {"a": 1, "b": 1}):

@@ -15,7 +15,12 @@ import torch
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
-from services.attn_worker.backends.triton_decode import DecodeWorkspace, choose_decode_tiles, decode_attention
+from services.attn_worker.backends.triton_decode import (
+    DecodeTiles,
+    DecodeWorkspace,
+    choose_decode_tiles,
+    decode_attention,
+)
 from services.attn_worker.backends.triton_prefill import (
     SHORT_CONTEXT,
     PrefillTiles,
@@ -92,11 +97,10 @@ class TritonAttention:
         self._dtype = dtype
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
-        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * _num_sms(device) // config.num_kv_heads)
+        self._num_sms = _num_sms(device)
+        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // config.num_kv_heads)
         self._windows = sorted(set(spec.windows), key=lambda window: window or 0)
-        group = config.num_heads // config.num_kv_heads
-        self._decode_tiles = {each: choose_decode_tiles(dtype, each, group) for each in spec.dtypes}
-        self._piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
+        self._cache_dtypes = set(spec.dtypes)
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
             len(self._windows) * max_num_items * NUM_FIELDS
@@ -158,8 +162,10 @@ class TritonAttention:
         self._block_tables, table_starts = self._write_block_tables(step)
         angle_rows = self._angles.write(step, upload)
         decode = _decode_rows(step, table_starts, angle_rows, padded)
+        self._decode_tiles = self._choose_decode_tiles(padded)
+        piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
         for window, (items, _) in decode_items.items():
-            fill_decode_items(items, decode, window, num_pieces, self._piece_tile)
+            fill_decode_items(items, decode, window, num_pieces, piece_tile)
         self._decode_items = self._prefill = None
         if len(decode.rows):
             self._decode_items = {window: on_device for window, (_, on_device) in decode_items.items()}
@@ -221,6 +227,12 @@ class TritonAttention:
                 self.forward(layer, qkv, out)
         torch.cuda.synchronize()  # steps run on another stream
 
+    def _choose_decode_tiles(self, num_seqs: int) -> dict[torch.dtype, DecodeTiles]:
+        """By the dtype of a layer's cache. Depends on `num_seqs` alone, as what a graph launches must."""
+        config = self._config
+        group, programs_per_sm = config.num_heads // config.num_kv_heads, num_seqs * config.num_kv_heads / self._num_sms
+        return {each: choose_decode_tiles(self._dtype, each, group, programs_per_sm) for each in self._cache_dtypes}
+
     def _num_pieces(self, num_seqs: int) -> int:
         """The number of pieces that all contexts together are split into. Each sequence rounds its part up.
 
@@ -251,7 +263,7 @@ class TritonAttention:
         is_prefill = num_tokens > 1
         max_context_len = int(step.context_lens[is_prefill].max())
         head_dim, dtype = self._config.head_dim, self._dtype
-        tiles = {each: choose_prefill_tiles(head_dim, dtype, each, max_context_len) for each in self._decode_tiles}
+        tiles = {each: choose_prefill_tiles(head_dim, dtype, each, max_context_len) for each in self._cache_dtypes}
         block_m = next(iter(tiles.values())).block_m
         first_rows = np.cumsum(num_tokens) - num_tokens
         items = prefill_items(

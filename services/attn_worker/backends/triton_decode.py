@@ -27,6 +27,8 @@ from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_s
 from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.backends.work_items import NUM_FIELDS
 
+ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
@@ -46,14 +48,18 @@ class DecodeWorkspace:
     counters: torch.Tensor  # int32 [max_items, num_kv_heads], pieces done, by first item of a row
 
 
-def choose_decode_tiles(dtype: torch.dtype, cache_dtype: torch.dtype, group: int) -> DecodeTiles:
+def choose_decode_tiles(
+    dtype: torch.dtype, cache_dtype: torch.dtype, group: int, programs_per_sm: float
+) -> DecodeTiles:
     """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md.
 
-    With a cache of 8 bits a single warp spares its programs all waiting for one another.
+    With a cache of 8 bits programs of a single warp are faster, as no warp waits for another, if they are many.
     """
     if dtype == torch.float32:
         return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
-    if cache_dtype.itemsize == 1 and group <= 16:
+    if cache_dtype.itemsize == 1 and group <= 16 and programs_per_sm >= ONE_WARP_FROM:
+        if cache_dtype == torch.int8:
+            return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)

@@ -1,9 +1,9 @@
 """How the Triton kernels store keys and values in 8 bits; `torch_layer_cache.py` is the definition.
 
 FORMAT is a constant of every kernel: "plain" (the cache has the model's dtype), "fp8" or "int8". Plain kernels contain
-none of this. Stored numbers become float16 in registers, which holds all of them exactly: one instruction converts two of
-FP8, and bfloat16 would take two slow ones more. Sums are in float32. The scales of FP8 are factors of all scores and of
-the output; those of int8 belong to single keys and values, and are factors of scores and weights.
+none of this. Stored numbers become float16 in registers, which holds all of them exactly: one instruction converts two
+of FP8, and bfloat16 would take two slow ones more. Sums are in float32. The scales of FP8 are factors of all scores and
+of the output; those of int8 belong to single keys and values, and are factors of scores and weights.
 """
 
 from __future__ import annotations
