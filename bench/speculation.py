@@ -8,7 +8,8 @@ Two services run without it: how far their ratio is from 1 shows what the machin
 
 Texts: *copied* answers were given before to the same client; *repeating* answers come from prompts that repeat
 themselves, with the most likely token each; *unpredictable* ones are sampled with a new seed each. The second table
-forces drafts: their number in each step of one stream, and how many are right, are given.
+forces drafts: their number in each step of one stream, and how many are right, are given. `--heads DIR` adds services
+with Medusa heads, whose guesses are right as often as the texts are like those that the heads were trained with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,17 +65,24 @@ def run_round(services: PlainServices, requests: Sequence[gateway_pb2.GenerateRe
     return seconds, services.dense_status().num_steps - before
 
 
-def compare(directory: Path, overrides: Sequence[str], streams: Sequence[int], rounds: int, max_tokens: int) -> None:
+def compare(
+    directory: Path,
+    overrides: Sequence[str],
+    modes: Mapping[str, Sequence[str]],
+    streams: Sequence[int],
+    rounds: int,
+    max_tokens: int,
+) -> None:
     """Rounds of all modes in turns; prints the ratio to `off`, the median over rounds, and what the steps were like."""
     with contextlib.ExitStack() as stack:
         running = {
-            name: stack.enter_context(_services(directory, name, overrides, mode)) for name, mode in MODES.items()
+            name: stack.enter_context(_services(directory, name, (*overrides, *mode))) for name, mode in modes.items()
         }
         print("| text | streams | off, tok/s | mode | mode / off | tokens per step | held back | with drafts |")
         print("|---|---|---|---|---|---|---|---|")
         for text in TEXTS:
             for num_streams in streams:
-                times: dict[str, list[float]] = {name: [] for name in MODES}
+                times: dict[str, list[float]] = {name: [] for name in modes}
                 first_steps: dict[str, int] = {}
                 for round_number in range(-2, rounds):  # two to warm up: the second one has answers to copy from
                     requests = [make_request(text, stream, round_number, max_tokens) for stream in range(num_streams)]
@@ -131,12 +139,12 @@ def force(directory: Path, overrides: Sequence[str], rounds: int, max_tokens: in
 
 @contextlib.contextmanager
 def _services(
-    directory: Path, name: str, overrides: Sequence[str], mode: str = "off", module: str = "services.dense_worker"
+    directory: Path, name: str, overrides: Sequence[str], module: str = "services.dense_worker"
 ) -> Iterator[PlainServices]:
     own = directory / name
     own.mkdir()
-    settings = f"scheduler.speculation={mode}", f"dense.step_log={own / STEP_LOG}"
-    with plain_services(own, *overrides, *settings, modules={"dense_worker": module}) as services:
+    log = f"dense.step_log={own / STEP_LOG}"
+    with plain_services(own, *overrides, log, modules={"dense_worker": module}) as services:
         yield services
 
 
@@ -147,9 +155,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the median counts")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--skip-forced", action="store_true", help="only compare texts")
+    parser.add_argument("--heads", type=Path, metavar="DIR", help="also compare these Medusa heads")
     options = parser.parse_args()
+    modes = {name: (f"scheduler.speculation={method}",) for name, method in MODES.items()}
+    if options.heads is not None:
+        modes["medusa"] = "scheduler.speculation=medusa", f"scheduler.speculation_model={options.heads}"
     with tempfile.TemporaryDirectory(prefix="spec-") as directory:
-        compare(Path(directory), options.set, options.streams, options.rounds, options.max_tokens)
+        compare(Path(directory), options.set, modes, options.streams, options.rounds, options.max_tokens)
         if not options.skip_forced:
             print()
             force(Path(directory), options.set, options.rounds, options.max_tokens)

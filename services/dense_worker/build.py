@@ -109,8 +109,8 @@ def load_model(
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     has_heads = scheduler.speculation_model is not None
     prepared = prepare_backend(config.dense, section, model, limits, report, has_heads=has_heads)
-    weights = _load_weights(section, model)
     heads = _load_heads(config, model)
+    weights = _load_weights(section, model)
     if model.config.quantization is not None:
         log_formats(model.config.quantization.method, weights)
     lora = make_lora(config, model, weights)

@@ -27,8 +27,7 @@ class DraftSource(Protocol):
         max_num_drafts: that the next step may have
         """
 
-    @property
-    def wants_guesses(self) -> bool:
+    def wants_guesses(self, running: SequenceOf[Sequence]) -> bool:
         """Whether the model's heads guess after the step under way. Asked once after each call of `waits`."""
 
     def take(self, sequence: Sequence, guesses: SequenceOf[int]) -> None:

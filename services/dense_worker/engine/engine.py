@@ -164,7 +164,7 @@ class Engine:
             return None
         if session.in_flight:
             plans_ahead, running = self._scheduler.plans_ahead, session.in_flight[-1].running
-            if self._drafts is not None and self._drafts.wants_guesses and running is not None:
+            if self._drafts is not None and self._drafts.wants_guesses(session.running) and running is not None:
                 running.guess()
             if not plans_ahead:
                 return None

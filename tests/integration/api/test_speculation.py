@@ -6,19 +6,14 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.cluster import REQUEST_TIMEOUT_S
-from tests.support.dense.medusa_heads import fitted_heads, in_layout_of_medusa, write_heads
+from tests.support.dense.medusa_heads import heads_that_know
 from tests.support.plain_services import PlainServices, plain_services
-from tests.support.reference import VOCAB_SIZE, reference_model
 
 TEXT = "one two three four five six seven eight. " * 3
 PROMPTS = [TEXT, "San Francisco is a", "The cat and the dog. The cat and the", "1 2 3 4 1 2 3 4 1 2"]
@@ -78,25 +73,14 @@ def both(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def medusa(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     """The heads know the greedy answer to one prompt. For all other texts they are mostly wrong."""
     directory = tmp_path_factory.mktemp("medusa")
-    path = make_heads(off, directory / "heads")
-    settings = "scheduler.speculation=medusa", f"scheduler.speculation_model={path}"
-    with plain_services(directory, *settings, modules=MODULES) as services:
-        yield Both(off, services)
-
-
-@torch.inference_mode()
-def make_heads(off: PlainServices, path: Path) -> Path:
-    """Hugging Face gives the hidden states from which the answer is sampled."""
     message = gateway_pb2.GenerateRequest(
         max_tokens=MAX_TOKENS + NUM_HEADS, ignore_eos=True, prompt=PROMPTS[1], sampling={"temperature": 0.0}
     )
-    response = off.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S)
-    [answer] = response.completions
-    tokens = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(PROMPTS[1]) + list(answer.token_ids)
-    hidden = reference_model(EMBEDDED_MODEL).model(torch.tensor([tokens])).last_hidden_state[0]
-    first = len(tokens) - len(answer.token_ids) - 1
-    heads = fitted_heads(NUM_HEADS, hidden[first : first + MAX_TOKENS], list(answer.token_ids), VOCAB_SIZE)
-    return write_heads(path, in_layout_of_medusa(heads), medusa_num_heads=NUM_HEADS, medusa_num_layers=1)
+    [answer] = off.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S).completions
+    path = heads_that_know(directory / "heads", PROMPTS[1], list(answer.token_ids), NUM_HEADS)
+    settings = "scheduler.speculation=medusa", f"scheduler.speculation_model={path}"
+    with plain_services(directory, *settings, modules=MODULES) as services:
+        yield Both(off, services)
 
 
 def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> list[Answer]:

@@ -15,8 +15,7 @@ class EagerDrafts:
     def waits(self, running: Sequence[EngineSequence], max_num_drafts: int) -> bool:
         return True
 
-    @property
-    def wants_guesses(self) -> bool:
+    def wants_guesses(self, running: Sequence[EngineSequence]) -> bool:
         return False
 
     def take(self, sequence: EngineSequence, guesses: Sequence[int]) -> None: ...

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from services.common.config import EMBEDDED_MODEL
+from tests.support.reference import VOCAB_SIZE, reference_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,3 +86,15 @@ def write_heads(path: Path, tensors: Tensors, file: str = "medusa_lm_head.safete
     (path / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path / file)
     return path
+
+
+@torch.inference_mode()
+def heads_that_know(path: Path, prompt: str, answer: list[int], num_heads: int) -> Path:
+    """Heads of the embedded model, in the directory `path`, that guess all but the last tokens of one answer right.
+
+    Hugging Face gives the hidden states from which the answer's tokens are sampled.
+    """
+    tokens = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(prompt) + answer
+    hidden = reference_model(EMBEDDED_MODEL).model(torch.tensor([tokens])).last_hidden_state[0, -len(answer) - 1 :]
+    heads = fitted_heads(num_heads, hidden[: len(answer) - num_heads], answer, VOCAB_SIZE)
+    return write_heads(path, in_layout_of_medusa(heads), medusa_num_heads=num_heads, medusa_num_layers=1)

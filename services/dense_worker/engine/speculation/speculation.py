@@ -85,10 +85,13 @@ class Speculation:
         self._budget.spend(time.thread_time() - begin_s)
         return num_drafts > 0 and MIN_GAIN * time_s < ahead_s and not self._budget.is_spent
 
-    @property
-    def wants_guesses(self) -> bool:
-        """Whether the model's heads guess after the step under way."""
-        return (self._is_held_back or not self._budget.is_spent) and self._source.wants_guesses(self._is_held_back)
+    def wants_guesses(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether the model's heads guess after the step under way: never if no running sequence may use guesses."""
+        if self._budget.is_spent and not self._is_held_back:
+            return False
+        return self._source.wants_guesses(self._is_held_back) and any(
+            isinstance(sequence.predictor, HeadPredictor) for sequence in running
+        )
 
     def take(self, sequence: Sequence, guesses: SequenceOf[int]) -> None:
         """Keeps the heads' guesses, unless the sequence may have none."""

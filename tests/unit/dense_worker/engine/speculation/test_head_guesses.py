@@ -52,7 +52,7 @@ class AskedSpeculation(Speculation):
 
     def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
         waits = super().waits(running, max_num_drafts)
-        self.has_guesses = self.wants_guesses
+        self.has_guesses = self.wants_guesses(running)
         return waits
 
 
@@ -203,6 +203,16 @@ def test_sequences_that_may_have_no_drafts_use_no_guesses(monkeypatch: pytest.Mo
     drafted = {entry.seq_id for plan in cluster.plans for entry in plan.entries if entry.draft_token_ids}
     assert drafted == {2}
     assert [sequence.output_token_ids for sequence in sequences] == [expected_output(each) for each in sequences]
+
+
+def test_heads_do_not_run_for_drafts_that_a_form_forces() -> None:
+    """A step is held back for those, too, but no running sequence could use what the heads guess."""
+    speculation = make_speculation()
+    speculation.waits = lambda *_: True  # type: ignore[method-assign]
+    formed, free = make_sequence(1, 3, 40), make_sequence(2, 3, 40)
+    free.predictor = HeadPredictor(Acceptance(), NUM_HEADS, 0)
+    assert not any(speculation.wants_guesses([formed]) for _ in range(3 * TRIAL_STEPS))
+    assert sum(speculation.wants_guesses([formed, free]) for _ in range(3 * TRIAL_STEPS)) == 3
 
 
 @settings(max_examples=60, deadline=None)
