@@ -64,6 +64,37 @@ def skinny_quantized(
     out.copy_(product if residual is None else product + residual)
 
 
+def can_gemv(x: PreparedInput, matrix: QuantizedMatrix) -> bool:
+    """Any single row, in one version."""
+    return x.values.shape[:2] == (1, 1)
+
+
+def gemv_quantized(
+    launcher: object,
+    x: PreparedInput,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
+    residual: Tensor | None = None,
+) -> None:
+    """The matrix by one row."""
+    assert can_gemv(x, matrix)
+    skinny_quantized(launcher, x, matrix, bias, out, dtype, None, is_gated=is_gated, residual=residual)
+
+
+def can_dequantize(matrix: QuantizedMatrix) -> bool:
+    """All of them."""
+    return True
+
+
+def dequantize(launcher: object, matrix: QuantizedMatrix, out: Tensor) -> None:
+    """The whole matrix; of bytes with two codes first the even columns, then the odd ones."""
+    out.copy_(dequantized(matrix))
+
+
 def dequantized(matrix: QuantizedMatrix) -> Tensor:
     """float32 [out_features, in_features]; of bytes with two codes first the even columns, then the odd ones."""
     octets, scale = matrix.matrix, matrix.scale

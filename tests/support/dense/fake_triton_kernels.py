@@ -17,7 +17,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.dense.fake_expert_kernels import expert_kernels
-from tests.support.dense.fake_quantized_kernels import prepare_input, skinny_quantized
+from tests.support.dense.fake_quantized_kernels import (
+    can_dequantize,
+    can_gemv,
+    dequantize,
+    gemv_quantized,
+    prepare_input,
+    skinny_quantized,
+)
 
 PACKAGE = "services.dense_worker.backends"
 # The operations of torch that launch a kernel. Views and allocations do not.
@@ -118,7 +125,9 @@ class _Kernels:
             "triton_skinny": {"skinny_linear": self.skinny_linear, "SplitWorkspace": _SplitWorkspace},
             **expert_kernels(self._own),
             "quantized.triton_prepare": {"prepare_input": prepare_input},
-            "quantized.triton_skinny_quantized": {"skinny_quantized": skinny_quantized},
+            "quantized.triton_skinny_quantized": {"skinny_quantized": skinny_quantized, "PROGRAMS_PER_SM": 1},
+            "quantized.triton_gemv_quantized": {"can_gemv": can_gemv, "gemv_quantized": gemv_quantized},
+            "quantized.triton_dequantize": {"can_dequantize": can_dequantize, "dequantize": dequantize},
         }
 
     def add_rms_norm(

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 # Kernels and references in bfloat16 round at nearly the same places. Where an input lies between two codes, either may
 # come closer to the codes of float32.
 MAX_ERROR_RATIO = 3
-CODES, NO_CODES = "product of codes", "reference: "
+CODES, NO_CODES = "product of codes", "dequantized by a kernel"
 
 
 @pytest.fixture(scope="module")
