@@ -72,7 +72,8 @@ class StepPlan:
     confirmed: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id) that became known since the last plan, in order
     forks: tuple[Fork, ...] = ()
     new_sequences: tuple[NewSequence, ...] = ()
-    chosen: tuple[tuple[int, int], ...] = ()  # (seq_id, token_id): the next token of a sequence, forked ones included
+    # (seq_id, token_id): the next token of a beam, or the last one of the prompt of a forked answer
+    chosen: tuple[tuple[int, int], ...] = ()
     lane: int = 0
     drops_blocks: bool = False  # entries drop the blocks that a window has left behind
 
