@@ -29,8 +29,8 @@ def read_gemma4(fields: ConfigFields) -> ModelConfig:
     config = read_base(
         fields,
         activation="hidden_activation",
-        num_kv_heads=heads[0].num_kv_heads,
-        head_dim=heads[0].head_dim,
+        num_kv_heads=heads[-1].num_kv_heads,  # of a layer that sees everything, as the last one always does
+        head_dim=heads[-1].head_dim,
         rope=ropes["full_attention"],
     )
     has_bias = fields.flag("attention_bias")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start several times, and the 
 MAX_TOKENS = 120
 
 
-@pytest.fixture(scope="module", params=["gemma2", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["gemma2", "gemma4-shared", "gpt2", "qwen2_moe", "gpt_oss", "deepseek_v3"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PlainServices]]:

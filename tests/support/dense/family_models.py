@@ -262,7 +262,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
             "global_head_dim": 16,
             "num_key_value_heads": 1,
-            "vocab_size_per_layer_input": 96,
+            "vocab_size_per_layer_input": 1024,
             "hidden_size_per_layer_input": 6,
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
