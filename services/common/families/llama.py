@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.common.families.base import read_base, read_window, windows_of_layers
+from services.common.families.base import read_base, read_head_dim, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
-from services.common.families.shape import AttentionOptions, ModelConfig, QkNormKind
+from services.common.families.rope import read_ropes_by_type
+from services.common.families.shape import AttentionOptions, ModelConfig, QkNormKind, RopeConfig
 
 
 def read_llama(fields: ConfigFields) -> ModelConfig:
@@ -51,11 +52,45 @@ def read_seed_oss(fields: ConfigFields) -> ModelConfig:
     return replace(config, o_bias=fields.flag("attention_out_bias"))
 
 
-def read_olmo2(fields: ConfigFields) -> ModelConfig:
+def read_ernie4_5(fields: ConfigFields) -> ModelConfig:
+    """ERNIE 4.5: rotation of neighbouring pairs, and one field for all biases."""
+    has_bias = fields.flag("use_bias")
+    config = replace(read_base(fields), qkv_bias=has_bias, o_bias=has_bias, mlp_bias=has_bias)
+    return replace(config, attention=AttentionOptions(rotates_pairs=True))
+
+
+def read_olmo2(fields: ConfigFields, rope: RopeConfig | None = None) -> ModelConfig:
     """OLMo 2: norms only after attention and MLP, and norms of q and k over all heads."""
-    config = read_llama(fields)
+    has_bias = fields.flag("attention_bias")
+    config = replace(read_base(fields, rope=rope), qkv_bias=has_bias, o_bias=has_bias)
     parts = replace(config.parts, has_norms_before=False, has_norms_after=True, qk_norm=QkNormKind.ALL_HEADS)
     return replace(config, qk_norm=True, parts=parts)
+
+
+def read_olmo3(fields: ConfigFields) -> ModelConfig:
+    """OLMo 3: OLMo 2 with windows in some layers, and one rotary embedding for each kind of layer."""
+    kinds = fields["layer_types"]
+    ropes = read_ropes_by_type(fields, dict.fromkeys(kinds, read_head_dim(fields)))
+    theta = fields.raw.get("rope_theta")
+    for kind, rope in ropes.items():  # transformers gives this number to layers that see everything alone
+        if theta not in (None, rope.theta):
+            raise fields.error("rope_theta", theta, f"but {rope.theta} in layers of {kind}")
+    layer_ropes = tuple(ropes[kind] for kind in kinds)
+    config = read_olmo2(fields, ropes.get("full_attention", layer_ropes[0]))
+    windows = windows_of_layers(fields, read_window(fields))
+    return replace(config, sliding_windows=windows, attention=AttentionOptions(layer_ropes=layer_ropes))
+
+
+def read_exaone4(fields: ConfigFields) -> ModelConfig:
+    """EXAONE 4.0: norms of heads, and after attention and MLP; beside windows, layers that see all do not rotate."""
+    fields.only("attention_bias", False)
+    fields.ignore("sliding_window_pattern")  # transformers has made `layer_types` of it
+    config, window = read_base(fields), read_window(fields)
+    windows = windows_of_layers(fields, window)
+    ropes = tuple(config.rope if window is None or each is not None else None for each in windows)
+    parts = replace(config.parts, has_norms_before=False, has_norms_after=True)
+    attention = AttentionOptions(layer_ropes=ropes)
+    return replace(config, qk_norm=True, parts=parts, sliding_windows=windows, attention=attention)
 
 
 def read_glm(fields: ConfigFields) -> ModelConfig:

@@ -193,6 +193,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "seed_oss": ("seed_oss", {"head_dim": 8}),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    "exaone4-full": (
+        "exaone4",
+        {"head_dim": 16, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False}),
     "glm": ("glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
