@@ -7,13 +7,14 @@ from typing import Any
 
 from services.common.families.base import read_base, read_window, windows_of_layers
 from services.common.families.fields import ConfigFields
-from services.common.families.llama import read_mistral
+from services.common.families.llama import read_granite, read_mistral
 from services.common.families.shape import (
     AttentionOptions,
     ClampedSwiglu,
     ExpertOptions,
     GroupedRouting,
     ModelConfig,
+    QkNormKind,
 )
 
 # What other mixtures do, with the values by which they do not.
@@ -61,6 +62,45 @@ def read_glm4_moe(fields: ConfigFields) -> ModelConfig:
     config = read_base(fields, allows_partial_rope=True)
     config = replace(config, qkv_bias=fields.flag("attention_bias"), qk_norm=fields.flag("use_qk_norm"))
     return with_grouped_experts(fields, config, renormalizes=fields.flag("norm_topk_prob"), is_sigmoid=True)
+
+
+def read_minimax_m2(fields: ConfigFields) -> ModelConfig:
+    """MiniMax-M2: DeepSeek-V3's routing without groups, partial rotation, norms of q and k over all heads."""
+    fields.ignore("rotary_dim")  # transformers has made `partial_rotary_factor` of it
+    fields.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # layers which draft tokens
+    config = read_base(fields, allows_partial_rope=True)
+    fields.only("use_qk_norm", True)  # this and the next are in the published files and say what the class does anyway
+    fields.only("qk_norm_type", "per_layer")
+    fields.only("use_routing_bias", True)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("shared_intermediate_size", 0)
+    fields.only("attn_type_list", [1] * config.num_layers)
+    num_experts = fields.size("num_local_experts")
+    if num_experts < 2:
+        raise fields.error("num_local_experts", num_experts, "expected at least 2")
+    parts = replace(config.parts, qk_norm=QkNormKind.ALL_HEADS)
+    return _with_experts(
+        fields,
+        replace(config, qk_norm=True, parts=parts),
+        "num_local_experts",
+        intermediate_size=config.intermediate_size,
+        renormalizes=True,
+        layers=tuple(range(config.num_layers)),
+        grouped=GroupedRouting(num_groups=1, num_groups_per_token=1, multiplier=1.0, is_sigmoid=True),
+    )
+
+
+def read_granitemoe(fields: ConfigFields) -> ModelConfig:
+    """Granite 3's mixtures: a Granite with experts in all layers."""
+    config = read_granite(fields)
+    return _with_experts(
+        fields,
+        config,
+        "num_local_experts",
+        intermediate_size=config.intermediate_size,
+        renormalizes=True,
+        layers=tuple(range(config.num_layers)),
+    )
 
 
 def read_gpt_oss(fields: ConfigFields) -> ModelConfig:

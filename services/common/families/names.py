@@ -117,6 +117,13 @@ _DEEPSEEK = CheckpointNames(of_experts=ExpertNames(shared="mlp.shared_experts"))
 _MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )
+_GRANITE_EXPERTS = ExpertNames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe",
+    gate_up="input_linear",
+    down="output_linear",
+    has_plain_stack=True,
+)
 _GEMMA4_EXPERTS = ExpertNames(
     router="router.proj",
     experts="experts",
@@ -146,6 +153,10 @@ NAMES: dict[str, CheckpointNames] = {  # by `ModelConfig.family`
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "mixtral": CheckpointNames(of_experts=_MIXTRAL),
+    "minimax_m2": CheckpointNames(
+        of_experts=replace(_MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
+    ),
+    "granitemoe": CheckpointNames(of_experts=_GRANITE_EXPERTS),
     "qwen2_moe": _LLAMA,
     "qwen3_moe": _LLAMA,
     "gpt_oss": CheckpointNames(

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from services.common.families.cohere import read_cohere, read_cohere2
 from services.common.families.deepseek import read_deepseek_v2, read_deepseek_v3
-from services.common.families.experts import read_glm4_moe, read_gpt_oss, read_mixtral, read_qwen2_moe, read_qwen3_moe
+from services.common.families.experts import (
+    read_glm4_moe,
+    read_gpt_oss,
+    read_granitemoe,
+    read_minimax_m2,
+    read_mixtral,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from services.common.families.fields import ConfigFields
 from services.common.families.gemma import read_gemma, read_gemma2, read_gemma3
 from services.common.families.gemma4 import read_gemma4
@@ -54,6 +62,8 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "mixtral": Family("MixtralForCausalLM", read_mixtral),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", read_qwen2_moe),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", read_qwen3_moe),
+    "minimax_m2": Family("MiniMaxM2ForCausalLM", read_minimax_m2),
+    "granitemoe": Family("GraniteMoeForCausalLM", read_granitemoe),
     "gpt_oss": Family("GptOssForCausalLM", read_gpt_oss),
     "smollm3": Family("SmolLM3ForCausalLM", read_smollm3),
     "granite": Family("GraniteForCausalLM", read_granite),

@@ -96,6 +96,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         {

@@ -37,7 +37,10 @@ from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 torch.set_num_threads(1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MAX_NUM_TOKENS = 70
-VARIANTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-plain-layer", "glm4_moe", "glm4_moe-one-group", "gpt_oss")
+VARIANTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe-plain-layer", "glm4_moe", "glm4_moe-one-group"),
+    *("minimax_m2", "granitemoe", "gpt_oss"),
+)
 
 
 @pytest.fixture(autouse=True)
