@@ -6,6 +6,7 @@ beside a call, and they leave out messages of the system behind the first messag
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,16 +36,18 @@ def harmony_fields(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _one_by_one(message: Message, results: Sequence[Message]) -> list[Message]:
     """A message with calls and the results behind it, as pairs of a call and its result. Others come last."""
-    left, pairs = list(results), list[Message]()
+    left = dict(enumerate(results))
+    indices = defaultdict[str, deque[int]](deque)  # of the results, by call_id
+    for index, result in left.items():
+        indices[result.call_id].append(index)
+    pairs = list[Message]()
     for i, call in enumerate(message.calls):
         thoughts = [message.reasoning, message.content] if i == 0 else []
         reasoning = "\n".join(filter(None, thoughts))
         pairs.append(replace(message, content="", reasoning=reasoning, calls=(call,)))
-        result = next((each for each in left if each.call_id == call.call_id), None)
-        if result is not None:
-            left.remove(result)
-            pairs.append(result)
-    return pairs + left
+        if indices[call.call_id]:
+            pairs.append(left.pop(indices[call.call_id].popleft()))
+    return [*pairs, *left.values()]
 
 
 def _fields(message: Message) -> dict[str, Any]:

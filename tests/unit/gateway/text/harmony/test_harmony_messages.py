@@ -46,6 +46,18 @@ def test_results_and_calls_without_their_counterpart_stay() -> None:
     ]
 
 
+def test_results_of_equal_ids_go_to_the_calls_in_order() -> None:
+    calls, again = Message("assistant", "", calls=(A, B, A)), Message("tool", "4", call_id="a")
+    assert [each[:2] for each in shown(calls, RESULT_A, again, RESULT_B)] == [
+        ("assistant", ""),
+        ("tool", "1"),
+        ("assistant", ""),
+        ("tool", "2"),
+        ("assistant", ""),
+        ("tool", "4"),
+    ]
+
+
 def test_later_instructions_become_texts_of_the_user() -> None:
     given = (Message("system", "Be brief."), Message("user", "Hi"), Message("system", "Be kind."), Message("user", "?"))
     assert shown(*given) == [("system", "Be brief.", "", []), ("user", "Hi\nBe kind.\n?", "", [])]
