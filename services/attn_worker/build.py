@@ -9,7 +9,6 @@ import structlog
 import torch
 
 from services.attn_worker.backends import CapturableAttention
-from services.attn_worker.backends.rope import length_dependent_beyond
 from services.attn_worker.backends.select import BackendName, select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
@@ -17,6 +16,7 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
+from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import CapacityError
 from services.common.kv_cache.format import resolve_kv_cache_format

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from services.attn_worker.backends.rope import length_dependent_beyond
+from services.common.attention.rope import length_dependent_beyond
 from services.common.config import AttentionSection
 from services.common.errors import ConfigError
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from services.attn_worker.backends.rope import length_dependent_beyond
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend

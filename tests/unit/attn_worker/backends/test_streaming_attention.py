@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from services.attn_worker.backends.rope import UnboundedRotaryEmbedding
+from services.common.attention.rope import UnboundedRotaryEmbedding
 from tests.support.attention.harness import BLOCK_SIZE, Harness
 from tests.support.attention.streaming import streaming_attention
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from services.attn_worker.backends.rope import RotaryEmbedding, length_dependent_beyond
+from services.common.attention.rope import RotaryEmbedding, length_dependent_beyond
 from services.common.model_config import RopeConfig
 
 HEAD_DIM, MAX_POSITION, ORIGINAL, MAX_MODEL_LEN = 32, 64, 32, 256

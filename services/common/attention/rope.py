@@ -1,6 +1,6 @@
 """Rotary position embedding: cosines and sines per token, for every kind of scaling that the model families use.
 
-Used by the attention backends, once per step. The formulas agree with those of transformers (tested).
+Used once per step. The formulas agree with those of transformers (tested).
 """
 
 from __future__ import annotations
