@@ -1,10 +1,11 @@
 """What a client waits while another one has hundreds of streams, and how evenly two such clients share the server.
 
-    python -m services.launch --set 'gateway.trusted_proxies=["127.0.0.1"]' &
-    python bench/fairness.py --num-streams 500
+    python bench/fairness.py --num-streams 500                          # on this machine, with the embedded model
+    python bench/fairness.py --shape llama-2-7b --seconds 10            # on a GPU, with random weights
 
-Clients differ by the metadata `x-forwarded-for`, which the server has to believe. All ratios are of one run. The
-streams run in a process of their own, so that they delay no measurement here.
+Clients differ by the metadata `x-forwarded-for`, which the server believes: a running one (`--address`) needs
+`gateway.trusted_proxies`. All ratios are of one run. The streams run in a process of their own, so that they delay no
+measurement here.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpc
 
 from bench.load.options import whole_number
+from bench.load.own_server import add_server_options, open_server
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
 
 HEAVY, OTHER, NEWCOMER = "198.51.100.1", "198.51.100.2", "198.51.100.3"
@@ -39,14 +41,17 @@ Counts = dict[str, tuple[int, float]]  # by client: tokens so far, and the media
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 if the newcomer waits too long."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--address", default="127.0.0.1:50051", help="of the gateway's gRPC API")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_server_options(parser)
     parser.add_argument("--num-streams", type=whole_number, default=500)
     parser.add_argument("--num-requests", type=whole_number, default=40, help="of the newcomer, one after the other")
     parser.add_argument("--prompt-len", type=whole_number, default=32, help="tokens of every prompt")
     parser.add_argument("--output-len", type=whole_number, default=1000, help="tokens of every stream")
     parser.add_argument("--seconds", type=whole_number, default=20, help="for which two clients share the server")
-    figures = asyncio.run(_run(parser.parse_args(argv)))
+    arguments = parser.parse_args(argv)
+    with open_server(arguments, 'gateway.trusted_proxies=["unix"]') as server:
+        arguments.address = server.address
+        figures = asyncio.run(_run(arguments))
     print(json.dumps(figures, indent=2))
     return 0 if figures["first_token_ratio"] <= MAX_RATIO else 1
 

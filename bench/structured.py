@@ -1,6 +1,7 @@
 """What a form of answers costs: TPOT with and without, the time to compile a form, and masks per second.
 
-    python bench/structured.py --streams 1 16 64                        # on this CPU, with the embedded model
+    python bench/structured.py --streams 1 16 64                        # on this machine, with the embedded model
+    python bench/structured.py --shape llama-2-7b --rounds 3            # on a GPU, with random weights
     python bench/structured.py --address HOST:PORT --model DIR          # against a running server, of this model
 
 Rounds with and without a form alternate; the ratio is the median over pairs of rounds. In *mixed* rounds every second
@@ -11,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import grpc
 import numpy as np
 
-from services.common.config import EMBEDDED_MODEL
+from bench.load.own_server import add_server_options, open_server
 from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
@@ -37,7 +36,6 @@ from services.gateway.text.form_trials import FormTrials
 from services.grammar.matcher import GrammarMatcher
 from services.grammar.vocabulary import read_vocabulary
 from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
-from tests.support.cluster import running_cluster
 
 # It cannot end before max_tokens, so that every round has the same number of steps.
 ENDLESS = {
@@ -185,22 +183,9 @@ def _random_token(mask: np.ndarray, generator: np.random.Generator) -> int:
     return int(generator.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
 
 
-@contextlib.contextmanager
-def _address(given: str | None) -> Iterator[str]:
-    if given is not None:
-        yield given
-        return
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        running_cluster(Path(directory), "scheduler.max_num_seqs=64") as cluster,
-    ):
-        yield cluster.address
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--address", help="of a running gateway's gRPC API; default: a cluster of its own on this CPU")
-    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="directory of the model that it serves")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_server_options(parser)
     parser.add_argument("--dummy", action="store_true", help="the model has dummy weights and may have no tokenizer")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="streams at once")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind; the median counts")
@@ -208,13 +193,14 @@ def main() -> None:
     parser.add_argument("--num-forms", type=int, default=200, help="schemas to compile")
     parser.add_argument("--num-steps", type=int, default=200, help="steps of the masks alone")
     options = parser.parse_args()
-    print(f"{os.cpu_count()} cores, vocabulary of {load_model_config(options.model).vocab_size}\n")
-    asyncio.run(measure_masks(options.model, options.dummy, options.streams, options.num_steps))
-    print()
-    asyncio.run(measure_compiling(options.model, options.dummy, options.num_forms))
-    print()
-    with _address(options.address) as address:
-        asyncio.run(measure_tpot(address, options.streams, options.rounds, options.max_tokens))
+    with open_server(options, f"scheduler.max_num_seqs={max(options.streams)}") as server:
+        vocab_size = load_model_config(server.model).vocab_size
+        print(f"{os.cpu_count()} cores, vocabulary of {vocab_size}, shape {options.shape or server.model.name}\n")
+        asyncio.run(measure_tpot(server.address, options.streams, options.rounds, options.max_tokens))
+        print()
+        asyncio.run(measure_masks(server.model, options.dummy, options.streams, options.num_steps))
+        print()
+        asyncio.run(measure_compiling(server.model, options.dummy, options.num_forms))
 
 
 if __name__ == "__main__":
