@@ -1,7 +1,7 @@
 """`DenseReplacer`: replaces the dense worker by a new one; streams only see a pause.
 
-    start the new one in standby → compare weights → the old one leaves at a step boundary, its sequences stay with
-    the attention worker → the new one takes over, and computes a token → the old one stops
+    the old one serves → start the new one in standby → compare weights → the old one leaves at a step boundary, its
+    sequences stay with the attention worker → the new one takes over, and computes a token → the old one stops
 
 A failure before the last arrow is undone: the new worker stops, and the old one, which has kept its weights, continues.
 """
@@ -82,16 +82,17 @@ class DenseReplacer:
         config = self._configure(old, overrides)
         self._task = asyncio.current_task()
         try:
+            # While the old one starts or attaches, a second one would only make its streams wait longer.
+            present_hash = await self._present_hash(old)
             self._num_started += 1
-            options = ChildOptions(is_standby=True)
-            if keeps_caches:
-                options = options.model_copy(update={"stated_weights_hash": await self._present_hash(old)})
+            options = ChildOptions(is_standby=True, stated_weights_hash=present_hash if keeps_caches else None)
             new = self._make_child(f"{ROLE}-{self._num_started}", ROLE, config, options)
             return await self._replace(old, new, drops_caches=drops_caches)
         finally:
             self._task = None
 
     async def _present_hash(self, old: Child) -> str:
+        """The weights' hash of the old worker. Raises `RolledBack` if it does not serve."""
         try:
             async with _dense_stub(old) as stub:
                 return (await _present_status(old, stub)).weights_hash

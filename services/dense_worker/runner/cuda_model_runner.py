@@ -94,13 +94,17 @@ class CudaModelRunner(ModelRunner):
             self._stream.synchronize()
 
     def attach(self, channels: Iterable[Channel]) -> None:
-        """Captures the graphs, unless `captures_lazily` is on."""
+        """Captures the graphs, unless `captures_lazily` is on.
+
+        Later attachments capture lazily: streams wait for them, and kernels are compiled already.
+        """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         super().attach(channels)
         self._unsampled = None
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
+        self._captures_lazily = True
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:

@@ -241,9 +241,14 @@ def test_caches_are_not_both_dropped_and_kept(tmp_path: Path) -> None:
     assert world.new is None and world.serves == "old"
 
 
-def test_caches_of_a_worker_that_does_not_serve_cannot_be_kept(tmp_path: Path) -> None:
-    world, result = run(tmp_path, lambda world: setattr(world.old, "state", State.LOADING), keeps_caches=True)
-    assert isinstance(result, RolledBack) and "does not serve now" in str(result)
+@pytest.mark.parametrize("keeps_caches", [False, True])
+@pytest.mark.parametrize("state", [State.LOADING, State.ATTACHING])
+def test_nothing_is_started_while_the_present_worker_does_not_serve(
+    tmp_path: Path, state: State.State, keeps_caches: bool
+) -> None:
+    world, result = run(tmp_path, lambda world: setattr(world.old, "state", state), keeps_caches=keeps_caches)
+    name = State.State.Name(state).lower()
+    assert isinstance(result, RolledBack) and f"does not serve now: it is {name}; nothing was changed" in str(result)
     assert world.new is None and world.serves == "old"
 
 
