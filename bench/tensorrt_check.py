@@ -2,12 +2,12 @@
 
     python bench/tensorrt_check.py --dtype float16 --json results.json
 
-Checks the errors of TensorRT and torch against a wider computation in every profile (`tensorrt_precision.py` says what
-the limits are), the same for values whose squares exceed float16, the own error of each operation, CUDA graphs of all
-captured sizes in random order, a step without waiting, and whole generations of the embedded model; then prints
-microseconds for each segment and number of tokens. Weights are random in the shape of Llama-2-7B, or of `--model DIR`.
-The exit status is 1 if a check fails; a check that could not run counts as failed and says why. The program has no
-built-in figures: it prints only what it has measured.
+Prints microseconds for each segment and number of tokens; then checks the errors of TensorRT and torch against a wider
+computation in every profile (`tensorrt_precision.py` says what the limits are), the same for values whose squares
+exceed float16, the own error of each operation, CUDA graphs of all captured sizes in random order, a step without
+waiting, and generations of the embedded model. Weights are random in the shape of Llama-2-7B, or of `--model DIR`. The
+exit status is 1 if a check fails; a check that could not run counts as failed and says why. The program has no built-in
+figures: it prints only what it has measured.
 """
 
 from __future__ import annotations
@@ -321,6 +321,14 @@ def run_checks(
     edges = sorted({size for profile in profiles for size in (profile.low, profile.best, profile.high)})
     graph_sizes = token_buckets(MAX_GRAPH_SEQS, profiles[-1].high)
     best = [profile.best for profile in profiles]
+    limits = Limits(profiles[-1].high, MAX_ROWS)
+    backends = {
+        "tensorrt": subject.tensorrt,
+        "torch": torch_backend(subject.weights, config, limits.num_tokens),
+        "plain": subject.torch,
+    }
+    results["times_us"] = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
+    print_times(results["times_us"])
     print_summing_kernels(subject.plans)
     model = load_hugging_face(EMBEDDED_MODEL, tiny_config, dtype).to(device)
     run_check("agreement with torch", lambda: check_agreement(subject, edges), checks)
@@ -329,13 +337,6 @@ def run_checks(
     run_check("graphs of all sizes in random order", lambda: check_graphs(subject, graph_sizes), checks)
     run_check("enqueue while the GPU sleeps", lambda: check_no_wait(subject, [1, 64]), checks)
     run_check("generation of the embedded model", lambda: check_generation(tiny, model, 32), checks)
-    limits = Limits(profiles[-1].high, MAX_ROWS)
-    backends = {
-        "tensorrt": subject.tensorrt,
-        "torch": torch_backend(subject.weights, config, limits.num_tokens),
-        "plain": subject.torch,
-    }
-    results["times_us"] = measure_segments(backends, config, dtype, device, limits, time_on_gpu)
     return results
 
 
@@ -350,10 +351,11 @@ def print_summing_kernels(plans: dict[str, CachedEnginePlan]) -> None:
 
 def print_times(times: dict[str, dict[int, dict[str, float]]]) -> None:
     """Prints times within a CUDA graph; `torch` is dense.backend=torch, `plain` its operators one by one."""
-    print(f"\n{'segment':<8}{'size':>6}{'TensorRT µs':>14}{'torch µs':>12}{'plain torch µs':>17}")
+    print(f"{'segment':<8}{'size':>6}{'TensorRT µs':>14}{'torch µs':>12}{'plain torch µs':>17}{'TensorRT/torch':>17}")
     for segment, by_size in times.items():
         for size, us in by_size.items():
-            print(f"{segment:<8}{size:>6}{us['tensorrt']:>14}{us['torch']:>12}{us['plain']:>17}")
+            ratio = f"{us['tensorrt'] / us['torch']:.2f}"
+            print(f"{segment:<8}{size:>6}{us['tensorrt']:>14}{us['torch']:>12}{us['plain']:>17}{ratio:>17}", flush=True)
 
 
 def main() -> int:
@@ -389,7 +391,6 @@ def main() -> int:
             results |= run_checks(api, config, dtype, profiles, plans, arguments.probe.split(","))
     except TwostrokeError as error:
         sys.exit(f"bench/tensorrt_check.py: {error}")
-    print_times(results["times_us"])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))
     return int(not all(check["passed"] for check in results["checks"].values()))
