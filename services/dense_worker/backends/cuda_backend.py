@@ -105,11 +105,11 @@ class CudaBackend:
         operations = self._operations
         for linear in linears:
             if not isinstance(linear.weight, PlainWeight):
-                log.info("kernels of a quantized layer", layer=linear.name, **operations.linear.kernels_of(linear))
-        linears = [linear for linear in linears if operations.linear.can_stream(linear)]
+                log.info("kernels of a quantized layer", layer=linear.name, **operations.products.kernels_of(linear))
+        linears = [linear for linear in linears if operations.products.can_stream(linear)]
         if not linears:
             return
-        choice = operations.linear.choice
+        choice = operations.products.choice
         choice.set_all(linears, LinearKernel.STREAMED)
         with operations.launcher.compiling():
             for num_tokens in self._step_sizes():

@@ -7,13 +7,14 @@ here. An adapter's delta joins in `multiply`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.quantized.multiplied_codes import MultipliedCodes
 from services.dense_worker.backends.quantized.multiplied_values import MultipliedValues
+from services.dense_worker.backends.quantized.operands import InputForm
 from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
 from services.dense_worker.backends.streamed_plain import StreamedPlain
 from services.dense_worker.backends.triton_launch import KernelLauncher
@@ -41,7 +42,7 @@ class StreamingKernels(Protocol):
         is_gated: bool,
         residual: torch.Tensor | None,
     ) -> None:
-        """Like `CudaLinear.multiply`; a norm is possible only for one row."""
+        """Like `CudaLinear.multiply`; with a norm where `CudaLinear.fuses_norm` says so."""
 
 
 class CudaLinear:
@@ -74,6 +75,20 @@ class CudaLinear:
         kernels = self._streaming.get(type(linear.weight))
         return kernels is not None and kernels.can_multiply(linear)
 
+    def fuses_norm(self, kernel: LinearKernel, linear: Linear, num_rows: int, *, has_delta: bool) -> bool:
+        """Whether `multiply` takes the RMSNorm before this product, and if `has_delta` the addition before the norm."""
+        if self.adds_deltas:
+            return False
+        if kernel is LinearKernel.STREAMED:
+            return not has_delta and (num_rows == 1 or type(linear.weight) in self._quantized)
+        form = self._prepared_form(linear, num_rows)
+        return form is not None and not (has_delta and form.order is not None)
+
+    def fuses_swiglu(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Whether `multiply` takes gate and up, of which SiLU(gate) * up is this product's input."""
+        is_unfused = kernel is LinearKernel.CUBLAS and not self.adds_deltas
+        return is_unfused and self._prepared_form(linear, num_rows) is not None
+
     def kernels_of(self, linear: Linear) -> dict[str, str]:
         """What multiplies a quantized layer with few rows and with many, and why it is the reference; for the log."""
         kernels = self._quantized.get(type(linear.weight))
@@ -96,7 +111,9 @@ class CudaLinear:
         x: torch.Tensor,  # [n, in_features]
         out: torch.Tensor,  # [n, out_features], half of them if is_gated; x's dtype, or float32
         *,
-        norm: RmsNorm | None = None,  # x is first normalised; only streamed, and only one row
+        norm: RmsNorm | None = None,  # x is first normalised; only where `fuses_norm`
+        delta: torch.Tensor | None = None,  # [n, in_features]: before the norm it is added to x in place
+        is_gate_up: bool = False,  # x is gate and up, the input SiLU(gate) * up; only where `fuses_swiglu`
         is_gated: bool = False,  # SiLU of the first half times the second; only streamed
         residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only streamed
     ) -> None:
@@ -105,19 +122,34 @@ class CudaLinear:
         If rows have adapters, their deltas are added.
         """
         if kernel is LinearKernel.STREAMED:
+            assert delta is None and not is_gate_up, "no streaming kernel fuses them"
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
         else:
-            assert norm is None and not is_gated and residual is None, "the reference fuses nothing"
-            self._multiply_unfused(linear, x, out)
+            assert not is_gated and residual is None, "only streaming kernels fuse what follows"
+            self._multiply_unfused(linear, x, out, norm=norm, delta=delta, is_gate_up=is_gate_up)
         if self._lora is not None and self._lora.is_active:
             assert norm is None and not is_gated, "an adapter's delta is of the plain product"
             self._lora.add(linear, x, out)
 
-    def _multiply_unfused(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-        if isinstance(linear.weight, ScaledWeight) and self._codes.can_multiply(linear, len(x)):
-            self._codes.multiply(linear, x, out)
-        elif type(linear.weight) in self._quantized and self._values.can_multiply(linear):
-            self._values.multiply(linear, x, out)
+    def _many_rows(self, linear: Linear, num_rows: int) -> MultipliedCodes | MultipliedValues | None:
+        """What multiplies a quantized layer that is not streamed; None: the format's reference."""
+        if isinstance(linear.weight, ScaledWeight) and self._codes.can_multiply(linear, num_rows):
+            return self._codes
+        is_quantized = type(linear.weight) in self._quantized
+        return self._values if is_quantized and self._values.can_multiply(linear) else None
+
+    def _prepared_form(self, linear: Linear, num_rows: int) -> InputForm | None:
+        """The form in which a kernel prepares the input of a product that is not streamed; None: it needs none."""
+        products = self._many_rows(linear, num_rows)
+        form = None if products is None else products.input_form(linear)
+        return None if form is None or form.is_any else form
+
+    def _multiply_unfused(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, **before: Any) -> None:
+        products = self._many_rows(linear, len(x))
+        is_plain = before["norm"] is None and not before["is_gate_up"]
+        assert is_plain or self._prepared_form(linear, len(x)) is not None, "no kernel prepares the input"
+        if products is not None:
+            products.multiply(linear, x, out, **before)
         elif out.dtype == x.dtype:
             linear.weight.multiply(x, linear.bias_data, out)
         else:

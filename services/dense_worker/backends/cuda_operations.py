@@ -20,7 +20,7 @@ from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_no
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
-from services.dense_worker.model.operations import Residual
+from services.dense_worker.model.operations import GateUp, MlpInput, Residual
 from services.dense_worker.model.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CudaOperations:
         self._selected_rows: torch.Tensor | None = None  # of the layers' inputs; None: the first ones
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
-        self.linear = CudaLinear(self.launcher, device, dtype, lora)
+        self.products = CudaLinear(self.launcher, device, dtype, lora)
         self.experts = None  # None: the model has none
         if experts is not None:
             self.experts = CudaExperts(self.launcher, config, experts, max_num_tokens, dtype, device)
@@ -89,26 +89,34 @@ class CudaOperations:
         hidden = residual.hidden
         if out is None:
             out = torch.empty(len(hidden), linear.out_features, dtype=hidden.dtype, device=hidden.device)
-        kernel = self.linear.choice.kernel(linear, len(hidden))
+        kernel = self.products.choice.kernel(linear, len(hidden))
         return self._norm_multiply(kernel, residual, norm, linear, out, is_gated=False), out
 
-    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
-        """Like `norm_linear`, with the activation. The result lies in the left half of a workspace."""
+    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, MlpInput]:
+        """Like `norm_linear`. A streaming kernel computes the activation; otherwise it is left to the next product.
+
+        The result lies in a workspace.
+        """
         num_rows = len(residual.hidden)
         both = self._gate_up[:num_rows, : gate_up.out_features]
-        activation = both[:, : gate_up.out_features // 2]
-        kernel = self.linear.choice.kernel(gate_up, num_rows)
-        if kernel is LinearKernel.STREAMED and not self.linear.adds_deltas:
+        kernel = self.products.choice.kernel(gate_up, num_rows)
+        if kernel is LinearKernel.STREAMED and not self.products.adds_deltas:
+            activation = both[:, : gate_up.out_features // 2]
             return self._norm_multiply(kernel, residual, norm, gate_up, activation, is_gated=True), activation
-        residual = self._norm_multiply(kernel, residual, norm, gate_up, both, is_gated=False)
-        silu_mul(self.launcher, both, activation)
-        return residual, activation
+        return self._norm_multiply(kernel, residual, norm, gate_up, both, is_gated=False), GateUp(both)
+
+    def linear(self, linear: Linear, x: MlpInput) -> torch.Tensor:
+        """The kernel of the layer's choice -> a new tensor."""
+        rows = x.both if isinstance(x, GateUp) else x
+        out = torch.empty(len(rows), linear.out_features, dtype=rows.dtype, device=rows.device)
+        self._multiply(linear, x, out)
+        return out
 
     def linear_add(
         self,
         residual: Residual,
         linear: Linear,
-        x: torch.Tensor,
+        x: MlpInput,
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:
@@ -116,13 +124,13 @@ class CudaOperations:
 
         So does a product that is normalised or multiplied before it is added.
         """
-        hidden, num_rows = self.settle(residual), len(x)
-        kernel = self.linear.choice.kernel(linear, num_rows)
+        hidden = self.settle(residual)
+        kernel = self.products.choice.kernel(linear, len(hidden))
         if kernel is LinearKernel.STREAMED and norm is None and multiplier == 1.0:
-            self.linear.multiply(kernel, linear, x, hidden, residual=hidden)
+            self._multiply(linear, x, hidden, residual=hidden)
             return Residual(hidden)
-        delta = self._hidden[:num_rows]
-        self.linear.multiply(kernel, linear, x, delta)
+        delta = self._hidden[: len(hidden)]
+        self._multiply(linear, x, delta)
         return self.add(Residual(hidden), delta, norm, multiplier)
 
     def normalize(self, residual: Residual, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
@@ -213,6 +221,20 @@ class CudaOperations:
         hidden, delta = residual
         return hidden if delta is None else hidden.add_(delta)
 
+    def _multiply(
+        self, linear: Linear, x: MlpInput, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
+        """The product, by the kernel of the layer's choice. SiLU is fused with what prepares x, or a kernel before."""
+        kernel = self.products.choice.kernel(linear, len(out))
+        if not isinstance(x, GateUp):
+            self.products.multiply(kernel, linear, x, out, residual=residual)
+        elif self.products.fuses_swiglu(kernel, linear, len(out)):
+            self.products.multiply(kernel, linear, x.both, out, is_gate_up=True)
+        else:
+            activation = x.both[:, : linear.in_features]
+            silu_mul(self.launcher, x.both, activation)
+            self.products.multiply(kernel, linear, activation, out, residual=residual)
+
     def _norm_multiply(
         self,
         kernel: LinearKernel,
@@ -224,17 +246,17 @@ class CudaOperations:
     ) -> Residual:
         """Norm and product, in one kernel where it can be. Nothing is left to be added to the residual."""
         hidden, delta = residual
-        is_one_row = kernel is LinearKernel.STREAMED and len(hidden) == 1 and delta is None
-        if is_one_row and type(norm) is RmsNorm and not self.linear.adds_deltas:
-            self.linear.multiply(kernel, linear, hidden, out, norm=norm, is_gated=is_gated)
-            return residual
+        has_delta = delta is not None
+        if type(norm) is RmsNorm and self.products.fuses_norm(kernel, linear, len(hidden), has_delta=has_delta):
+            self.products.multiply(kernel, linear, hidden, out, norm=norm, delta=delta, is_gated=is_gated)
+            return Residual(hidden)
         if norm is None:
             hidden = self.settle(residual)
-            self.linear.multiply(kernel, linear, hidden, out, is_gated=is_gated)
+            self.products.multiply(kernel, linear, hidden, out, is_gated=is_gated)
             return Residual(hidden)
         normed = self._hidden[: len(hidden)]  # may be `delta`
         self._normalize(residual, norm, normed)
-        self.linear.multiply(kernel, linear, normed, out, is_gated=is_gated)
+        self.products.multiply(kernel, linear, normed, out, is_gated=is_gated)
         return Residual(hidden)
 
     def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from services.common.families.shape import Activation
 from services.dense_worker.model.activation import ACTIVATIONS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import HeadNorms, Norm
-from services.dense_worker.model.operations import Operations, Residual
+from services.dense_worker.model.operations import MlpInput, Operations, Residual
 from services.dense_worker.model.parameters import Parameter
 
 
@@ -44,14 +44,14 @@ class AfterAttention(Protocol):
 class Mlp(Protocol):
     """The part of a layer besides attention."""
 
-    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
+    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, MlpInput]:
         """Returns the residual, and what `add` takes: the input of the last projection, or the MLP's output."""
 
     def add(
         self,
         operations: Operations,
         residual: Residual,
-        activation: torch.Tensor,
+        activation: MlpInput,
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:

@@ -10,7 +10,7 @@ from services.common.families.shape import Activation
 from services.dense_worker.model.activation import ACTIVATIONS
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.norm import Norm
-from services.dense_worker.model.operations import Operations, Residual
+from services.dense_worker.model.operations import MlpInput, Operations, Residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class GatedMlp:
     down: Linear
     activation: Activation = Activation.SILU
 
-    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
+    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, MlpInput]:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
         if self.activation is Activation.SILU:
             return operations.norm_swiglu(residual, self.norm, self.gate_up)
@@ -34,7 +34,7 @@ class GatedMlp:
         self,
         operations: Operations,
         residual: Residual,
-        activation: torch.Tensor,
+        activation: MlpInput,
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:

@@ -25,6 +25,15 @@ class Residual(NamedTuple):
     delta: torch.Tensor | None = None  # [n, hidden]: not added yet; the next norm adds it in its own pass
 
 
+class GateUp(NamedTuple):
+    """Rows of gate and up, of which the product that reads them computes SiLU(gate) * up first."""
+
+    both: torch.Tensor  # [n, 2 * in_features]
+
+
+MlpInput = torch.Tensor | GateUp  # of an MLP's last product
+
+
 class Operations(Protocol):
     """The operations of a layer, for n tokens. All linear layers are multiplied in one place, which chooses kernels."""
 
@@ -39,14 +48,17 @@ class Operations(Protocol):
     ) -> tuple[Residual, torch.Tensor]:
         """Norm (None: none), then product -> the residual, and the product [n, out_features], in `out` if given."""
 
-    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, torch.Tensor]:
-        """Norm, then product -> the residual, and SiLU(gate) * up [n, out_features / 2] (arXiv:2002.05202)."""
+    def norm_swiglu(self, residual: Residual, norm: Norm | None, gate_up: Linear) -> tuple[Residual, MlpInput]:
+        """Norm, then product -> the residual, and SiLU(gate) * up (arXiv:2002.05202), which may not be computed yet."""
+
+    def linear(self, linear: Linear, x: MlpInput) -> torch.Tensor:
+        """The product of x [n, in_features] alone, [n, out_features]."""
 
     def linear_add(
         self,
         residual: Residual,
         linear: Linear,
-        x: torch.Tensor,
+        x: MlpInput,
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:

@@ -13,8 +13,21 @@ Tensor = torch.Tensor
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def prepare_input(launcher: object, x: Tensor, form: InputForm, norm: RmsNorm | None = None) -> PreparedInput:
-    """Each version of the rows: normalised, reordered, quantized, and split into even and odd columns."""
+def prepare_input(
+    launcher: object,
+    x: Tensor,
+    form: InputForm,
+    norm: RmsNorm | None = None,
+    *,
+    delta: Tensor | None = None,
+    is_gate_up: bool = False,
+) -> PreparedInput:
+    """Each version of the rows: added, normalised, reordered, quantized, and split into even and odd columns."""
+    if delta is not None:
+        x += delta
+    if is_gate_up:
+        gate, up = x.chunk(2, dim=1)
+        x = F.silu(gate) * up
     x = x if norm is None else norm.normalize(x)
     values, scales = [], []
     for version in range(form.num_versions):
@@ -26,7 +39,9 @@ def prepare_input(launcher: object, x: Tensor, form: InputForm, norm: RmsNorm | 
             scale = token_scale(groups, form.element, form.max_activation)
             if form.input_scale is not None:
                 scale = form.input_scale[version].expand_as(scale)
-            row = to_codes(groups, scale, form.element).flatten(1)[:, :width]
+            codes = to_codes(groups, scale, form.element)
+            codes = codes.float() * scale if form.is_dequantized else codes
+            row = codes.flatten(1)[:, :width]
             scales.append(scale[:, :, 0])
         values.append(torch.cat([row[:, 0::2], row[:, 1::2]], dim=1) if form.is_split else row)
     return PreparedInput(torch.stack(values).to(form.dtype), torch.stack(scales) if scales else None)

@@ -6,9 +6,12 @@ numbers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.backends.quantized.operands import InputForm
 from services.dense_worker.backends.quantized.streamed_quantized import codes_form
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.triton_launch import KernelLauncher
@@ -47,11 +50,15 @@ class MultipliedCodes:
         has_rows = linear.weight.element is Element.FP8 or num_rows >= _MIN_ROWS
         return has_rows and self.why_not(linear) is None
 
-    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out = W x + b, in x's dtype, or rounded to it in float32."""
+    def input_form(self, linear: Linear) -> InputForm:
+        """Codes in their own type."""
+        return codes_form(linear.weight, getattr(torch, linear.weight.element))
+
+    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, **before: Any) -> None:
+        """out = W x + b, in x's dtype, or rounded to it in float32. `before`: what `prepare_input` fuses."""
         weight, bias = linear.weight, linear.bias_data
-        form = codes_form(weight, getattr(torch, weight.element))
-        prepared = prepare_input(self._launcher, x, form)
+        form = self.input_form(linear)
+        prepared = prepare_input(self._launcher, x, form, **before)
         assert prepared.scale is not None
         multiply = _fp8 if weight.element is Element.FP8 else _int8
         if form.num_versions == 1:

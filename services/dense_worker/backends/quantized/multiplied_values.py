@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
+from services.dense_worker.backends.quantized.operands import InputForm
 from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS, why_not
 from services.dense_worker.backends.quantized.triton_dequantize import can_dequantize, dequantize
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.plain_weight import multiply_matrix
-from services.dense_worker.model.quantized.activations import rounded_by_groups
 from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
 
 
@@ -29,17 +32,21 @@ class MultipliedValues:
         is_plain = operands.input_form(weight, self._dtype).element is None
         return (is_plain or isinstance(weight, BlockFp8Weight)) and can_dequantize(operands.matrix(weight))
 
-    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out = W x + b, in x's dtype, or rounded to it in float32. Takes memory for the matrix in x's dtype."""
+    def input_form(self, linear: Linear) -> InputForm:
+        """Numbers in the model's dtype; those of blocks are as their codes represent them."""
+        form = OPERANDS[type(linear.weight)].input_form(linear.weight, self._dtype)
+        return form if form.element is None else replace(form, dtype=self._dtype, is_dequantized=True)
+
+    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, **before: Any) -> None:
+        """out = W x + b, in x's dtype, or rounded to it in float32. `before`: what `prepare_input` fuses.
+
+        Takes memory for the matrix in x's dtype.
+        """
         weight, bias = linear.weight, linear.bias_data
-        operands = OPERANDS[type(weight)]
-        matrix, form = operands.matrix(weight), operands.input_form(weight, self._dtype)
         values = torch.empty(linear.out_features, linear.in_features, dtype=x.dtype, device=x.device)
-        dequantize(self._launcher, matrix, values)
-        if isinstance(weight, BlockFp8Weight):
-            inputs = rounded_by_groups(x, weight.block_size[1])[None]
-        else:
-            inputs = x[None] if form.is_any else prepare_input(self._launcher, x, form).values
+        dequantize(self._launcher, OPERANDS[type(weight)].matrix(weight), values)
+        form = self.input_form(linear)
+        inputs = x[None] if form.is_any else prepare_input(self._launcher, x, form, **before).values
         if len(inputs) == 1:
             if out.dtype == x.dtype:
                 multiply_matrix(inputs[0], values, bias, out)

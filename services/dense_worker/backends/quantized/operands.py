@@ -25,6 +25,7 @@ class InputForm:
     max_activation: float | None = None  # greater values do not count for a row's scale
     order: torch.Tensor | None = None  # int32 [num_versions, in_features]: column j is feature order[j]
     is_split: bool = False  # first the even columns, then the odd ones, as bytes of two codes are read
+    is_dequantized: bool = False  # codes times their scale, for a product of numbers
 
     @property
     def is_any(self) -> bool:
@@ -37,7 +38,7 @@ class PreparedInput:
     """The rows of a step in an `InputForm`."""
 
     values: torch.Tensor  # [num_versions, n, in_features]
-    scale: torch.Tensor | None  # float32 [num_versions, n, groups], if `values` are codes
+    scale: torch.Tensor | None  # float32 [num_versions, n, groups]; None: not quantized
 
 
 class Codes(enum.IntEnum):

@@ -1,4 +1,6 @@
-"""Brings the input of a quantized layer into the form that its product reads: normalised, reordered, quantized.
+"""Brings the input of a quantized layer into the form that its product reads: reordered, quantized.
+
+What comes before the product is fused: the addition to the residual and its norm, or SiLU(gate) * up.
 
 Reference of the quantization: `model.quantized.activations`. Codes and scales are those of the reference to the bit.
 """
@@ -12,28 +14,40 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.common.quantization.schemes import Element
 from services.dense_worker.backends.quantized.operands import InputForm, PreparedInput
+from services.dense_worker.backends.triton_activation import swiglu
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import normalize
 from services.dense_worker.model.norm import RmsNorm
 
 
 def prepare_input(
-    launcher: KernelLauncher, x: torch.Tensor, form: InputForm, norm: RmsNorm | None = None
+    launcher: KernelLauncher,
+    x: torch.Tensor,  # [n, in_features], columns contiguous; if is_gate_up [n, 2 * in_features]
+    form: InputForm,
+    norm: RmsNorm | None = None,  # x is first normalised
+    *,
+    delta: torch.Tensor | None = None,  # [n, in_features], rows contiguous: before that, it is added to x in place
+    is_gate_up: bool = False,  # x is gate and up, the input SiLU(gate) * up
 ) -> PreparedInput:
-    """x [n, in_features], columns contiguous -> new tensors. With `norm`, x is first normalised."""
+    """New tensors. Every step rounds where separate kernels would. With `delta`, features keep their order."""
+    assert delta is None or form.order is None, "the programs of several orders would each add to the residual"
     num_rows, in_features = x.shape
+    if is_gate_up:
+        in_features //= 2
     values = torch.empty(form.num_versions, num_rows, in_features, dtype=form.dtype, device=x.device)
     num_groups = 1 if form.group_size is None else triton.cdiv(in_features, form.group_size)
     scale = None
     if form.element is not None:
         scale = torch.empty(form.num_versions, num_rows, num_groups, dtype=torch.float32, device=x.device)
     block_size = triton.next_power_of_2(in_features)
+    versions_each = form.num_versions if form.order is None else 1  # of a program, which has read the row once
     launcher(
         _prepare_kernel,
-        (num_rows, form.num_versions),
+        (num_rows, form.num_versions // versions_each),
         values,
         scale,
         x,
+        delta,
         None if norm is None else norm.weight.data,
         form.input_scale,
         form.order,
@@ -44,6 +58,10 @@ def prepare_input(
         num_groups,
         IS_FP8=form.element is Element.FP8,
         IS_SPLIT=form.is_split,
+        IS_QUANTIZED=form.element is not None,
+        IS_DEQUANTIZED=form.is_dequantized,
+        IS_GATE_UP=is_gate_up,
+        VERSIONS_EACH=versions_each,
         GROUP_SIZE=block_size if form.group_size is None else form.group_size,
         BLOCK_SIZE=max(block_size, form.group_size or 0),
         num_warps=min(max(block_size // 512, 1), 16),
@@ -56,6 +74,7 @@ def _prepare_kernel(
     out,
     out_scale,
     x,
+    delta,
     norm_weight,
     input_scale,
     order,
@@ -66,39 +85,61 @@ def _prepare_kernel(
     num_groups,
     IS_FP8: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+    IS_DEQUANTIZED: tl.constexpr,
+    IS_GATE_UP: tl.constexpr,
+    VERSIONS_EACH: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program prepares a version of a row."""
-    row, version = tl.program_id(0), tl.program_id(1)
+    """One program prepares a row, in all versions or in one."""
+    NUM_BLOCKS: tl.constexpr = BLOCK_SIZE // GROUP_SIZE
+    row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_SIZE)
     mask = columns < in_features
     features = columns
     if order is not None:
-        features = tl.load(order + version * in_features + columns, mask=mask, other=0)
+        features = tl.load(order + tl.program_id(1) * in_features + columns, mask=mask, other=0)
     if norm_weight is not None:
         gain = tl.load(norm_weight + features, mask=mask, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    values = tl.load(x + row.to(tl.int64) * x_stride + features, mask=mask, other=0.0).to(tl.float32)
+    source = x + row.to(tl.int64) * x_stride + features
+    stored = tl.load(source, mask=mask, other=0.0)
+    if delta is not None:
+        change = tl.load(delta + row.to(tl.int64) * in_features + columns, mask=mask, other=0.0)
+        stored = (stored.to(tl.float32) + change.to(tl.float32)).to(stored.dtype)
+        tl.store(source, stored, mask=mask)
+    values = stored.to(tl.float32)
+    if IS_GATE_UP:
+        up = tl.load(source + in_features, mask=mask, other=0.0)
+        values = swiglu(values, up.to(tl.float32), stored.dtype).to(stored.dtype).to(tl.float32)
     if norm_weight is not None:
         values = normalize(values, gain, in_features, eps, 0).to(tl.float32)
-    out_row = version * tl.num_programs(0) + row
-    if out_scale is not None:
-        num_blocks: tl.constexpr = BLOCK_SIZE // GROUP_SIZE
-        groups = tl.arange(0, num_blocks)
-        values = tl.reshape(values, [num_blocks, GROUP_SIZE])
-        if input_scale is not None:
-            scale = tl.zeros([num_blocks], tl.float32) + tl.load(input_scale + version)
-        else:
-            scale = _scale_of(values, max_activation, 448.0 if IS_FP8 else 127.5)
-        tl.store(out_scale + out_row * num_groups + groups, scale, mask=groups < num_groups)
-        values = tl.reshape(_to_codes(values, scale[:, None], out.dtype.element_ty, IS_FP8), [BLOCK_SIZE])
+    target_columns = columns
     if IS_SPLIT:
-        columns = (columns % 2) * (in_features // 2) + columns // 2
-    tl.store(out + out_row.to(tl.int64) * in_features + columns, values.to(out.dtype.element_ty), mask=mask)
+        target_columns = (columns % 2) * (in_features // 2) + columns // 2
+    for i in tl.static_range(VERSIONS_EACH):
+        version = tl.program_id(1) + i
+        out_row = version * tl.num_programs(0) + row
+        result = values
+        if IS_QUANTIZED:
+            groups = tl.arange(0, NUM_BLOCKS)
+            grouped = tl.reshape(values, [NUM_BLOCKS, GROUP_SIZE])
+            if input_scale is not None:
+                scale = tl.zeros([NUM_BLOCKS], tl.float32) + tl.load(input_scale + version)
+            else:
+                scale = _scale_of(grouped, max_activation, 448.0 if IS_FP8 else 127.5)
+            tl.store(out_scale + out_row * num_groups + groups, scale, mask=groups < num_groups)
+            if IS_DEQUANTIZED:
+                grouped = _to_codes(grouped, scale[:, None], tl.float32, IS_FP8) * scale[:, None]
+            else:
+                grouped = _to_codes(grouped, scale[:, None], out.dtype.element_ty, IS_FP8)
+            result = tl.reshape(grouped, [BLOCK_SIZE])
+        target = out + out_row.to(tl.int64) * in_features + target_columns
+        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

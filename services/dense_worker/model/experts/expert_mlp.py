@@ -24,7 +24,7 @@ class SharedExpert:
     def forward(self, operations: Operations, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden] in float32."""
         _, activation = self.mlp.activate(operations, Residual(x))
-        result = operations.norm_linear(Residual(activation), None, self.mlp.down)[1].float()
+        result = operations.linear(self.mlp.down, activation).float()
         return result if self.gate is None else F.linear(x, self.gate.data).sigmoid() * result
 
 
@@ -66,7 +66,7 @@ class MlpBesideExperts:
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
         """Returns the residual, and the sum, [n, hidden]."""
         residual, activation = self.mlp.activate(operations, residual)
-        of_mlp = operations.norm_linear(Residual(activation), None, self.mlp.down)[1]
+        of_mlp = operations.linear(self.mlp.down, activation)
         residual, x = operations.normalize(residual, self.experts.norm)
         of_experts = operations.mix_experts(x, self.experts.routed, None, routed_by=residual.hidden)
         return residual, self.norm_after_mlp.normalize(of_mlp) + self.norm_after_experts.normalize(of_experts)

@@ -74,3 +74,38 @@ def test_every_format_runs_by_its_kernels(
     assert {entry["layer"] for entry in entries} == {"qkv", "o", "gate_up", "down"}
     assert all(entry["few_rows"] == "streamed, or as many rows" for entry in entries), entries
     assert all(entry["many_rows"].startswith(many_rows) for entry in entries), entries
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "is_fused"),
+    [
+        ("fp8 channel, token", 80, True),
+        ("fp8 tensor, static", 80, True),
+        ("fp8 blocks", 80, True),
+        ("int8 channel, token", 80, True),
+        ("awq g128", 80, True),
+        ("int8 channel, weight only", 80, False),  # its products read rows as they are
+        ("fp8 channel, token", 5, True),
+        ("mxfp4", 5, True),
+    ],
+)
+def test_norm_and_silu_need_no_kernels_of_their_own_where_inputs_are_prepared(
+    plain_dir: Path, tmp_path: Path, name: str, num_tokens: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(plain_dir, tmp_path / "model")
+    quantize_model_dir(path, FORMATS[name])
+    config = load_model_config(path)
+    weights = load_weights(path, config, torch.bfloat16, CPU)
+    monkeypatch.setattr(
+        LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, LinearKernel.STREAMED)
+    )
+    with fake_triton_kernels() as recorder:
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, 80)
+        recorder.launches.clear()
+        run_step(backend, config, torch.bfloat16, [i % 50 for i in range(num_tokens)], list(range(num_tokens)))
+    kernels = [launch.split()[0] for launch in recorder.launches]
+    num_layers = config.num_layers
+    assert kernels.count("add_rms_norm") == 1 + (0 if is_fused else 2 * num_layers), "one before lm_head, unquantized"
+    assert kernels.count("silu_mul") == (0 if is_fused else num_layers)
