@@ -14,6 +14,7 @@ from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.channel import rows_of_layer
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
 
@@ -155,7 +156,8 @@ class Pair:
                 expected = torch.empty(num_tokens, self.config.attn_size, device=self.device)
                 self.kernels.forward(layer, qkv, out)
                 self.reference.forward(layer, qkv[:num_tokens].float(), expected)
-                outputs.append((out, expected))
+                width = self.config.layer_heads[layer].attn_size
+                outputs.append((rows_of_layer(out, width), rows_of_layer(expected, width)))
         assert torch.equal(qkv.nan_to_num(), before.nan_to_num())
         return outputs
 

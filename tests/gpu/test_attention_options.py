@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
+from services.common.model_config import AttentionOptions, LayerHeads, ModelConfig, RopeConfig
 from tests.gpu.attention_pair import MAX_MODEL_LEN, Kernels, Pair, make_config, relative_error
 
 HEAD_DIM = 32
@@ -35,6 +35,20 @@ CASES: dict[str, tuple[AttentionOptions, RopeConfig]] = {
     "a part of each head by longrope": (AttentionOptions(layer_ropes=(LONGROPE, None)), LONGROPE),
     "two embeddings": (AttentionOptions(layer_ropes=(replace(PLAIN, theta=50.0), PLAIN)), PLAIN),
     "a layer without rotation": (AttentionOptions(layer_ropes=(None, PLAIN)), PLAIN),
+    "different parts of heads": (AttentionOptions(layer_ropes=(replace(PLAIN, rotary_dim=12), PLAIN)), PLAIN),
+    "a part of the pairs": (AttentionOptions(), RopeConfig("proportional", 100.0, HEAD_DIM, 256, num_turning=4)),
+    "other heads in each layer": (
+        AttentionOptions(
+            scale=0.2,
+            layer_heads=(LayerHeads(4, 1, 2 * HEAD_DIM), LayerHeads(4, 2, HEAD_DIM)),
+            layer_ropes=(replace(PLAIN, rotary_dim=2 * HEAD_DIM), PLAIN),
+        ),
+        PLAIN,
+    ),
+    "the keys of an earlier layer": (
+        AttentionOptions(scale=0.2, layer_heads=(LayerHeads(4, 2, HEAD_DIM), LayerHeads(4, 2, HEAD_DIM, kv_layer=0))),
+        PLAIN,
+    ),
     "learned sinks": (AttentionOptions(has_sinks=True), PLAIN),
     "learned sinks and a soft cap": (AttentionOptions(has_sinks=True, softcap=2.0), PLAIN),
     "dynamic scaling of a part": (AttentionOptions(), RopeConfig("dynamic", 10000.0, 16, 12, factor=2.0)),
@@ -61,7 +75,9 @@ def test_every_option_in_every_kind_of_step(kernels: Kernels, case: str) -> None
     pair.check({"c": 1, "a": 1, "b": 1})
 
 
-@pytest.mark.parametrize("case", ["softcap", "ALiBi", "learned sinks"])
+@pytest.mark.parametrize(
+    "case", ["softcap", "ALiBi", "learned sinks", "other heads in each layer", "the keys of an earlier layer"]
+)
 def test_options_of_long_contexts_that_are_split(kernels: Kernels, case: str) -> None:
     pair = Pair(config_of(case), kernels)
     pair.check({"long": 300})
@@ -74,6 +90,23 @@ def test_options_in_16_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         pair = Pair(config_of(case), kernels, dtype)
         pair.check({"a": 19, "b": 3})
         pair.check({"a": 1, "b": 1})
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float16], ids=str)
+def test_layers_with_the_heads_of_gemma_4(kernels: Kernels, cache_dtype: torch.dtype) -> None:
+    """In 16 bits: heads of 512 dimensions have tiles of their own. The last two layers read the keys of the first."""
+    heads = (LayerHeads(8, 1, 256), LayerHeads(8, 1, 512))
+    heads += tuple(replace(each, kv_layer=layer) for layer, each in enumerate(heads))
+    ropes = (
+        replace(PLAIN, rotary_dim=256),
+        RopeConfig("proportional", 1e6, 512, MAX_MODEL_LEN, num_turning=64),
+    )
+    options = AttentionOptions(scale=0.05, layer_heads=heads, layer_ropes=ropes * 2)
+    config = replace(make_config(8, 1, 512, windows=(7, None) * 2, rope=ropes[1]), attention=options)
+    pair = Pair(config, kernels, torch.float16, cache_dtype=cache_dtype if cache_dtype == torch.int8 else None)
+    for num_tokens in ({"a": 19, "b": 40}, {"a": 1, "b": 1}, {"a": 1, "b": 3}):
+        for out, expected in pair.run(pair.plan(num_tokens)):
+            assert relative_error(out, expected) < (1e-2 if cache_dtype == torch.int8 else 1e-3)
 
 
 @pytest.mark.parametrize("num_heads", [6, 64], ids=str)  # 6: the sinks of a layer are padded

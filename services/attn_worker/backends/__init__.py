@@ -55,7 +55,7 @@ class CapturableAttention(AttentionBackend, Protocol):
     No method waits for the device, except `begin_step` when it is three steps ahead of the device.
     """
 
-    layers_to_compile: Sequence[int]  # one for each kernel: layers whose caches have the same dtype share it
+    layers_to_compile: Sequence[int]  # one for each kernel: layers that differ only in their windows share it
 
     def is_decode_only(self, step: StepMetadata) -> bool:
         """Whether every sequence has one token in the step, so that a captured graph can run it."""

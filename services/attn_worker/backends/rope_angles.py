@@ -14,16 +14,15 @@ from services.common.model_config import ModelConfig, RopeConfig
 class RopeAngles:
     """The tables of cosines and sines that the kernels read, and the row of each token.
 
-    A table is float32 [num_rows, head_dim], cosines first. It has one row per position; for longrope two blocks of such
-    rows, one per kind of rotation; for dynamic scaling one row per token, computed in each step. All tables have the
-    same rows: at most one rotary embedding of a model depends on the length, and then layers without rotation are the
-    only others. A part of the head that is not rotated has a cosine of 1.
+    A table is float32 [num_rows, head_dim of its layers], cosines first. It has one row per position; for longrope two
+    blocks of such rows, one per kind of rotation; for dynamic scaling one row per token, computed in each step. All
+    tables have the same rows: at most one rotary embedding of a model depends on the length, and then layers without
+    rotation are the only others. A part of the head that is not rotated has a cosine of 1.
     """
 
     def __init__(
         self, config: ModelConfig, max_model_len: int, max_num_tokens: int, device: torch.device
     ) -> None:
-        self._head_dim = config.head_dim
         self._rope = RotaryEmbedding(config.rope, max_model_len, device)
         self._beyond = length_dependent_beyond(config.rope)
         self._max_model_len = max_model_len
@@ -31,11 +30,12 @@ class RopeAngles:
         self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
         num_blocks = 1 if self._beyond is None else 2
         num_rows = max_num_tokens if self._is_dynamic else num_blocks * max_model_len
+        kinds = [(rope, heads.head_dim) for rope, heads in zip(config.layer_ropes, config.layer_heads, strict=True)]
         tables = {
-            rope: self._make_table(rope, num_rows, device) for rope in {config.rope, *config.layer_ropes}
+            kind: self._make_table(*kind, num_rows, device) for kind in {(config.rope, config.head_dim), *kinds}
         }
-        self.table = tables[config.rope]
-        self.tables = [tables[rope] for rope in config.layer_ropes]  # by layer
+        self.table = tables[config.rope, config.head_dim]
+        self.tables = [tables[kind] for kind in kinds]  # by layer
 
     def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
         """The tokens' rows in the table, int32 [num_tokens]. Puts the inputs of `compute` into `upload`."""
@@ -54,9 +54,11 @@ class RopeAngles:
             positions, rope_lens = self._inputs.long()
             self._fill(self.table[: len(positions)], *self._rope(positions, rope_lens))
 
-    def _make_table(self, rope: RopeConfig | None, num_rows: int, device: torch.device) -> torch.Tensor:
-        table = torch.zeros(num_rows, self._head_dim, device=device)
-        table[:, : self._head_dim // 2] = 1.0  # no rotation
+    def _make_table(
+        self, rope: RopeConfig | None, head_dim: int, num_rows: int, device: torch.device
+    ) -> torch.Tensor:
+        table = torch.zeros(num_rows, head_dim, device=device)
+        table[:, : head_dim // 2] = 1.0  # no rotation
         if rope is None or self._is_dynamic:
             return table
         positions = torch.arange(self._max_model_len, device=device)
@@ -67,6 +69,6 @@ class RopeAngles:
         return table
 
     def _fill(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half, num_pairs = self._head_dim // 2, cos.shape[1]
+        half, num_pairs = rows.shape[1] // 2, cos.shape[1]
         rows[:, :num_pairs] = cos
         rows[:, half : half + num_pairs] = sin

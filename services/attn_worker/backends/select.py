@@ -48,11 +48,6 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         needed = "a CUDA device" if is_on_cpu else "the CPU alone"
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
     if name != "torch":
-        if model.config.attention.layer_heads:
-            raise ConfigError(
-                f"its kernels have one size of heads for all layers, and those of {model.config.family!r} differ:"
-                " set attention.device to cpu"
-            )
         _check_ropes(model.config)
         if model.config.attention.value_dim is not None:
             raise ConfigError(f"its kernels have no latent attention, as {model.config.family!r} has")
@@ -79,8 +74,6 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
 def _check_ropes(config: ModelConfig) -> None:
     """Refuses rotary embeddings that no table of angles can hold together."""
     ropes = {rope for rope in config.layer_ropes if rope is not None}
-    if len({rope.rotary_dim for rope in ropes}) > 1:
-        raise ConfigError(f"its kernels rotate equal parts of all heads, and layers of {config.family!r} differ")
     lengths = sorted(rope.rope_type for rope in ropes if length_dependent_beyond(rope) is not None)
     if lengths and len(ropes) > 1:
         raise ConfigError(
@@ -92,6 +85,7 @@ def _check_options(config: ModelConfig) -> None:
     """Refuses by name what the model's attention needs and FlashInfer's kernels, as we call them, do not do."""
     options, ropes = config.attention, set(config.layer_ropes)
     needed = {
+        "layers with heads of their own": bool(options.layer_heads),
         "a soft cap of scores": options.softcap is not None,
         "ALiBi": bool(options.alibi_slopes),
         "a scale of scores of its own": options.scale is not None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +39,10 @@ from services.attn_worker.backends.work_items import (
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.channel import rows_of_layer
 from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
-from services.common.model_config import ModelConfig
+from services.common.model_config import ModelConfig, RopeConfig
 
 _DECODE_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
 _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables may be stored without padding
@@ -50,10 +52,25 @@ _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables 
 class _Prefill:
     """The inputs of the kernels for rows of prompts."""
 
-    items: torch.Tensor  # int32 [num_items, NUM_FIELDS]
+    items: dict[int, torch.Tensor]  # int32 [num_items, NUM_FIELDS], by the number of their rows
     slots: torch.Tensor  # int32 [num_tokens], -1 for decode rows
     angle_rows: torch.Tensor  # int32 [num_tokens]
-    tiles: dict[torch.dtype, PrefillTiles]  # by the dtype of a layer's cache
+    tiles: dict[_KernelKind, PrefillTiles]
+
+
+class _KernelKind(NamedTuple):
+    """What the kernels of a layer are compiled for."""
+
+    cache_dtype: torch.dtype
+    num_kv_heads: int
+    head_dim: int
+
+
+class _ItemKind(NamedTuple):
+    """Layers of one kind share the items of decode rows."""
+
+    window: int | None
+    appends: bool  # whether the layers store keys and values of their own
 
 
 class TritonAttention:
@@ -84,13 +101,17 @@ class TritonAttention:
         slopes = torch.tensor(options.alibi_slopes, device=device) if options.alibi_slopes else None
         assert slopes is None or set(config.layer_ropes) == {None}, "with ALiBi, angle rows are positions"
         plain = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
+        assert options.scale is not None or not options.layer_heads, "heads that differ have a scale of their own"
         self._sinks: torch.Tensor | None = None
         self._scores = [plain] * config.num_layers
         if options.has_sinks:  # rows of a multiple of 16 bytes, so that kernels are compiled once
             self._sinks = torch.zeros(config.num_layers, -(-config.num_heads // 4) * 4, device=device)
             self._scores = [replace(plain, sinks=each) for each in self._sinks]
-        is_plain = config.rope.rotary_dim == config.head_dim and not options.rotates_pairs
-        self._pairs = None if is_plain else RotaryPairs(config.rope.rotary_dim, options.rotates_pairs)
+        self._heads = config.layer_heads
+        self._pairs = [
+            _pairs_of(rope or config.rope, heads.head_dim, options.rotates_pairs)
+            for rope, heads in zip(config.layer_ropes, self._heads, strict=True)
+        ]
         self._config = config
         self._spec = spec
         self._block_size = spec.block_size
@@ -98,24 +119,32 @@ class TritonAttention:
         self._max_num_seqs = max_num_seqs
         self._max_num_tokens = max_num_tokens
         self._num_sms = _num_sms(device)
-        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // config.num_kv_heads)
-        self._windows = sorted(set(spec.windows), key=lambda window: window or 0)
-        self._cache_dtypes = set(spec.dtypes)
+        fewest_kv_heads, most_kv_heads = (f(each.num_kv_heads for each in self._heads) for f in (min, max))
+        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
+        self._kernel_kinds = [
+            _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
+        ]
+        self._item_kinds = [
+            _ItemKind(window, heads.kv_layer is None)
+            for window, heads in zip(spec.windows, self._heads, strict=True)
+        ]
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
-            len(self._windows) * max_num_items * NUM_FIELDS
+            len(set(self._item_kinds)) * max_num_items * NUM_FIELDS
             + max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
-            + max_num_tokens * (NUM_FIELDS + 4)  # prefill items, and arrays with one element per token
+            # Prefill items, and arrays with one element per token.
+            + max_num_tokens * (len(set(self._kernel_kinds)) * NUM_FIELDS + 4)
             + TABLE_SLACK
         )
         self._storage = BlockStorage(spec, spec.head_major_block, device)
         self._caches = self._storage.layers
-        self.layers_to_compile = list({dtype: layer for layer, dtype in enumerate(spec.dtypes)}.values())
+        compiled_kinds = zip(self._kernel_kinds, self._pairs, strict=True)
+        self.layers_to_compile = list({kind: layer for layer, kind in enumerate(compiled_kinds)}.values())
         try:
             self._workspace = DecodeWorkspace(
-                torch.empty(max_num_items, config.num_heads, config.head_dim, device=device),
+                torch.empty(max_num_items, config.attn_size, device=device),
                 torch.empty(max_num_items, config.num_heads, device=device),
-                torch.zeros(max_num_items, config.num_kv_heads, dtype=torch.int32, device=device),
+                torch.zeros(max_num_items, most_kv_heads, dtype=torch.int32, device=device),
             )
             self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
@@ -158,17 +187,17 @@ class TritonAttention:
         # The arrays that a graph reads come first, so that their addresses depend only on `padded`.
         num_pieces = self._num_pieces(padded)
         num_items = padded + num_pieces
-        decode_items = {window: upload.reserve((num_items, NUM_FIELDS)) for window in self._windows}
+        decode_items = {kind: upload.reserve((num_items, NUM_FIELDS)) for kind in dict.fromkeys(self._item_kinds)}
         self._block_tables, table_starts = self._write_block_tables(step)
         angle_rows = self._angles.write(step, upload)
         decode = _decode_rows(step, table_starts, angle_rows, padded)
         self._decode_tiles = self._choose_decode_tiles(padded)
         piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
-        for window, (items, _) in decode_items.items():
-            fill_decode_items(items, decode, window, num_pieces, piece_tile)
+        for kind, (items, _) in decode_items.items():
+            fill_decode_items(items, decode, kind.window, num_pieces, piece_tile, appends=kind.appends)
         self._decode_items = self._prefill = None
         if len(decode.rows):
-            self._decode_items = {window: on_device for window, (_, on_device) in decode_items.items()}
+            self._decode_items = {kind: on_device for kind, (_, on_device) in decode_items.items()}
         if num_tokens > num_seqs:
             self._prefill = self._write_prefill(step, table_starts, angle_rows)
         upload.send()
@@ -178,8 +207,10 @@ class TritonAttention:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
         cache, scales, scores = self._caches[layer], self._storage.scales[layer], self._scores[layer]
         window, angles = self._spec.windows[layer], self._angles.tables[layer]
+        heads, pairs, kernel_kind = self._heads[layer], self._pairs[layer], self._kernel_kinds[layer]
+        qkv, out = rows_of_layer(qkv, heads.qkv_size), rows_of_layer(out, heads.attn_size)
         if self._decode_items is not None:
-            items = self._decode_items[window]
+            items = self._decode_items[self._item_kinds[layer]]
             decode_attention(
                 qkv,
                 out,
@@ -189,13 +220,14 @@ class TritonAttention:
                 items,
                 self._block_tables,
                 self._workspace,
-                self._decode_tiles[cache.dtype],
+                self._decode_tiles[kernel_kind],
                 scores,
-                self._pairs,
+                pairs,
             )
         if (prefill := self._prefill) is not None:
-            rows = prefill.angle_rows
-            append_prefill(qkv, cache, scales, angles, rows, prefill.slots, self._pairs)
+            rows, tiles = prefill.angle_rows, prefill.tiles[kernel_kind]
+            if heads.kv_layer is None:
+                append_prefill(qkv, cache, scales, angles, rows, prefill.slots, pairs)
             prefill_attention(
                 qkv,
                 out,
@@ -203,12 +235,12 @@ class TritonAttention:
                 scales,
                 angles,
                 rows,
-                prefill.items,
+                prefill.items[tiles.block_m],
                 self._block_tables,
                 window,
-                prefill.tiles[cache.dtype],
+                tiles,
                 scores,
-                self._pairs,
+                pairs,
             )
 
     @torch.inference_mode()
@@ -217,7 +249,7 @@ class TritonAttention:
         config, caches = self._config, self._caches
         qkv = torch.zeros(2, config.qkv_size, dtype=self._dtype, device=caches[0].device)
         out = torch.empty(2, config.attn_size, dtype=self._dtype, device=caches[0].device)
-        kinds = zip(self._spec.windows, self._spec.dtypes, strict=True)
+        kinds = zip(self._item_kinds, self._kernel_kinds, self._pairs, strict=True)
         layers = {kind: layer for layer, kind in enumerate(kinds)}.values()
         for context_len in {min(length, max_model_len) for length in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}:
             num_tokens, length = np.full(1, 2), np.full(1, context_len)
@@ -227,11 +259,18 @@ class TritonAttention:
                 self.forward(layer, qkv, out)
         torch.cuda.synchronize()  # steps run on another stream
 
-    def _choose_decode_tiles(self, num_seqs: int) -> dict[torch.dtype, DecodeTiles]:
-        """By the dtype of a layer's cache. Depends on `num_seqs` alone, as what a graph launches must."""
-        config = self._config
-        group, programs_per_sm = config.num_heads // config.num_kv_heads, num_seqs * config.num_kv_heads / self._num_sms
-        return {each: choose_decode_tiles(self._dtype, each, group, programs_per_sm) for each in self._cache_dtypes}
+    def _choose_decode_tiles(self, num_seqs: int) -> dict[_KernelKind, DecodeTiles]:
+        """Depends on `num_seqs` alone, as what a graph launches must."""
+        return {
+            kind: choose_decode_tiles(
+                self._dtype,
+                kind.cache_dtype,
+                self._config.num_heads // kind.num_kv_heads,
+                kind.head_dim,
+                num_seqs * kind.num_kv_heads / self._num_sms,
+            )
+            for kind in dict.fromkeys(self._kernel_kinds)
+        }
 
     def _num_pieces(self, num_seqs: int) -> int:
         """The number of pieces that all contexts together are split into. Each sequence rounds its part up.
@@ -262,24 +301,30 @@ class TritonAttention:
         num_tokens = step.num_tokens
         is_prefill = num_tokens > 1
         max_context_len = int(step.context_lens[is_prefill].max())
-        head_dim, dtype = self._config.head_dim, self._dtype
-        tiles = {each: choose_prefill_tiles(head_dim, dtype, each, max_context_len) for each in self._cache_dtypes}
-        block_m = next(iter(tiles.values())).block_m
+        tiles = {
+            kind: choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
+            for kind in dict.fromkeys(self._kernel_kinds)
+        }
         first_rows = np.cumsum(num_tokens) - num_tokens
-        items = prefill_items(
-            first_rows[is_prefill],
-            num_tokens[is_prefill],
-            step.context_lens[is_prefill],
-            table_starts[is_prefill],
-            block_m,
-        )
         slots = np.where(np.repeat(is_prefill, num_tokens), step.slot_mapping, -1)
-        on_device = []
-        for array in (items, slots, angle_rows):
+
+        def send(array: np.ndarray) -> torch.Tensor:
             host, device = self._upload.reserve(array.shape)
             host[...] = array
-            on_device.append(device)
-        return _Prefill(*on_device, tiles)
+            return device
+
+        def items(block_m: int) -> np.ndarray:
+            sequences = (first_rows, num_tokens, step.context_lens, table_starts)
+            return prefill_items(*(array[is_prefill] for array in sequences), block_m)
+
+        by_rows = {block_m: send(items(block_m)) for block_m in dict.fromkeys(each.block_m for each in tiles.values())}
+        return _Prefill(by_rows, send(slots), send(angle_rows), tiles)
+
+
+def _pairs_of(rope: RopeConfig, head_dim: int, rotates_pairs: bool) -> RotaryPairs | None:
+    """None: whole heads, dimensions half a head apart."""
+    is_plain = rope.rotary_dim == head_dim and not rotates_pairs
+    return None if is_plain else RotaryPairs(rope.rotary_dim, rotates_pairs)
 
 
 def _decode_rows(

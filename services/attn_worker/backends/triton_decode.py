@@ -43,18 +43,21 @@ class DecodeTiles:
 class DecodeWorkspace:
     """Partial results of split contexts, in device memory; counters are zero between steps."""
 
-    outputs: torch.Tensor  # float32 [max_items, num_heads, head_dim]
+    outputs: torch.Tensor  # float32 [max_items, attn_size of the widest layer]; a layer uses the first elements
     log_sums: torch.Tensor  # float32 [max_items, num_heads], log2 of the sum of exponentials
-    counters: torch.Tensor  # int32 [max_items, num_kv_heads], pieces done, by first item of a row
+    counters: torch.Tensor  # int32 [max_items, most num_kv_heads], pieces done, by first item of a row
 
 
 def choose_decode_tiles(
-    dtype: torch.dtype, cache_dtype: torch.dtype, group: int, programs_per_sm: float
+    dtype: torch.dtype, cache_dtype: torch.dtype, group: int, head_dim: int, programs_per_sm: float
 ) -> DecodeTiles:
     """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md.
 
-    With a cache of 8 bits programs of a single warp are faster, as no warp waits for another, if they are many.
+    With a cache of 8 bits programs of a single warp are faster, as no warp waits for another, if they are many. Tiles
+    for heads of more than 256 dimensions have not been measured.
     """
+    if head_dim > 256:
+        return DecodeTiles(block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
     if dtype == torch.float32:
         return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
     if cache_dtype.itemsize == 1 and group <= 16 and programs_per_sm >= ONE_WARP_FROM:

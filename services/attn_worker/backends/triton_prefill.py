@@ -49,8 +49,11 @@ def choose_prefill_tiles(
     """Chooses tiles for two programs per SM, so that one computes while the other waits; measured on an H200.
 
     With a cache of 8 bits, whose tiles pass through registers, more programs that share an SM hide more than tiles that
-    are loaded ahead. `block_m` does not depend on `cache_dtype`.
+    are loaded ahead. `block_m` does not depend on `cache_dtype`. Tiles for heads of more than 256 dimensions have not
+    been measured.
     """
+    if head_dim > 256:
+        return PrefillTiles(block_m=32, block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
     if dtype == torch.float32:
         return PrefillTiles(block_m=32, block_n=16, num_warps=4, num_stages=2)
     if cache_dtype.itemsize == 1:

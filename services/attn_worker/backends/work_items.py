@@ -28,9 +28,11 @@ class DecodeRows:
 
 
 def fill_decode_items(
-    items: np.ndarray, decode: DecodeRows, window: int | None, num_pieces: int, tile: int
+    items: np.ndarray, decode: DecodeRows, window: int | None, num_pieces: int, tile: int, *, appends: bool = True
 ) -> None:
     """Writes the pieces of all rows into `items`, int32 [>= num_rows + num_pieces, NUM_FIELDS].
+
+    Not `appends`: an earlier layer has stored the new token's key and value, and they are cached as all others.
 
     Columns: row, table_start, first key, end of the cached keys, first item of the row, number of items of the row (0:
     padding), slot of the new token (-1 if another item has it), angle row. A piece consists of whole tiles, except the
@@ -62,10 +64,10 @@ def fill_decode_items(
     used[:, 0] = decode.rows[owners]
     used[:, 1] = decode.table_starts[owners]
     used[:, 2] = np.maximum(tiles, first_keys[owners])
-    used[:, 3] = stops - is_last
+    used[:, 3] = stops - is_last if appends else stops
     used[:, 4] = firsts
     used[:, 5] = (counts * (lengths > 0))[owners]
-    used[:, 6] = np.where(is_last, decode.slots[owners], -1)
+    used[:, 6] = np.where(is_last & appends, decode.slots[owners], -1)
     used[:, 7] = decode.angle_rows[owners]
     items[num_items:, 0] = NO_ITEM
 

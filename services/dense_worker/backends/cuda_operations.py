@@ -149,9 +149,9 @@ class CudaOperations:
         shared: torch.Tensor | None,
         routed_by: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The kernels of `CudaExperts` -> a new tensor. No router with an input of its own is served on CUDA."""
-        assert self.experts is not None and routed_by is None
-        return self.experts.mix(x, experts, shared)
+        """The kernels of `CudaExperts` -> a new tensor."""
+        assert self.experts is not None, "the model has no experts"
+        return self.experts.mix(x, experts, shared, routed_by)
 
     def add(
         self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0

@@ -156,10 +156,8 @@ def _check_experts(model: ResolvedModel) -> None:
     config, instead = model.config, f"on {str(model.device)!r}: set dense.device to cpu"
     if config.parts.experts is None:
         return
-    if config.parts.activation is not Activation.SILU:
+    if config.parts.activation not in (Activation.SILU, Activation.GELU_TANH):
         raise ConfigError(f"experts with the activation {config.parts.activation.value!r} do not run {instead}")
-    if config.parts.experts.is_beside_mlp:
-        raise ConfigError(f"experts beside an MLP, as those of {config.family!r}, do not run {instead}")
     weights = empty_weights(config, model.dtype, torch.device("meta"))
     for linear in parts_of_type(ExpertLinear, weights.layers):
         if not isinstance(linear.weight, PlainWeight):

@@ -12,7 +12,8 @@ import torch
 from services.common.families.shape import Activation, ClampedSwiglu, ExpertOptions, GroupedRouting
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
+from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter
+from services.dense_worker.model.norm import UnweightedRmsNorm
 from services.dense_worker.model.parameters import Parameter, tensors_by_name, with_tensors
 from services.dense_worker.model.plain_weight import PlainWeight
 from tests.support.model_configs import small_config
@@ -44,8 +45,9 @@ def make_experts(
     dtype: torch.dtype,
     has_bias: bool = False,
     clamped: ClampedSwiglu | None = None,
+    activation: Activation = Activation.SILU,
 ) -> RoutedExperts:
-    """On the CPU. With a clamped SwiGLU the router has a bias, too, as in gpt-oss."""
+    """On the CPU. With a clamped SwiGLU the router has a bias, too, as in gpt-oss; beside an MLP it is Gemma 4's."""
     generator = torch.Generator().manual_seed(0)
 
     def parameter(name: str, *shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> Parameter:
@@ -59,7 +61,7 @@ def make_experts(
 
     weight = parameter("router", options.num_experts, hidden, std=4 * hidden**-0.5)
     num_per_token, renormalizes = options.num_per_token, options.renormalizes
-    router: SoftmaxRouter | GroupedRouter = SoftmaxRouter(
+    router: Router = SoftmaxRouter(
         weight, num_per_token, renormalizes, parameter("logit_bias", options.num_experts) if clamped else None
     )
     if options.grouped is not None:
@@ -67,8 +69,11 @@ def make_experts(
         if options.grouped.is_sigmoid:
             bias = parameter("router_bias", options.num_experts, dtype=torch.float32)
         router = GroupedRouter(weight, bias, num_per_token, renormalizes, options.grouped)
+    if options.is_beside_mlp:
+        scales = parameter("scale", hidden), parameter("expert_scale", options.num_experts)
+        router = ScaledRouter(weight, num_per_token, *scales, UnweightedRmsNorm(1e-5))
     size = options.intermediate_size
-    return RoutedExperts(router, linear("up", hidden, 2 * size), linear("down", size, hidden), Activation.SILU, clamped)
+    return RoutedExperts(router, linear("up", hidden, 2 * size), linear("down", size, hidden), activation, clamped)
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,24 @@ def test_biases_and_a_shared_expert_are_added(kernel_device: torch.device, dtype
     pair = Pair(kernel_device, *make_options("12x3 odd"), dtype, has_bias=True)
     x, shared = torch.randn(num_tokens, pair.hidden).to(dtype), torch.randn(num_tokens, pair.hidden)
     pair.check(pair.mix(x, shared), x, shared)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 33])
+def test_the_experts_of_gemma_4(kernel_device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    """GeGLU, and a router that normalises and scales another tensor than the experts read; each expert has a factor."""
+    options, hidden = make_options("12x3 odd")
+    options = replace(options, is_beside_mlp=True)
+    pair = Pair(kernel_device, options, hidden, dtype, activation=Activation.GELU_TANH)
+    x, routed_by = (2 * torch.randn(2, num_tokens, hidden)).to(dtype)
+    pair.kernels.set_num_tokens(num_tokens)
+    found = pair.kernels.mix(x.to(kernel_device), pair.experts, None, routed_by.to(kernel_device)).cpu().float()
+    chosen, weights = pair.kernels._chosen[:num_tokens].cpu().long(), pair.kernels._weights[:num_tokens].cpu()
+    if dtype == torch.float32:  # in others experts whose logits round to the same number may be exchanged
+        expected_choice, expected_weights = pair.reference.router.choose(routed_by)
+        assert torch.equal(chosen, expected_choice)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    expected = replace(pair.reference, router=FixedRouter(options.num_per_token, chosen, weights)).mix(x)
+    assert (found - expected).norm() < TOLERANCES[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize("grouped", [DEEPSEEK, replace(DEEPSEEK, num_groups=1, num_groups_per_token=1)])

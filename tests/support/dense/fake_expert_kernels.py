@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from services.common.families.shape import ClampedSwiglu
+from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.backends.quantized.operands import PreparedInput, QuantizedMatrix
-from services.dense_worker.model.activation import clamped_swiglu
+from services.dense_worker.model.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.model.experts.router import GroupedRouter, SoftmaxRouter
 from services.dense_worker.model.parameters import Parameter
 from tests.support.dense.fake_quantized_kernels import dequantized
@@ -72,6 +72,7 @@ class _Kernels:
         loads: Tensor | None,
         blocks: PairBlocks | None,
         block_rows: int,
+        factors: Tensor | None = None,
     ) -> None:
         with self._own("choose_experts", experts, sorted=blocks):
             num_per_token, renormalizes, grouped = routing.options
@@ -82,7 +83,7 @@ class _Kernels:
                 router = GroupedRouter(identity, score_bias, num_per_token, renormalizes, grouped)
             chosen, its_weights = router.choose(logits)
             experts.copy_(chosen)
-            weights.copy_(its_weights)
+            weights.copy_(its_weights if factors is None else its_weights * factors[chosen])
             num_rows = _num_valid(num_valid, len(logits))
             if loads is not None:
                 loads += torch.bincount(chosen[:num_rows].flatten(), minlength=len(loads))
@@ -101,12 +102,14 @@ class _Kernels:
         block_rows: int,
         *,
         is_gated: bool,
+        activation: Activation = Activation.SILU,
         clamped: ClampedSwiglu | None = None,
     ) -> None:
         with self._own("grouped_linear", out, gated=is_gated):
             assert block_rows == BLOCK_ROWS
             rows = x.repeat_interleave(pairs_per_row, dim=0)
-            out.copy_(_products(rows, blocks.choices.flatten(), weight, bias, out.shape[1], is_gated, clamped))
+            experts, gate = blocks.choices.flatten(), (is_gated, activation, clamped)
+            out.copy_(_products(rows, experts, weight, bias, out.shape[1], *gate))
 
     def grouped_quantized(
         self,
@@ -120,6 +123,7 @@ class _Kernels:
         block_rows: int,
         *,
         is_gated: bool,
+        activation: Activation = Activation.SILU,
         clamped: ClampedSwiglu | None = None,
     ) -> None:
         with self._own("grouped_quantized", out, gated=is_gated):
@@ -128,8 +132,8 @@ class _Kernels:
             if x.scale is not None:
                 values = values * x.scale[0].repeat_interleave(matrix.group_size or width, dim=1)[:, :width]
             rows, experts = values.repeat_interleave(pairs_per_row, dim=0), blocks.choices.flatten()
-            wide_bias = None if bias is None else bias.float()
-            out.copy_(_products(rows, experts, dequantized(matrix), wide_bias, out.shape[1], is_gated, clamped))
+            wide_bias, gate = None if bias is None else bias.float(), (is_gated, activation, clamped)
+            out.copy_(_products(rows, experts, dequantized(matrix), wide_bias, out.shape[1], *gate))
 
     def sum_pairs(
         self,
@@ -154,11 +158,12 @@ class _Kernels:
         bias: Tensor | None,
         num_valid: Tensor | None,
         out: Tensor,
+        activation: Activation,
         clamped: ClampedSwiglu | None,
     ) -> None:
         with self._own("few_gate_up", out):
             rows = x.repeat_interleave(experts.shape[1], dim=0)
-            out.copy_(_products(rows, experts.flatten(), weight, bias, out.shape[1], True, clamped))
+            out.copy_(_products(rows, experts.flatten(), weight, bias, out.shape[1], True, activation, clamped))
 
     def few_down(
         self,
@@ -190,6 +195,7 @@ def _products(
     bias: Tensor | None,
     out_features: int,
     is_gated: bool,
+    activation: Activation = Activation.SILU,
     clamped: ClampedSwiglu | None = None,
 ) -> Tensor:
     """The product of each row with the matrix of its expert."""
@@ -201,4 +207,4 @@ def _products(
     if not is_gated:
         return y
     gate, up = y.chunk(2, dim=1)
-    return F.silu(gate) * up if clamped is None else clamped_swiglu(gate, up, clamped)
+    return ACTIVATIONS[activation](gate) * up if clamped is None else clamped_swiglu(gate, up, clamped)

@@ -113,7 +113,10 @@ def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    ["olmo2", "gemma2", "gemma4-shared", "cohere", "bloom", "granite", "gpt2", "deepseek_v2-groups", "deepseek_v3"],
+    [
+        *("olmo2", "gemma2", "gemma4-shared", "gemma4-moe", "cohere", "bloom", "granite", "gpt2"),
+        *("deepseek_v2-groups", "deepseek_v3"),
+    ],
 )
 def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
     """`CudaOperations` with its kernels replaced by torch: which residual is added when, and by which norm."""

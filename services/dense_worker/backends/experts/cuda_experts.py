@@ -24,9 +24,10 @@ from services.dense_worker.backends.quantized.operands import PreparedInput
 from services.dense_worker.backends.quantized.streamed_quantized import OPERANDS
 from services.dense_worker.backends.quantized.triton_prepare import prepare_input
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.backends.triton_norm import add_rms_norm
 from services.dense_worker.model.experts.expert_linear import ExpertLinear
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
-from services.dense_worker.model.experts.router import GroupedRouter
+from services.dense_worker.model.experts.router import GroupedRouter, Router, ScaledRouter
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.sampling.upload import upload
 
@@ -83,6 +84,7 @@ class CudaExperts:
         x: torch.Tensor,  # [n, hidden], rows contiguous
         experts: RoutedExperts,
         shared: torch.Tensor | None,  # float32 [n, hidden]: added
+        routed_by: torch.Tensor | None = None,  # [n, hidden], rows contiguous: what the router reads; None: x
     ) -> torch.Tensor:
         """The sum of the experts of each token and of `shared`, a new tensor [n, hidden] in x's dtype.
 
@@ -98,17 +100,19 @@ class CudaExperts:
         block_rows = choose_block_rows(num_pairs, self._options.num_experts)
         if not is_plain:
             block_rows = min(block_rows, MAX_QUANTIZED_BLOCK_ROWS)
-        self._route(x, experts, num_valid, None if is_few else block_rows, (logits, chosen, weights))
+        read = self._scaled(x if routed_by is None else routed_by, experts.router)
+        self._route(read, experts, num_valid, None if is_few else block_rows, (logits, chosen, weights))
         launcher = self._launcher
         if is_few:
             matrices = gate_up.weight.matrix.data, down.weight.matrix.data
             biases = gate_up.bias_data, down.bias_data
-            few_gate_up(launcher, x, chosen, matrices[0], biases[0], num_valid, activation, experts.clamped)
+            gate = experts.activation, experts.clamped
+            few_gate_up(launcher, x, chosen, matrices[0], biases[0], num_valid, activation, *gate)
             few_down(launcher, activation, chosen, weights, matrices[1], biases[1], shared, num_valid, out)
             return out
         products = self._products[:num_pairs]
-        clamped = {"is_gated": True, "clamped": experts.clamped}
-        self._multiply(gate_up, x, self._options.num_per_token, activation, block_rows, **clamped)
+        gate = {"is_gated": True, "activation": experts.activation, "clamped": experts.clamped}
+        self._multiply(gate_up, x, self._options.num_per_token, activation, block_rows, **gate)
         self._multiply(down, activation, 1, products, block_rows, is_gated=False)
         sum_pairs(launcher, products, weights, shared, num_valid, out)
         return out
@@ -134,6 +138,14 @@ class CudaExperts:
         codes = operands.matrix(linear.weight)
         grouped_quantized(launcher, prepared, pairs_per_row, codes, bias, out, blocks, block_rows, **gate)
 
+    def _scaled(self, x: torch.Tensor, router: Router) -> torch.Tensor:
+        """What the router multiplies: x itself, or what `ScaledRouter` makes of it, a new tensor."""
+        if not isinstance(router, ScaledRouter):
+            return x
+        scaled = torch.empty_like(x)
+        add_rms_norm(self._launcher, x, None, router.scale.data, router.norm.eps, scaled)
+        return scaled.mul_(x.shape[1] ** -0.5)
+
     def _route(
         self,
         x: torch.Tensor,
@@ -148,10 +160,13 @@ class CudaExperts:
         if isinstance(router, GroupedRouter):
             grouped, logit_bias, score_bias = router.routing, None, bias
         routing = Routing(router.num_per_token, router.renormalizes, grouped)
+        factors = router.expert_scale.data if isinstance(router, ScaledRouter) else None
         logits, chosen, weights = out
         router_logits(self._launcher, x, router.weight.data, logit_bias, logits, is_rounded=grouped is None)
         sorting = (None, 0) if block_rows is None else (self._blocks, block_rows)
-        choose_experts(self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, *sorting)
+        choose_experts(
+            self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, *sorting, factors
+        )
 
     def _is_few(self, num_tokens: int) -> bool:
         """Whether each pair gets programs of its own: as long as few pairs share an expert."""

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.common.families.shape import ClampedSwiglu
-from services.dense_worker.backends.experts.triton_gates import activate
+from services.common.families.shape import Activation, ClampedSwiglu
+from services.dense_worker.backends.experts.triton_gates import activate, gate_name
 from services.dense_worker.backends.triton_gemv import choose_gemv_tiles
 from services.dense_worker.backends.triton_launch import KernelLauncher
 
@@ -28,7 +28,8 @@ def few_gate_up(
     bias: torch.Tensor | None,  # [weight's rows]
     num_valid: torch.Tensor | None,  # int32 [1]: rows from here on are padding; None: no padding
     out: torch.Tensor,  # [n * num_per_token, intermediate], contiguous
-    clamped: ClampedSwiglu | None,  # None: SwiGLU
+    activation: Activation,
+    clamped: ClampedSwiglu | None,  # instead of `activation`
 ) -> None:
     """Writes activation(gate) * up of each pair of a token and an expert to `out`."""
     num_pairs, out_features = out.shape
@@ -51,7 +52,7 @@ def few_gate_up(
         x.stride(0),
         0.0 if clamped is None else clamped.alpha,
         0.0 if clamped is None else clamped.limit,
-        IS_CLAMPED=clamped is not None,
+        GATE=gate_name(activation, clamped),
         NUM_PER_TOKEN=experts.shape[1],
         IS_PADDED=in_features < tiles.block_in,
         BLOCK_IN=tiles.block_in,
@@ -111,7 +112,7 @@ def _few_gate_up_kernel(
     x_stride,
     alpha,
     limit,
-    IS_CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     NUM_PER_TOKEN: tl.constexpr,
     IS_PADDED: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -151,7 +152,7 @@ def _few_gate_up_kernel(
                 its_bias = bias + first_row + rows
                 gate += tl.load(its_bias, mask=is_row, other=0.0).to(tl.float32)
                 up += tl.load(its_bias + out_features, mask=is_row, other=0.0).to(tl.float32)
-            y = activate(gate, up, alpha, limit, IS_CLAMPED, dtype)
+            y = activate(gate, up, alpha, limit, GATE, dtype)
             tl.store(out + pair.to(tl.int64) * out_features + rows, y.to(dtype), mask=is_row)
 
 

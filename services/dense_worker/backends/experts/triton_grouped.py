@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.common.families.shape import ClampedSwiglu
-from services.dense_worker.backends.experts.triton_gates import activate
+from services.common.families.shape import Activation, ClampedSwiglu
+from services.dense_worker.backends.experts.triton_gates import activate, gate_name
 from services.dense_worker.backends.experts.triton_router import PairBlocks
 from services.dense_worker.backends.triton_launch import KernelLauncher
 
@@ -65,7 +65,8 @@ def grouped_linear(
     block_rows: int,  # those that the blocks were made with
     *,
     is_gated: bool,
-    clamped: ClampedSwiglu | None = None,  # None: SwiGLU
+    activation: Activation = Activation.SILU,
+    clamped: ClampedSwiglu | None = None,  # instead of `activation`
 ) -> None:
     """Writes W[e] x + b[e] of each pair to `out`; if is_gated, activation of the first half times the second half."""
     num_pairs, out_features = out.shape
@@ -89,7 +90,7 @@ def grouped_linear(
         x.stride(0),
         0.0 if clamped is None else clamped.alpha,
         0.0 if clamped is None else clamped.limit,
-        IS_CLAMPED=clamped is not None,
+        GATE=gate_name(activation, clamped),
         PAIRS_PER_ROW=pairs_per_row,
         IS_GATED=is_gated,
         IS_PADDED=in_features % _BLOCK_IN != 0,
@@ -143,7 +144,7 @@ def _grouped_kernel(
     x_stride,
     alpha,
     limit,
-    IS_CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_PADDED: tl.constexpr,
@@ -190,7 +191,7 @@ def _grouped_kernel(
             if bias is not None:
                 up_bias = tl.load(bias + first_row + out_features + features, mask=is_feature, other=0.0)
                 up += up_bias.to(tl.float32)[:, None]
-            y = activate(y, up, alpha, limit, IS_CLAMPED, dtype)
+            y = activate(y, up, alpha, limit, GATE, dtype)
         target = out + pairs[None, :] * out_features + features[:, None]
         tl.store(target, y.to(dtype), mask=is_feature[:, None] & is_row[None, :])
 

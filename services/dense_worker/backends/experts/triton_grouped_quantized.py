@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.common.families.shape import ClampedSwiglu
-from services.dense_worker.backends.experts.triton_gates import activate
+from services.common.families.shape import Activation, ClampedSwiglu
+from services.dense_worker.backends.experts.triton_gates import activate, gate_name
 from services.dense_worker.backends.experts.triton_grouped import max_num_blocks
 from services.dense_worker.backends.experts.triton_router import PairBlocks
 from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OUT, PreparedInput, QuantizedMatrix
@@ -33,7 +33,8 @@ def grouped_quantized(
     block_rows: int,  # those that the blocks were made with, at most MAX_BLOCK_ROWS
     *,
     is_gated: bool,
-    clamped: ClampedSwiglu | None = None,  # None: SwiGLU
+    activation: Activation = Activation.SILU,
+    clamped: ClampedSwiglu | None = None,  # instead of `activation`
 ) -> None:
     """Writes W[e] x + b[e] of each pair to `out`; if is_gated, activation of the first half times the second half."""
     num_pairs, out_features = out.shape
@@ -60,7 +61,7 @@ def grouped_quantized(
         0.0 if clamped is None else clamped.alpha,
         0.0 if clamped is None else clamped.limit,
         DTYPE=TRITON_TYPES[out.dtype],
-        IS_CLAMPED=clamped is not None,
+        GATE=gate_name(activation, clamped),
         PAIRS_PER_ROW=pairs_per_row,
         CODES=int(matrix.codes),
         GROUP_SIZE=matrix.group_size or 0,
@@ -96,7 +97,7 @@ def _grouped_quantized_kernel(
     alpha,
     limit,
     DTYPE: tl.constexpr,
-    IS_CLAMPED: tl.constexpr,
+    GATE: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     CODES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -169,6 +170,6 @@ def _grouped_quantized_kernel(
             if bias is not None:
                 up_bias = tl.load(bias + first_row + out_features + features, mask=is_feature, other=0.0)
                 up += up_bias.to(tl.float32)[:, None]
-            y = activate(y, up, alpha, limit, IS_CLAMPED, DTYPE)
+            y = activate(y, up, alpha, limit, GATE, DTYPE)
         target = out + pairs[None, :] * out_features + features[:, None]
         tl.store(target, y.to(DTYPE), mask=is_feature[:, None] & is_row[None, :])

@@ -94,6 +94,7 @@ def choose_experts(
     loads: torch.Tensor | None,  # int64 [num_experts]: increased by the number of tokens of each expert
     blocks: PairBlocks | None,  # written; None: the products need no sorted pairs
     block_rows: int,  # rows of a block
+    factors: torch.Tensor | None = None,  # [num_experts]: each expert's weight is multiplied by its factor in the end
 ) -> None:
     """Chooses the experts of each token."""
     num_rows, num_experts = logits.shape
@@ -104,6 +105,7 @@ def choose_experts(
         (num_rows,),
         logits,
         bias,
+        factors,
         num_valid,
         experts,
         weights,
@@ -178,6 +180,7 @@ def _logits_kernel(
 def _choose_kernel(
     logits,
     bias,
+    factors,
     num_valid,
     experts,
     weights,
@@ -250,6 +253,8 @@ def _choose_kernel(
             weight *= multiplier
         pairs = row * NUM_PER_TOKEN + choices
         is_choice = choices < NUM_PER_TOKEN
+        if factors is not None:
+            weight *= tl.load(factors + chosen, mask=is_choice, other=0.0).to(tl.float32)
         tl.store(experts + pairs, chosen, mask=is_choice)
         tl.store(weights + pairs, weight, mask=is_choice)
         if slots is not None:

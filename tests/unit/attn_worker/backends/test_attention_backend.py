@@ -117,9 +117,11 @@ def test_flashinfer_refuses_learned_sinks(monkeypatch: pytest.MonkeyPatch) -> No
         select_backend(AttentionSection(backend="flashinfer"), dataclasses.replace(model, config=config))
 
 
-def test_the_kernels_refuse_layers_with_different_heads() -> None:
+def test_flashinfer_refuses_layers_with_different_heads() -> None:
     model = make_model(GPU)
     heads = tuple(dataclasses.replace(model.config.heads, kv_layer=layer or None) for layer in range(2))
     config = dataclasses.replace(model.config, attention=AttentionOptions(layer_heads=heads))
-    with pytest.raises(ConfigError, match=r"one size of heads for all layers, and those of 'llama' differ: set"):
-        select_backend(AttentionSection(), dataclasses.replace(model, config=config))
+    model = dataclasses.replace(model, config=config)
+    assert select_backend(AttentionSection(), model) == "triton"
+    with pytest.raises(ConfigError, match=r"lack what 'llama' needs: layers with heads of their own"):
+        select_backend(AttentionSection(backend="flashinfer"), model)
