@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 PROFILES = "1-16,17-128,129-512"
 MAX_NUM_SEQS = 32
 BUILD_TIMEOUT_S = 600.0
+PLANS_VARIABLE = "TWOSTROKE_TEST_PLANS"  # of the environment
 NUM_TOKENS = 60
 PROMPTS = (
     "San Francisco is a",
@@ -61,8 +63,9 @@ def api() -> TensorRT:
 
 @pytest.fixture(scope="module")
 def plan_dir(api: TensorRT, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plans of the embedded model in float16, built by the command."""
-    directory = tmp_path_factory.mktemp("plans")
+    """Plans of the embedded model in float16, built by the command; those in PLANS_VARIABLE's directory are kept."""
+    kept = os.environ.get(PLANS_VARIABLE)
+    directory = tmp_path_factory.mktemp("plans") if kept is None else Path(kept)
     command = [sys.executable, "-m", "services.dense_worker.tensorrt.build", "--model", str(EMBEDDED_MODEL)]
     command += ["--dtype", "float16", "--profiles", PROFILES, "--output-dir", str(directory)]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=BUILD_TIMEOUT_S)
