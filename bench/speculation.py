@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.gpu.models import SHAPES, write_model
 from services.pb import gateway_pb2
 from tests.support.plain_services import PlainServices, plain_services
+from tests.support.warm_process import warm_server
 from tests.support.workers.forced_drafts_dense_worker import VARIABLE
 
 TIMEOUT_S = 600.0
@@ -110,6 +111,7 @@ def run_round(services: PlainServices, requests: Sequence[gateway_pb2.GenerateRe
 
 def compare(directory: Path, overrides: Sequence[str], modes: Mapping[str, Sequence[str]], load: Load) -> None:
     """Rounds of all modes in turns; prints the ratio to `off`, the median over rounds, and what the steps were like."""
+    warm_server()  # before threads need it: it is one for all
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(modes)) as threads:
 
         def start(name: str) -> PlainServices:

@@ -1,7 +1,7 @@
 """What beam search costs: searches with k beams against k greedy streams of the same prompts, on one server in turns.
 
-    python bench/beams.py                                                  # on this CPU, with the embedded model
-    python bench/beams.py --shape llama-2-7b --set dense.backend=torch     # on a GPU, with random weights
+    python bench/options/beams.py                                               # on this CPU, with the embedded model
+    python bench/options/beams.py --shape llama-2-7b --set dense.backend=torch  # on a GPU, with random weights
 
 The first table has one search, or k greedy answers, on an idle server. The second one has the same beside other greedy
 streams: how long these take for a token. No search ends early, so each has the same number of steps.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import grpc
 
