@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.backends.torch_attention import TorchAttention
-from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.kv_cache import KVCache, PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
@@ -17,7 +18,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.prompts.given_rows import GivenRowsOfStep
+from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.prompts.loaded_table import LoadedTable
 from tests.support.plans import make_plan
 
@@ -26,18 +27,24 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 64
 
 
 class WholeModel:
-    """A model of a directory in float32: `KVCache`, `TorchAttention` and a dense backend, on the CPU."""
+    """A model of a directory: `KVCache`, an attention backend and a dense backend."""
 
     def __init__(
-        self, path: Path, make_dense: Callable[[ModelWeights], DenseBackend] = TorchBackend, max_model_len: int = 128
+        self,
+        path: Path,
+        make_dense: Callable[[ModelWeights], DenseBackend] = TorchBackend,
+        max_model_len: int = 128,
+        make_attention: Callable[..., AttentionBackend] = TorchAttention,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config = load_model_config(path)
-        self.weights = load_weights(path, self.config, torch.float32, CPU)
+        self.config, self.device, self.dtype = load_model_config(path), device, dtype
+        self.weights = load_weights(path, self.config, dtype, device)
         self.dense = make_dense(self.weights)
         beyond = length_dependent_beyond(self.config.rope)
         self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, max_model_len, length_dependent_beyond=beyond)
-        spec = KVCacheSpec.of_model(self.config, torch.float32, NUM_BLOCKS, BLOCK_SIZE)
-        self.attention = TorchAttention(self.config, spec, torch.float32, CPU, max_model_len)
+        spec = KVCacheSpec.of_model(self.config, dtype, NUM_BLOCKS, BLOCK_SIZE)
+        self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
         if sinks := load_sinks(path, self.config):
             self.attention.use_sinks(sinks)
         self._token_ids: dict[int, list[int]] = {}
@@ -55,6 +62,19 @@ class WholeModel:
         self, *entries: tuple[int, int, int], confirmed: Iterable[tuple[int, int]] = ()
     ) -> tuple[torch.Tensor, ...]:
         """Runs (seq_id, num_tokens, position) as one batch; returns each entry's logits, [num_tokens, vocab_size]."""
+        planned, token_ids, given = self.prepare(entries, confirmed)
+        self.attention.begin_step(planned.metadata)
+        logits = self.run(torch.tensor(token_ids, device=self.device), given.gather())
+        self.cache.commit_step()
+        return logits.split([num_tokens for _, num_tokens, _ in entries])
+
+    def prepare(
+        self, entries: Iterable[tuple[int, int, int]], confirmed: Iterable[tuple[int, int]], num_rows: int | None = None
+    ) -> tuple[PlannedStep, list[int], GivenRowsOfStep]:
+        """Plans a step and prepares the dense backend for `num_rows` rows; None: as many as there are tokens.
+
+        Returns the cache's part of the plan, and the step's token ids with the vectors that stand for some of them.
+        """
         for seq_id, token_id in confirmed:
             self._token_ids[seq_id].append(token_id)
         plan = make_plan(entries, confirmed=confirmed)
@@ -67,16 +87,18 @@ class WholeModel:
             if seq_id in self._tables:
                 known = given.take(self._tables[seq_id], known, len(token_ids))
             token_ids += known
-        self.dense.begin_step(plan, len(token_ids))
+        self.dense.begin_step(plan, num_rows or len(token_ids))
         self.attention.copy_blocks(planned.block_copies)
-        self.attention.begin_step(planned.metadata)
-        qkv = torch.empty(len(token_ids), self.config.qkv_size)
-        attn_out = torch.empty(len(token_ids), self.config.attn_size)
-        residual = self.dense.first(torch.tensor(token_ids), qkv, given.gather())
+        return planned, token_ids, given
+
+    def run(self, token_ids: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:
+        """token_ids int64 [n], padding included -> logits [n, vocab_size], by the segments and the attention calls."""
+        num_rows, dtype, device = len(token_ids), self.dtype, self.device
+        qkv = torch.empty(num_rows, self.config.qkv_size, dtype=dtype, device=device)
+        attn_out = torch.empty(num_rows, self.config.attn_size, dtype=dtype, device=device)
+        residual = self.dense.first(token_ids, qkv, given)
         for layer in range(self.config.num_layers):
             self.attention.forward(layer, qkv, attn_out)
             if layer + 1 < self.config.num_layers:
                 residual = self.dense.middle(layer, attn_out, residual, qkv)
-        logits = self.dense.last(attn_out, residual, torch.arange(len(token_ids)))
-        self.cache.commit_step()
-        return logits.split([num_tokens for _, num_tokens, _ in entries])
+        return self.dense.last(attn_out, residual, torch.arange(num_rows, device=device))
