@@ -20,6 +20,9 @@ BackendName = Literal["torch", "triton", "flashinfer"]
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)  # its prefill kernels use 16-bit tensor cores
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
+TRITON_MAX_LATENT_DIM = 512  # whose sums and keys fill an SM; no published model has more
+TRITON_LATENT_SHARED_BYTES = 221 << 10  # that its programs need, from compute capability 9.0 on
+
 FP8_CAPABILITY = (9, 0)  # of GPUs for which Triton converts e4m3 to bfloat16
 
 _FLASHINFER = "flashinfer-python"
@@ -49,13 +52,13 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
     if name != "torch":
         _check_ropes(model.config)
-        if model.config.attention.value_dim is not None:
-            raise ConfigError(f"its kernels have no latent attention, as {model.config.family!r} has")
         if model.config.attention.num_sink_tokens:
             raise ConfigError("its kernels have no attention.sink_tokens, which need attention.backend torch, on a CPU")
     if name == "flashinfer":
         _check_options(model.config)
         _check_flashinfer(model, kv_cache)
+    if name == "triton" and model.config.attention.value_dim is not None:
+        _check_latent(model, model.config.attention.value_dim)
     if name == "triton" and kv_cache != "model" and model.config.head_dim % 4:
         raise ConfigError(
             "its kernels read a KV cache of 8 bits in pairs: head_dim must be a multiple of 4, it is"
@@ -81,11 +84,27 @@ def _check_ropes(config: ModelConfig) -> None:
         )
 
 
+def _check_latent(model: ResolvedModel, rank: int) -> None:
+    """Refuses latent vectors, or a GPU, for which the Triton kernels have no tiles."""
+    if rank > TRITON_MAX_LATENT_DIM:
+        raise ConfigError(
+            f"its kernels hold at most {TRITON_MAX_LATENT_DIM} latent dimensions, {model.config.family!r} has"
+            f" kv_lora_rank {rank}"
+        )
+    found = torch.cuda.get_device_properties(model.device).shared_memory_per_block_optin
+    if found < TRITON_LATENT_SHARED_BYTES:
+        raise ConfigError(
+            f"its kernels for latent attention need {TRITON_LATENT_SHARED_BYTES} bytes of shared memory, "
+            f"{torch.cuda.get_device_name(model.device)} has {found}"
+        )
+
+
 def _check_options(config: ModelConfig) -> None:
     """Refuses by name what the model's attention needs and FlashInfer's kernels, as we call them, do not do."""
     options, ropes = config.attention, set(config.layer_ropes)
     needed = {
         "layers with heads of their own": bool(options.layer_heads),
+        "latent attention": options.value_dim is not None,
         "a soft cap of scores": options.softcap is not None,
         "ALiBi": bool(options.alibi_slopes),
         "a scale of scores of its own": options.scale is not None,

@@ -13,22 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from services.attn_worker.backends.latent.triton_decode import decode_load
+from services.attn_worker.backends.layer_kernels import LATENT_KERNELS, PLAIN_KERNELS
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
 from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
-from services.attn_worker.backends.triton_decode import (
-    DecodeTiles,
-    DecodeWorkspace,
-    choose_decode_tiles,
-    decode_attention,
-)
-from services.attn_worker.backends.triton_prefill import (
-    SHORT_CONTEXT,
-    PrefillTiles,
-    choose_prefill_tiles,
-    prefill_attention,
-)
-from services.attn_worker.backends.triton_rope_append import RotaryPairs, append_prefill
+from services.attn_worker.backends.triton_decode import DecodeTiles, DecodeWorkspace
+from services.attn_worker.backends.triton_prefill import SHORT_CONTEXT, PrefillTiles
+from services.attn_worker.backends.triton_rope_append import RotaryPairs
 from services.attn_worker.backends.triton_scores import ScoreOptions
 from services.attn_worker.backends.work_items import (
     NUM_FIELDS,
@@ -120,7 +112,11 @@ class TritonAttention:
         self._max_num_tokens = max_num_tokens
         self._num_sms = _num_sms(device)
         fewest_kv_heads, most_kv_heads = (f(each.num_kv_heads for each in self._heads) for f in (min, max))
-        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
+        self._kernels, programs_per_item, angles_config = PLAIN_KERNELS, fewest_kv_heads, config
+        if options.value_dim is not None:
+            self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
+            angles_config = replace(config, head_dim=config.rope.rotary_dim)
+        self._max_num_pieces = -(-_DECODE_PROGRAMS_PER_SM * self._num_sms // programs_per_item)
         self._kernel_kinds = [
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
         ]
@@ -146,7 +142,7 @@ class TritonAttention:
                 torch.empty(max_num_items, config.num_heads, device=device),
                 torch.zeros(max_num_items, most_kv_heads, dtype=torch.int32, device=device),
             )
-            self._angles = RopeAngles(config, max_model_len, max_num_tokens, device)
+            self._angles = RopeAngles(angles_config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise CapacityError(
@@ -211,7 +207,7 @@ class TritonAttention:
         qkv, out = rows_of_layer(qkv, heads.qkv_size), rows_of_layer(out, heads.attn_size)
         if self._decode_items is not None:
             items = self._decode_items[self._item_kinds[layer]]
-            decode_attention(
+            self._kernels.decode(
                 qkv,
                 out,
                 cache,
@@ -227,8 +223,8 @@ class TritonAttention:
         if (prefill := self._prefill) is not None:
             rows, tiles = prefill.angle_rows, prefill.tiles[kernel_kind]
             if heads.kv_layer is None:
-                append_prefill(qkv, cache, scales, angles, rows, prefill.slots, pairs)
-            prefill_attention(
+                self._kernels.append(qkv, cache, scales, angles, rows, prefill.slots, pairs)
+            self._kernels.attend(
                 qkv,
                 out,
                 cache,
@@ -262,7 +258,7 @@ class TritonAttention:
     def _choose_decode_tiles(self, num_seqs: int) -> dict[_KernelKind, DecodeTiles]:
         """Depends on `num_seqs` alone, as what a graph launches must."""
         return {
-            kind: choose_decode_tiles(
+            kind: self._kernels.choose_decode_tiles(
                 self._dtype,
                 kind.cache_dtype,
                 self._config.num_heads // kind.num_kv_heads,
@@ -302,7 +298,7 @@ class TritonAttention:
         is_prefill = num_tokens > 1
         max_context_len = int(step.context_lens[is_prefill].max())
         tiles = {
-            kind: choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
+            kind: self._kernels.choose_prefill_tiles(kind.head_dim, self._dtype, kind.cache_dtype, max_context_len)
             for kind in dict.fromkeys(self._kernel_kinds)
         }
         first_rows = np.cumsum(num_tokens) - num_tokens

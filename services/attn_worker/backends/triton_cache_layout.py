@@ -35,16 +35,22 @@ def load_tile_blocks(table, first_key, TILE: tl.constexpr, BLOCK_SIZE: tl.conste
 
 
 @triton.jit
+def offsets_in_blocks(first_key, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The place in its block of each key of a tile, int32 [TILE], for the result of `load_tile_blocks`."""
+    offsets = tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        return first_key % BLOCK_SIZE + offsets
+    elif TILE % BLOCK_SIZE == 0:
+        return offsets % BLOCK_SIZE
+    else:
+        return (first_key + offsets) % BLOCK_SIZE
+
+
+@triton.jit
 def tile_offsets(blocks, first_key, kv_head, TILE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
                  BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):  # fmt: skip
     """`cache_offset` of the keys of a tile, int64 [TILE], for the result of `load_tile_blocks`."""
-    offsets = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:
-        offset_in_block = first_key % BLOCK_SIZE + offsets
-    elif TILE % BLOCK_SIZE == 0:
-        offset_in_block = offsets % BLOCK_SIZE
-    else:
-        offset_in_block = (first_key + offsets) % BLOCK_SIZE
+    offset_in_block = offsets_in_blocks(first_key, TILE, BLOCK_SIZE)
     return cache_offset(blocks, kv_head, offset_in_block, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
 
 

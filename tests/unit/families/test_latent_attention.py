@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,12 +224,31 @@ def test_a_cache_of_8_bits_is_refused_by_name(kv_cache_dtype: str, tmp_path: Pat
         make_cache_spec(AttentionSection(kv_cache_dtype=kv_cache_dtype), model)
 
 
+def test_a_gpu_with_enough_shared_memory_runs_the_published_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of compute capability 9.0 is enough, that of 8.0 and 8.9 is not."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "its name")
+    for fields in ({}, PUBLISHED_V2_LITE):
+        on_gpu = replace(resolved(tmp_path, **fields), device=torch.device("cuda", 0))
+        for num_bytes in (232448, 166912, 101376):
+            properties = SimpleNamespace(shared_memory_per_block_optin=num_bytes)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+            if num_bytes == 232448:
+                assert select_backend(AttentionSection(), on_gpu) == "triton"
+                continue
+            with pytest.raises(ConfigError, match=rf"need 226304 bytes of shared memory, its name has {num_bytes}"):
+                select_backend(AttentionSection(), on_gpu)
+
+
 def test_what_latent_attention_lacks_is_refused_by_name(tmp_path: Path) -> None:
     model = resolved(tmp_path, **PUBLISHED_V2_LITE)
     on_gpu = replace(model, device=torch.device("cuda", 0))
-    for backend, choice in (("auto", "auto"), ("triton", "triton"), ("flashinfer", "flashinfer")):
-        with pytest.raises(ConfigError, match=f"'{choice}', but its kernels have no latent attention.*'deepseek_v2'"):
-            select_backend(AttentionSection(backend=backend), on_gpu)
+    with pytest.raises(ConfigError, match="'flashinfer', but its kernels lack what 'deepseek_v2' needs: latent att"):
+        select_backend(AttentionSection(backend="flashinfer"), on_gpu)
+    wide = replace(resolved(tmp_path, **PUBLISHED_V2_LITE | {"kv_lora_rank": 513}), device=torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"'auto', but its kernels hold at most 512 latent .* has kv_lora_rank 513"):
+        select_backend(AttentionSection(), wide)
     with pytest.raises(ConfigError, match="latent attention of 'deepseek_v2' is not exported to ONNX and TensorRT"):
         export_networks(model.config, torch.bfloat16)
     with pytest.raises(ConfigError, match="deepseek_v2 has no adapters here"):
