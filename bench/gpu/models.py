@@ -3,6 +3,7 @@
     python bench/gpu/models.py --shape tiny --load 4x2:8/8                            # on this CPU
     python bench/gpu/models.py --shape llama-2-13b --format fp8 --load 1024x1024:128/128 --load 128x64:2048/128
     python bench/gpu/models.py --shape qwen3-30b-a3b --load 512x256:1000/1000
+    python bench/gpu/models.py --shape deepseek-v2-lite --load 128x64:1000/500 --set model.max_model_len=8192
 
 A load is written REQUESTSxCONCURRENCY:PROMPT/OUTPUT, in tokens; one stream is always measured. All loads go to one
 server's dense worker (`bench/core.py`), without tokenizer and gateway.
@@ -68,6 +69,44 @@ _GPT_OSS = {
         ],
     },
 }
+_DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "rope_theta": 10000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+}
+_DEEPSEEK_V2_LITE = {
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 _GEMMA_3 = {
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -108,7 +147,6 @@ def _gpt_oss(layers: int, experts: int) -> dict:
 
 SHAPES = {
     "tiny": {**_QWEN3_MOE, **_sizes(2, 64, 4, 2, 16, 128, 512), **_experts(8, 2, 32)},
-    "tiny-llama": {**_LLAMA, **_sizes(4, 256, 4, 2, 64, 704, 32000)},
     "llama-2-7b": {**_LLAMA, **_sizes(32, 4096, 32, 32, 128, 11008, 32000)},
     "llama-2-13b": {**_LLAMA, **_sizes(40, 5120, 40, 40, 128, 13824, 32000)},
     "llama-3.1-8b": {**_LLAMA, **_sizes(32, 4096, 32, 8, 128, 14336, 128256), "rope_theta": 500000.0},
@@ -116,6 +154,7 @@ SHAPES = {
     "qwen3-8b": {**_QWEN3, **_sizes(36, 4096, 32, 8, 128, 12288, 151936), "rope_theta": 1000000.0},
     "gemma-3-4b": {**_GEMMA_3, **_sizes(34, 2560, 8, 4, 256, 10240, 262208)},
     "qwen3-30b-a3b": {**_QWEN3_MOE, **_sizes(48, 2048, 32, 4, 128, 6144, 151936), **_experts(128, 8, 768)},
+    "deepseek-v2-lite": {**_DEEPSEEK_V2, **_sizes(27, 2048, 16, 16, 64, 10944, 102400), **_DEEPSEEK_V2_LITE},
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
