@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup run test test-api test-services test-gateway test-units test-alone clients chaos bench protos docs clean
+.PHONY: setup run test test-api test-survival test-gateway test-units test-operations test-alone clients chaos bench protos docs clean
 
 setup: $(VENV)/.installed
 
@@ -19,7 +19,7 @@ run: setup
 
 test: setup
 	$(RUN) -m ruff check .
-	$(MAKE) --jobs=2 --output-sync=target --keep-going test-services test-api test-gateway test-units
+	$(MAKE) --jobs=3 --output-sync=target --keep-going test-api test-survival test-gateway test-units test-operations
 	$(MAKE) test-alone
 
 # The same examples in every run; without the option, new ones.
@@ -27,19 +27,24 @@ PYTEST := $(RUN) -m pytest --hypothesis-profile=ci
 
 # These measure delays and memory under attack, or look into the shared memory of the whole machine.
 ALONE := tests/integration/hostile tests/unit/channel
+SURVIVAL := tests/integration/survival tests/chaos
+OTHERS := tests/unit tests/integration/api tests/integration/hostile $(SURVIVAL)
 
-# Four parts, of which two run at a time: the next one begins when one has ended. The first two often wait.
-test-services:
-	$(PYTEST) tests --ignore=tests/unit --ignore=tests/integration/api $(ALONE:%=--ignore=%)
-
+# Five parts, of which three run at a time, since tests often wait: the next one begins when one has ended.
 test-api:
 	$(PYTEST) tests/integration/api
+
+test-survival:
+	$(PYTEST) $(SURVIVAL)
 
 test-gateway:
 	$(PYTEST) tests/unit/gateway
 
 test-units:
-	$(PYTEST) tests/unit --ignore=tests/unit/gateway $(ALONE:%=--ignore=%)
+	$(PYTEST) tests/unit $(patsubst %,--ignore=%,tests/unit/gateway tests/unit/channel)
+
+test-operations:
+	$(PYTEST) tests $(OTHERS:%=--ignore=%)
 
 test-alone:
 	$(PYTEST) $(ALONE)

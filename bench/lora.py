@@ -1,7 +1,7 @@
 """What LoRA adapters cost: TPOT of a batch with adapters against the same batch without any, on one server.
 
     python bench/lora.py --streams 8 --adapters 2 --rounds 2 --max-tokens 32       # on this CPU, the embedded model
-    python bench/lora.py --streams 64 --adapters 8 --rank 16 --set model.path=DIR  # on a GPU
+    python bench/lora.py --shape llama-2-7b                                       # on a GPU, with random weights
 
 First a server without slots runs the batch; then one with slots, where rounds without adapters alternate with rounds in
 which each request names one of several random adapters in turn. All figures are medians over rounds.
@@ -23,6 +23,7 @@ import grpc
 import numpy as np
 from safetensors.numpy import save_file
 
+from bench.gpu.models import SHAPES, write_model
 from services.common.config import load_config
 from services.common.model_config import load_model_config
 from services.lora.shapes import adapted_shapes
@@ -70,21 +71,25 @@ async def time_round(address: str, names: list[str], max_tokens: int) -> float:
 
 def measure(directory: Path, args: argparse.Namespace) -> dict[str, list[float]]:
     """TPOT in milliseconds of each round, by kind."""
-    model = load_config(None, args.set).model.path
+    settings = args.set
+    if args.shape is not None:
+        path = write_model(directory / "model", args.shape, "stored")
+        settings = [f"model.path={path}", "model.load_format=dummy", *settings]
+    model = load_config(None, settings).model.path
     names = [f"adapter{i}" for i in range(args.adapters)]
     for seed, name in enumerate(names):
         write_adapter(directory / "adapters" / name, model, args.rank, seed)
     modules = json.dumps([f"{name}={directory / 'adapters' / name}" for name in names])
-    common = (*args.set, f"scheduler.max_num_seqs={args.streams}")
+    common = (*settings, f"scheduler.max_num_seqs={args.streams}")
     slots = (f"dense.max_loras={args.adapters}", f"dense.max_lora_rank={args.rank}", f"gateway.lora_modules={modules}")
     none = [""] * args.streams
     adapted = [names[i % len(names)] for i in range(args.streams)]
     times: dict[str, list[float]] = {OFF: [], IDLE: [], ADAPTED: []}
     # One server after the other: two would share the GPU's memory.
     servers = {"off": (common, {OFF: none}), "on": ((*common, *slots), {IDLE: none, ADAPTED: adapted})}
-    for name, (settings, batches) in servers.items():
+    for name, (own, batches) in servers.items():
         (directory / name).mkdir()
-        with running_cluster(directory / name, *settings) as cluster:
+        with running_cluster(directory / name, *own) as cluster:
             for index in range(args.rounds + 1):
                 for kind, models in batches.items():
                     tpot = asyncio.run(time_round(cluster.address, models, args.max_tokens))
@@ -95,6 +100,7 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, list[float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, else model.path")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)

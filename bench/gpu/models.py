@@ -147,6 +147,7 @@ def _gpt_oss(layers: int, experts: int) -> dict:
 
 SHAPES = {
     "tiny": {**_QWEN3_MOE, **_sizes(2, 64, 4, 2, 16, 128, 512), **_experts(8, 2, 32)},
+    "tiny-llama": {**_LLAMA, **_sizes(4, 256, 4, 2, 64, 704, 32000)},
     "llama-2-7b": {**_LLAMA, **_sizes(32, 4096, 32, 32, 128, 11008, 32000)},
     "llama-2-13b": {**_LLAMA, **_sizes(40, 5120, 40, 40, 128, 13824, 32000)},
     "llama-3.1-8b": {**_LLAMA, **_sizes(32, 4096, 32, 8, 128, 14336, 128256), "rope_theta": 500000.0},

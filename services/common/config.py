@@ -18,7 +18,7 @@ import pydantic
 from pydantic import Field
 
 from services.common.checks.addresses import check_address, check_proxy, check_target, check_tcp_address
-from services.common.checks.speculation import check_lookup_lengths, check_speculation_model
+from services.common.checks.speculation import check_draft_model, check_lookup_lengths, check_speculation_model
 from services.common.errors import ConfigError
 
 API_KEYS_VARIABLE = "TWOSTROKE_API_KEYS"  # read by the gateway
@@ -168,9 +168,11 @@ class SchedulerSection(Section):
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
     max_beam_width: Count = 16  # maximum number of beams of a search; also at most max_num_seqs
     # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client;
-    # medusa: by heads that were trained for the model
-    speculation: Literal["off", "ngram", "suffix", "medusa"] = "off"
+    # medusa: by heads that were trained for the model; draft_model: by a smaller model
+    speculation: Literal["off", "ngram", "suffix", "medusa", "draft_model"] = "off"
     speculation_model: Path | None = None  # medusa: directory of the heads' config.json and safetensors
+    draft_model: Path | None = None  # draft_model: a Hugging Face model directory, of a model with the same vocabulary
+    draft_cache_bytes: Count = 2**30  # draft_model: most memory of its KV cache; a sequence without room gets no drafts
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most guessed tokens of a sequence in one step
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3  # ngram: fewest equal tokens before a guess
     prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 5  # ngram: equal tokens beyond which no longer match counts
@@ -291,6 +293,7 @@ class Config(Section):
             )
         check_lookup_lengths(scheduler.prompt_lookup_min, scheduler.prompt_lookup_max)
         check_speculation_model(scheduler.speculation, scheduler.speculation_model, self.dense.backend)
+        check_draft_model(scheduler.speculation, scheduler.draft_model)
         if (self.gateway.tls_certificate is None) != (self.gateway.tls_key is None):
             raise ValueError("gateway.tls_certificate and gateway.tls_key belong together")
         if self.gateway.tls_client_ca is not None and self.gateway.tls_certificate is None:

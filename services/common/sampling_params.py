@@ -71,6 +71,11 @@ class SamplingParams:
         """Whether any penalty applies, which depends on the tokens so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether an option makes the next token depend on the output's last ones, besides the form of the output."""
+        return self.has_penalties or bool(self.bad_words) or self.reasoning_limit is not None
+
     def validate(self) -> None:
         """Raises `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
         _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)

@@ -17,6 +17,9 @@ from services.common.kv_cache.scales import KVScales
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
+from services.dense_worker.draft_model.guessing_model import GuessingModel
+from services.dense_worker.draft_model.load import load_draft_model
+from services.dense_worker.draft_model.model import DraftModel
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.lora.tensors import LoraStore
@@ -32,6 +35,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.quantized.kv_scales import read_kv_scales
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
+from services.dense_worker.runner.guesses import Guessing, GuessingHeads
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.tensorrt.profiles import Limits
@@ -110,13 +114,14 @@ def load_model(
     has_heads = scheduler.speculation_model is not None
     prepared = prepare_backend(config.dense, section, model, limits, report, has_heads=has_heads)
     heads = _load_heads(config, model)
+    draft_model = load_draft_model(scheduler, section, model)
     weights = _load_weights(section, model)
     if model.config.quantization is not None:
         log_formats(model.config.quantization.method, weights)
     lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
-        runner = _build_runner(config, model, selected, lora, heads, takes_over)
+        runner = _build_runner(config, model, selected, lora, heads or draft_model, takes_over)
     experts = make_expert_loads(weights)
     num_heads = 0 if heads is None else heads.num_heads
     return LoadedModel(model, digest, selected.name, runner, lora, num_heads, kv_cache_dtype, scales, sinks, experts)
@@ -182,13 +187,18 @@ def _build_runner(
     model: ResolvedModel,
     selected: SelectedBackend,
     lora: LoraStore | None,
-    heads: MedusaHeads | None,
+    guesses_by: MedusaHeads | DraftModel | None,
     takes_over: bool,
 ) -> ModelRunner:
     scheduler = config.scheduler
     sampler = Sampler(scheduler.max_num_seqs, model.config.vocab_size, model.device)
+    guessing: Guessing | None = None
+    if isinstance(guesses_by, MedusaHeads):
+        guessing = GuessingHeads(guesses_by, scheduler.max_num_seqs)
+    elif guesses_by is not None:
+        guessing = GuessingModel(guesses_by, sampler, scheduler.max_num_seqs)
     if model.device.type == "cpu":
-        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora, heads)
+        return ModelRunner(selected.backend, sampler, model.config.num_layers, scheduler.max_num_seqs, lora, guessing)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
     cuda_runner = CudaModelRunner(
@@ -200,7 +210,7 @@ def _build_runner(
         scheduler.max_num_batched_tokens,
         captures_lazily=config.dense.captures_lazily or takes_over,
         lora=lora,
-        heads=heads,
+        guessing=guessing,
     )
     if takes_over:
         cuda_runner.warm_up()

@@ -12,12 +12,14 @@ from services.common.errors import ConfigError
 from services.common.shorten import quote, show
 
 FLAG = "--speculative-config"
-_MODEL = "model"  # the directory of trained weights, in the section `scheduler` speculation_model
+_MODEL = "model"  # the directory of trained weights
+_MODEL_KEYS = {"medusa": "speculation_model", "draft_model": "draft_model"}  # its name in the section `scheduler`
 # By method: vLLM's keys, which are otherwise the names in the section `scheduler`.
 _KEYS = {
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens",),
     "medusa": (_MODEL, "num_speculative_tokens"),
+    "draft_model": (_MODEL, "num_speculative_tokens"),
 }
 METHODS = tuple(_KEYS)
 _NGRAM_MODEL = "[ngram]"  # how older versions of vLLM name the method
@@ -68,8 +70,10 @@ def read_speculative_config(text: str) -> dict[str, object]:
     if given.get("model") == _NGRAM_MODEL:
         del given["model"]
         method = method or "ngram"
+    if method is None and _MODEL in given:
+        method = "draft_model"  # as in vLLM
     if method is None:
-        raise ConfigError(f"{FLAG} names no method: {' or '.join(METHODS)} is required{_of_model(given)}")
+        raise ConfigError(f"{FLAG} names no method: {' or '.join(METHODS)} is required")
     if method not in METHODS:
         raise ConfigError(f"{FLAG} has the method {show(method)}; only {' and '.join(METHODS)} are supported")
     for key, value in given.items():
@@ -82,9 +86,5 @@ def read_speculative_config(text: str) -> dict[str, object]:
     shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     if (shortest is None) != (longest is None):  # in vLLM, one of them stands for both
         given["prompt_lookup_min"] = given["prompt_lookup_max"] = longest if shortest is None else shortest
-    keys = {f"scheduler.{'speculation_model' if key == _MODEL else key}": value for key, value in given.items()}
+    keys = {f"scheduler.{_MODEL_KEYS[method] if key == _MODEL else key}": value for key, value in given.items()}
     return {"scheduler.speculation": method} | keys
-
-
-def _of_model(given: dict[str, object]) -> str:
-    return f"; a draft model ({show(given['model'])}) is not supported" if "model" in given else ""

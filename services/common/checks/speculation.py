@@ -25,3 +25,15 @@ def check_speculation_model(method: str, model: Path | None, dense_backend: str)
         raise ValueError(
             "scheduler.speculation 'medusa': TensorRT gives no hidden states: set dense.backend to torch"
         )
+
+
+def check_draft_model(method: str, model: Path | None) -> None:
+    """The method 'draft_model' needs a model."""
+    if model is None:
+        if method == "draft_model":
+            raise ValueError("scheduler.speculation 'draft_model' needs scheduler.draft_model, a model's directory")
+        return
+    if method != "draft_model":
+        raise ValueError(f"scheduler.draft_model {str(model)!r} belongs to 'draft_model', speculation is {method!r}")
+    if not model.is_dir():
+        raise ValueError(f"scheduler.draft_model {str(model)!r} is not a directory")

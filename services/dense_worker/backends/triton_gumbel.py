@@ -25,19 +25,22 @@ def compile_kernels(vocab_size: int, device: torch.device) -> None:
 
 
 def draw(
-    logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
+    logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray | torch.Tensor
 ) -> torch.Tensor:
     """Token ids, int64 [r], on the device of the logits. The lowest of equal scores wins. Does not wait for the device.
 
     logits: torch.float32 [r, vocab_size], contiguous; rows of NaN give an arbitrary token
     temperatures: np.float32 [r], above 0
-    seeds, positions: np.uint64 [r]
+    seeds, positions: np.uint64 [r]; positions may also be an int64 tensor on the device of the logits
     """
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, _BLOCKS_PER_PROGRAM * TOKENS_PER_BLOCK)
     inverse_temperatures = 1.0 / temperatures.astype(np.float64)
-    keys = np.stack((inverse_temperatures.view(np.uint64), seeds, positions), axis=1)
+    on_host = seeds if isinstance(positions, torch.Tensor) else positions
+    keys = np.stack((inverse_temperatures.view(np.uint64), seeds, on_host), axis=1)
     keys = upload(keys.view(np.int64), logits.device)
+    if isinstance(positions, torch.Tensor):
+        keys[:, 2] = positions
     scores = torch.empty(num_rows, num_parts, dtype=torch.float64, device=logits.device)
     candidates = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -27,11 +27,17 @@ class DraftSource(Protocol):
         max_num_drafts: that the next step may have
         """
 
-    def wants_guesses(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the model's heads guess after the step under way. Asked once after each call of `waits`."""
+    def wanted_guesses(self, running: SequenceOf[Sequence]) -> int:
+        """How many tokens heads or a draft model guess after the step under way; 0: they do not run.
+
+        Asked once after each call of `waits`.
+        """
 
     def take(self, sequence: Sequence, guesses: SequenceOf[int]) -> None:
-        """The heads have guessed the next tokens of a sequence, after all that it has."""
+        """Heads or a draft model have guessed the next tokens of a sequence, after all that it has.
+
+        Empty: the draft model is still computing the tokens that the sequence has.
+        """
 
     def begin_step(self, decodes: SequenceOf[Sequence], max_num_drafts: int) -> None:
         """A step is planned now, with a token for each of these sequences, and at most so many drafts."""
@@ -67,7 +73,7 @@ class DraftCounts:
 def take_guesses(
     drafts: DraftSource, sequences: Iterable[Sequence], guesses: Mapping[int, SequenceOf[int]]
 ) -> None:
-    """Passes on what the heads guess, by seq_id, after a step of these sequences, which have their new tokens."""
+    """Passes on guesses, by seq_id, after a step of these sequences, which have their new tokens."""
     for sequence in sequences:
         if sequence.seq_id in guesses and sequence.status is not SequenceStatus.FINISHED:
             drafts.take(sequence, guesses[sequence.seq_id])
@@ -79,10 +85,9 @@ def may_have_drafts(sequence: Sequence) -> bool:
     Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft. A
     prompt with vectors has token ids that no output can have. The tokens of beams are not sampled.
     """
-    sampling = sequence.sampling
     if sequence.prompt_table is not None or sequence.beams is not None:
         return False
-    return not (sampling.has_penalties or sampling.bad_words or sampling.reasoning_limit is not None)
+    return not sequence.sampling.depends_on_output
 
 
 def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:

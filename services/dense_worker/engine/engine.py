@@ -164,8 +164,9 @@ class Engine:
             return None
         if session.in_flight:
             plans_ahead, running = self._scheduler.plans_ahead, session.in_flight[-1].running
-            if self._drafts is not None and self._drafts.wants_guesses(session.running) and running is not None:
-                running.guess()
+            num_guesses = 0 if self._drafts is None else self._drafts.wanted_guesses(session.running)
+            if num_guesses and running is not None:
+                running.guess(num_guesses)
             if not plans_ahead:
                 return None
         return self._scheduler.schedule()
@@ -182,6 +183,7 @@ class Engine:
     def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
         session.complete(step, time.monotonic())
+        step.guess_s = result.guess_s
         published = step.published
         sequences = [entry.sequence for entry in published.entries]
         started = step_report.record_started(sequences, step.begin_s)

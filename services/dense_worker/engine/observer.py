@@ -30,6 +30,7 @@ class StepStats:
     launch_s: float  # host time to publish the plan and launch the step
     duration_s: float  # from the end of the previous step (or its launch, if later) until its tokens came
     wait_s: float | None  # part of it spent waiting for the attention worker; None on CUDA: the host cannot see it
+    guess_s: float = 0.0  # part of it in which heads or a draft model guessed the tokens after its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +91,5 @@ def describe_step(step: InFlight, scheduler: Scheduler) -> StepStats:
         launch_s=step.launch_s,
         duration_s=step.end_s - step.begin_s,
         wait_s=step.wait_s,
+        guess_s=step.guess_s,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.medusa.heads import MedusaHeads
 from services.dense_worker.prompts.given_rows import GivenRows
+from services.dense_worker.runner.guesses import Guessing
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep, StepInput, run_layers
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
@@ -54,9 +55,9 @@ class CudaModelRunner(ModelRunner):
         *,
         captures_lazily: bool,
         lora: CudaLora | None = None,
-        heads: MedusaHeads | None = None,
+        guessing: Guessing | None = None,
     ) -> None:
-        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora, heads)
+        super().__init__(backend, sampler, config.num_layers, max_num_seqs, lora, guessing)
         self._cuda_lora = lora
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
         self._stream = torch.cuda.Stream()
@@ -160,10 +161,10 @@ class CudaModelRunner(ModelRunner):
             self._finish(launched)
 
     @torch.inference_mode()
-    def add_guesses(self, launched: _Launched) -> None:
-        """Enqueues the heads after the newest step."""
+    def add_guesses(self, launched: _Launched, num_tokens: int) -> None:
+        """Enqueues what guesses after the newest step."""
         with torch.cuda.stream(self._stream):
-            launched.finish_guesses()
+            launched.finish_guesses(num_tokens)
 
     def _finish(self, launched: _Launched) -> None:
         with torch.cuda.stream(self._stream):
@@ -261,6 +262,7 @@ class _Launched:
         self._sample = sample
         self._tokens: PendingTokens | None = None
         self._event: torch.cuda.Event | None = None  # the end of the whole step
+        self._guess_event: torch.cuda.Event | None = None  # where its guesses begin; None: it has none
 
     def finish(self) -> None:
         """Enqueues what is left of the step, on the current stream."""
@@ -269,15 +271,17 @@ class _Launched:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def guess(self) -> None:
-        self._runner.add_guesses(self)
+    def guess(self, num_tokens: int) -> None:
+        self._runner.add_guesses(self, num_tokens)
 
-    def finish_guesses(self) -> None:
-        """Enqueues the heads on the current stream. The step has been sampled."""
+    def finish_guesses(self, num_tokens: int) -> None:
+        """Enqueues what guesses on the current stream. The step has been sampled."""
         assert self._sample is None, "the step before has been collected"
         if self._tokens is not None:
-            self._tokens = self._runner.with_guesses(self._tokens)
-            self._event = torch.cuda.Event()
+            self._guess_event = torch.cuda.Event(enable_timing=True)
+            self._guess_event.record()
+            self._tokens = self._runner.with_guesses(self._tokens, num_tokens)
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
     def is_done(self) -> bool:
@@ -286,5 +290,7 @@ class _Launched:
     def collect(self) -> StepResult:
         self._channel.check()
         result = self._tokens.read() if self._tokens is not None else StepResult(())
+        if self._guess_event is not None and self._event is not None:
+            result = replace(result, guess_s=self._guess_event.elapsed_time(self._event) * 1e-3)
         self._runner.sample_next()
         return result

@@ -1,18 +1,21 @@
-"""Guesses of the tokens after those of a step, by Medusa heads. Part of the model runner.
+"""Guesses of the tokens after those of a step, by Medusa heads or a draft model. Part of the model runner.
 
-The heads run only after steps for which the scheduler asks for guesses. They guess for all sequences of the step: one
-product reads the heads' weights once, however many rows there are.
+They run only after steps for which the scheduler asks for guesses. The heads guess for all sequences of the step: one
+product reads their weights once, however many rows there are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from services.dense_worker.medusa.heads import MedusaHeads
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
@@ -20,8 +23,44 @@ from services.step import PlanEntry
 _NO_DRAFT = -1  # no token id
 
 
+class PendingGuesses(Protocol):
+    """Guesses that the device is computing."""
+
+    def read(self) -> dict[int, tuple[int, ...]]:
+        """The guesses by seq_id, see `StepResult.guesses`. The device must have computed them."""
+
+
+class Guessing(Protocol):
+    """Guesses the tokens after those of a step, on the stream of the steps. No method waits for the device."""
+
+    def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
+        """Where a step writes its hidden states, [num_sampled, hidden]; None: they are not needed."""
+
+    def warm_up(self) -> None:
+        """Runs it at its largest, so that this memory is there."""
+
+    def forget(self, sequences: Iterable[KnownSequence]) -> None:
+        """These sequences have been closed."""
+
+    def forget_all(self) -> None:
+        """All sequences have been closed."""
+
+    def guess(
+        self,
+        entries: SequenceOf[PlanEntry],
+        sequences: SequenceOf[KnownSequence],
+        sampled: torch.Tensor,
+        num_tokens: int,
+    ) -> PendingGuesses:
+        """Enqueues what guesses at most `num_tokens` tokens of each sequence of the newest step.
+
+        Called before another step is enqueued. sequences: aligned with the entries; sampled: int64 [num_sampled], the
+        step's tokens, on the device
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class PendingGuesses:
+class PendingHeads:
     """A tensor on the host that the device fills when it has run the heads."""
 
     seq_ids: SequenceOf[int]
@@ -33,7 +72,7 @@ class PendingGuesses:
 
 
 class GuessingHeads:
-    """Medusa heads with the hidden states from which the newest step samples."""
+    """A `Guessing`: Medusa heads with the hidden states from which the newest step samples."""
 
     def __init__(self, heads: MedusaHeads, max_num_seqs: int) -> None:
         self._heads = heads
@@ -41,18 +80,31 @@ class GuessingHeads:
         # `DenseBackend.last` writes the rows here, those of captured graphs too. [max_num_seqs, hidden]
         self.hidden = torch.zeros(max_num_seqs, like.shape[2], dtype=like.dtype, device=like.device)
 
+    def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
+        """The first rows of `hidden`."""
+        return self.hidden[:num_sampled]
+
     def warm_up(self) -> None:
-        """Runs the heads for as many rows as a step may have, so that their memory is there."""
+        """Runs the heads for as many rows as a step may have."""
         self._heads.guess(self.hidden)
 
-    def guess(self, entries: SequenceOf[PlanEntry], sampled: torch.Tensor) -> PendingGuesses:
-        """Enqueues the heads on the rows from which the last tokens of the entries were sampled.
+    def forget(self, sequences: Iterable[KnownSequence]) -> None:
+        """It keeps nothing of them."""
 
-        Called before another step is enqueued. sampled: int64 [num_sampled], the step's tokens, on the device
-        """
+    def forget_all(self) -> None:
+        """It keeps nothing of them."""
+
+    def guess(
+        self,
+        entries: SequenceOf[PlanEntry],
+        sequences: SequenceOf[KnownSequence],
+        sampled: torch.Tensor,
+        num_tokens: int,
+    ) -> PendingHeads:
+        """Enqueues the heads on the rows from which the last tokens of the entries were sampled: all heads guess."""
         entries = [entry for entry in entries if entry.num_logits]
         rows = last_rows(entries, sampled)
-        return PendingGuesses([entry.seq_id for entry in entries], to_host(self._heads.guess(self.hidden[rows])))
+        return PendingHeads([entry.seq_id for entry in entries], to_host(self._heads.guess(self.hidden[rows])))
 
 
 def last_rows(entries: SequenceOf[PlanEntry], sampled: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ its next step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -18,13 +19,13 @@ import torch
 from services.channel import Channel, Flag, qkv_flag
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.lora.tensors import LoraStore
-from services.dense_worker.medusa.heads import MedusaHeads
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.prompts.loaded_table import LoadedTable
-from services.dense_worker.runner.guesses import GuessingHeads
+from services.dense_worker.runner.guesses import Guessing
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.row_slots import row_slots
 from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
-from services.dense_worker.runner.step_tokens import KnownSequence, PendingTokens
+from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, find_span, rank_prompt_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.grammar.matcher import GrammarMatcher
@@ -69,8 +70,8 @@ class RunningStep(Protocol):
     def is_done(self) -> bool:
         """Whether `collect` would return without waiting."""
 
-    def guess(self) -> None:
-        """Asks for guesses of the tokens after the step's, which become part of its result.
+    def guess(self, num_tokens: int) -> None:
+        """Asks for guesses of so many tokens after the step's, which become part of its result.
 
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
@@ -89,13 +90,13 @@ class ModelRunner:
         num_layers: int,
         max_num_seqs: int,
         lora: LoraStore | None = None,
-        heads: MedusaHeads | None = None,
+        guessing: Guessing | None = None,
     ) -> None:
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
         self._lora = lora  # the backend's; None: no sequence has an adapter
-        self._guessing = None if heads is None else GuessingHeads(heads, max_num_seqs)
+        self._guessing = guessing
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._sequences: dict[int, KnownSequence] = {}  # by seq_id
@@ -111,6 +112,8 @@ class ModelRunner:
         for slot in list(self._used_slots):
             self._release_slot(slot)
         self._sequences.clear()
+        if self._guessing is not None:
+            self._guessing.forget_all()
 
     def open(
         self,
@@ -154,6 +157,8 @@ class ModelRunner:
         for sequence in bound.closed:
             if sequence.slot is not None:  # otherwise it never ran
                 self._release_slot(sequence.slot)
+        if self._guessing is not None and bound.closed:
+            self._guessing.forget(bound.closed)
         token_ids: list[int] = []
         fed_rows, fed_slots, sampled_rows, sampled_slots, positions, output_lens = [], [], [], [], [], []
         spans: list[PromptSpan] = []
@@ -202,8 +207,9 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, step: StepInput, channel: Channel, *, has_guesses: bool = False) -> StepResult:
-        """Runs all layers and the sampler, and the heads if guesses are wanted. Raises the errors of `Channel.wait`."""
+    def run(self, step: StepInput, channel: Channel, num_guesses: int = 0) -> StepResult:
+        """Runs all layers and the sampler, and what guesses if tokens are wanted. Raises the errors of `Channel.wait`.
+        """
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step.bound, len(token_ids))
@@ -214,11 +220,11 @@ class ModelRunner:
             token_ids,
             step.sampled_rows,
             step.given,
-            self._hidden_out(len(step.sampled_rows)) if has_guesses else None,
+            self._hidden_out(len(step.sampled_rows)) if num_guesses else None,
         )
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
-        return (self.with_guesses(tokens) if has_guesses else tokens).read()
+        return (self.with_guesses(tokens, num_guesses) if num_guesses else tokens).read()
 
     def finish(
         self,
@@ -257,16 +263,18 @@ class ModelRunner:
             entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits, token_ids
         )
 
-    def with_guesses(self, tokens: PendingTokens) -> PendingTokens:
+    def with_guesses(self, tokens: PendingTokens, num_guesses: int) -> PendingTokens:
         """The tokens of the newest step with guesses of the next ones, unless it samples none."""
-        assert self._guessing is not None, "a step is asked for guesses only if there are heads"
+        assert self._guessing is not None, "a step is asked for guesses only if there is what guesses"
         if tokens.sampled is None:
             return tokens
-        return replace(tokens, guesses=self._guessing.guess(tokens.entries, tokens.sampled))
+        begin_s = time.perf_counter()
+        guesses = self._guessing.guess(tokens.entries, tokens.sequences, tokens.sampled, num_guesses)
+        return replace(tokens, guesses=guesses, guess_s=time.perf_counter() - begin_s)
 
     def _hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """Where the step's hidden states go, [num_sampled, hidden]; None if nobody reads them."""
-        return None if self._guessing is None else self._guessing.hidden[:num_sampled]
+        return None if self._guessing is None else self._guessing.hidden_out(num_sampled)
 
     def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
         if self._lora is not None:
@@ -331,10 +339,10 @@ class _LazyStep:
     runner: ModelRunner
     bound: BoundPlan
     channel: Channel
-    has_guesses: bool = False
+    num_guesses: int = 0
 
-    def guess(self) -> None:
-        self.has_guesses = True
+    def guess(self, num_tokens: int) -> None:
+        self.num_guesses = num_tokens
 
     def is_done(self) -> bool:
         return True
@@ -343,4 +351,4 @@ class _LazyStep:
         step = self.runner.prepare(self.bound)
         if not self.bound.plan.entries:
             return StepResult(())
-        return self.runner.run(step, self.channel, has_guesses=self.has_guesses)
+        return self.runner.run(step, self.channel, self.num_guesses)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.dense_worker.runner.step_tokens import KnownSequence
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.step import PlanEntry
 
 

@@ -9,25 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.prompts.loaded_table import LoadedTable
 from services.dense_worker.runner.guesses import PendingGuesses
+from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.step_logits import PendingLogits
 from services.dense_worker.sampling.logprobs import RankedTokens
 from services.dense_worker.sampling.prompt_logprobs import PromptSpan, read_prompt_logprobs
 from services.grammar.matcher import GrammarMatcher
-from services.step import Logits, NewSequence, PlanEntry, StepResult
-
-
-@dataclass(slots=True, eq=False)
-class KnownSequence:
-    """The runner's data about a sequence."""
-
-    new: NewSequence
-    token_ids: list[int]  # all tokens known on the host, prompt first
-    grammar: GrammarMatcher | None = None  # of the form of its output, if that has one
-    slot: int | None = None  # of the sampler; None until it runs
-    adapter_slot: int | None = None  # where its adapter is; None if it has none
-    table: LoadedTable | None = None  # vectors for some of its prompt tokens; None: it has tokens only
+from services.step import Logits, PlanEntry, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +32,7 @@ class PendingTokens:
     logits: PendingLogits | None = None  # that are reported; None: none
     sampled: torch.Tensor | None = None  # `token_ids` on the device; None: the step samples no token
     guesses: PendingGuesses | None = None  # of the tokens after these; None: nobody asks for any
+    guess_s: float = 0.0  # how long the guesses took, if that is known already
 
     def read(self) -> StepResult:
         """The step's result; also stores the tokens in the sequences. The device must have run the step."""
@@ -74,7 +63,7 @@ class PendingTokens:
         prompt_logits = [] if self.logits is None else self.logits.read_prompts()
         ended = _follow(formed) if formed else {}
         guesses = {} if self.guesses is None else self.guesses.read()
-        return StepResult(token_ids, logprobs, prompt_logprobs, ended, logits, prompt_logits, guesses)
+        return StepResult(token_ids, logprobs, prompt_logprobs, ended, logits, prompt_logits, guesses, self.guess_s)
 
 
 def _follow(formed: list[tuple[int, GrammarMatcher, int]]) -> dict[int, str | None]:

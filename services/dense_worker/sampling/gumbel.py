@@ -24,15 +24,17 @@ _TOKENS_AT_A_TIME = 1 << 16  # in whole rows, so that intermediate values stay i
 
 
 def draw(
-    logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray
+    logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray | torch.Tensor
 ) -> torch.Tensor:
     """Token ids, int64 [r]. The lowest of equal scores wins. Tokens of -inf are drawn only if there are no others.
 
     logits: torch.float32 [r, vocab_size]; rows of NaN give an arbitrary token
     temperatures: np.float32 [r], above 0
-    seeds, positions: np.uint64 [r]
+    seeds, positions: np.uint64 [r]; positions may also be an int64 tensor on the device of the logits
     """
     num_rows, vocab_size = logits.shape
+    if isinstance(positions, torch.Tensor):
+        positions = positions.numpy().astype(np.uint64)
     inverse_temperatures = 1.0 / temperatures.astype(np.float64)[:, None]
     token_ids = np.empty(num_rows, dtype=np.int64)
     rows_at_a_time = max(_TOKENS_AT_A_TIME // vocab_size, 1)

@@ -155,6 +155,15 @@ class Sampler:
         wanted = dict(zip(reported.tolist(), num_logprobs.tolist(), strict=True))
         return SampledTokens(token_ids, wanted, ranked)
 
+    @torch.inference_mode()
+    def guess(self, logits: torch.Tensor, slots: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
+        """What `sample` would choose, int64 [r], if these were the model's logits and editors did nothing.
+
+        Changes no state, and does not wait for the device. logits: torch.float32 [r, vocab_size], contiguous; slots:
+        int64 [r]; positions: int64 [r] on the device, see `sample`
+        """
+        return self._choose(logits, self._options[slots], positions)
+
     def _note_needs(self, slot: int, needs: list[bool]) -> None:
         self._needs[:, slot] = needs
         pairs = zip(self._editors, self._needs, strict=True)
@@ -169,20 +178,27 @@ class Sampler:
                 edits.append((editor, EditedRows(rows, slots[rows], output_lens[rows], self._device)))
         return edits
 
-    def _choose(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def _choose(
+        self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor
+    ) -> torch.Tensor:
         drawn = np.flatnonzero(~options["is_greedy"])
         if drawn.size == len(options):
             return self._draw(logits, options, positions)
         token_ids = logits.argmax(-1)
         if drawn.size:
             rows = self._upload(drawn)
-            token_ids[rows] = self._draw(logits[rows], options[drawn], positions[drawn])
+            of_drawn = positions[drawn] if isinstance(positions, np.ndarray) else positions[rows]
+            token_ids[rows] = self._draw(logits[rows], options[drawn], of_drawn)
         return token_ids
 
-    def _draw(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor
+    ) -> torch.Tensor:
         """Draws token ids [r] from the filtered distributions, by the rows' seeds and positions."""
         filtered = self._filter(logits, options)
-        return self._draw_tokens(filtered, options["temperature"], options["seed"], positions.astype(np.uint64))
+        if isinstance(positions, np.ndarray):
+            positions = positions.astype(np.uint64)
+        return self._draw_tokens(filtered, options["temperature"], options["seed"], positions)
 
     def _filter(self, logits: torch.Tensor, options: np.ndarray) -> torch.Tensor:
         """Logits with -inf for tokens that top-k, top-p and min-p drop; the same logits if there are no filters."""

@@ -1,4 +1,4 @@
-"""Speculation by earlier answers, and by Medusa heads: the answers are those of services without it, in fewer steps."""
+"""Speculation by earlier answers, by heads and by a draft model: the answers are those without it, in fewer steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jsonschema
 import pytest
 
+from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.cluster import REQUEST_TIMEOUT_S
 from tests.support.dense.medusa_heads import heads_that_know
@@ -83,6 +84,14 @@ def medusa(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield Both(off, services)
 
 
+@pytest.fixture(scope="module")
+def draft(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """The draft model is the served one, so that its guesses are right unless an option changes the choice."""
+    settings = "scheduler.speculation=draft_model", f"scheduler.draft_model={EMBEDDED_MODEL}"
+    with plain_services(tmp_path_factory.mktemp("draft"), *settings, modules=MODULES) as services:
+        yield Both(off, services)
+
+
 def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> list[Answer]:
     message = gateway_pb2.GenerateRequest(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, "prompt": prompt} | options)
     response = services.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S)
@@ -98,15 +107,18 @@ def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> lis
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
-def test_answers_are_those_without_speculation(both: Both, medusa: Both, options: dict[str, object]) -> None:
+def test_answers_are_those_without_speculation(
+    both: Both, medusa: Both, draft: Both, options: dict[str, object]
+) -> None:
     """Half of the options are tried with a prompt that repeats itself, the others with one that the heads know."""
     prompt = PROMPTS[(OPTIONS.index(options) + 1) % 2]
     expected = ask(both.off, prompt, options)
     for _ in range(2):
         assert ask(both.on, prompt, options) == expected
-    assert ask(medusa.on, prompt, options) == expected
-    both.on.wait_idle()
-    medusa.on.wait_idle()
+    for services in (medusa.on, draft.on):
+        assert ask(services, prompt, options) == expected
+    for services in (both.on, medusa.on, draft.on):
+        services.wait_idle()
 
 
 def steps_of(services: PlainServices, prompt: str, options: dict[str, object]) -> tuple[int, list[Answer]]:
@@ -127,11 +139,15 @@ def test_an_answer_that_was_given_before_takes_few_steps(both: Both) -> None:
     raise AssertionError(f"the second answers took as many steps as the first ones: {num_steps}")
 
 
-def test_an_answer_that_the_heads_know_takes_few_steps(medusa: Both) -> None:
-    request = PROMPTS[1], {"sampling": {"temperature": 0.0}}
-    expected, counts = ask(medusa.off, *request), []
+@pytest.mark.parametrize(("source", "temperature"), [("medusa", 0.0), ("draft", 0.0), ("draft", 1.0)])
+def test_an_answer_that_the_heads_or_a_draft_model_know_takes_few_steps(
+    request: pytest.FixtureRequest, source: str, temperature: float
+) -> None:
+    both: Both = request.getfixturevalue(source)
+    message = PROMPTS[1], {"sampling": {"temperature": temperature, "seed": 3}}
+    expected, counts = ask(both.off, *message), []
     for _ in range(MAX_ROUNDS):
-        num_steps, answers = steps_of(medusa.on, *request)
+        num_steps, answers = steps_of(both.on, *message)
         assert answers == expected
         counts.append(num_steps)
         if num_steps < 0.5 * MAX_TOKENS:
@@ -153,7 +169,7 @@ def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
 
 
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
-@pytest.mark.parametrize("source", ["both", "medusa"])
+@pytest.mark.parametrize("source", ["both", "medusa", "draft"])
 def test_a_kill_changes_no_token(request: pytest.FixtureRequest, source: str, role: str) -> None:
     both: Both = request.getfixturevalue(source)
     options = [{"sampling": {"temperature": temperature, "seed": 9}} for temperature in (0.0, 0.8)]

@@ -15,7 +15,7 @@ class EagerDrafts:
     def waits(self, running: Sequence[EngineSequence], max_num_drafts: int) -> bool:
         return True
 
-    def wants_guesses(self, running: Sequence[EngineSequence]) -> bool:
+    def wanted_guesses(self, running: Sequence[EngineSequence]) -> int:
         return False
 
     def take(self, sequence: EngineSequence, guesses: Sequence[int]) -> None: ...

@@ -23,6 +23,11 @@ class FakeChannel:
 
 
 class Event:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.0
+
     def record(self) -> None: ...
 
     def query(self) -> bool:

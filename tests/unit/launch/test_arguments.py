@@ -47,9 +47,21 @@ def test_heads_are_named_as_for_vllm(name: str, tmp_path: Path, monkeypatch: pyt
     assert (section.speculation, section.speculation_model, section.num_speculative_tokens) == ("medusa", Path(name), 4)
 
 
+@pytest.mark.parametrize("method", [{"method": "draft_model"}, {}])
+def test_a_draft_model_is_named_as_for_vllm(method: dict[str, str], tmp_path: Path) -> None:
+    text = json.dumps(method | {"model": str(tmp_path), "num_speculative_tokens": 4})
+    section = parse_args(["--speculative-config", text])[0].scheduler
+    assert (section.speculation, section.draft_model, section.num_speculative_tokens) == ("draft_model", tmp_path, 4)
+    assert section.speculation_model is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
+        (["scheduler.draft_model=/"], "draft_model '/' belongs to 'draft_model', speculation is 'off'"),
+        (["scheduler.speculation=medusa", "scheduler.draft_model=/"], "'medusa' needs scheduler.speculation_model"),
+        (["scheduler.speculation=draft_model", "scheduler.speculation_model=/"], "'/' belongs to 'medusa'"),
+        (["scheduler.draft_cache_bytes=0"], "draft_cache_bytes = 0"),
         (["scheduler.speculation_model=/"], "speculation_model '/' belongs to 'medusa', speculation is 'off'"),
         (["scheduler.speculation=ngram", "scheduler.speculation_model=/"], "speculation is 'ngram'"),
         (
@@ -58,7 +70,7 @@ def test_heads_are_named_as_for_vllm(name: str, tmp_path: Path, monkeypatch: pyt
         ),
     ],
 )
-def test_heads_without_their_method_or_with_tensorrt_are_refused(
+def test_weights_without_their_method_or_with_tensorrt_are_refused(
     overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -75,7 +87,11 @@ def test_heads_without_their_method_or_with_tensorrt_are_refused(
         ('{"method": "medusa", "model": "/no such"}', "speculation_model '/no such' is not a directory"),
         ('{"method": "medusa", "model": "/", "draft_tensor_parallel_size": 1}', "'draft_tensor_parallel_size'"),
         ('{"method": "suffix", "model": "/"}', "'model'"),
-        ('{"model": "facebook/opt-125m", "num_speculative_tokens": 5}', "draft model ('facebook/opt-125m')"),
+        ('{"model": "facebook/opt-125m", "num_speculative_tokens": 5}', "draft_model 'facebook/opt-125m' is not a dir"),
+        ('{"method": "draft_model", "num_speculative_tokens": 5}', "'draft_model' needs scheduler.draft_model"),
+        ('{"model": 3}', "model 3, which is not a string"),
+        ('{"model": "/", "draft_tensor_parallel_size": 1}', "'draft_tensor_parallel_size'"),
+        ('{"model": "/", "num_speculative_tokens": 65}', "num_speculative_tokens = 65"),
         ("{}", "names no method"),
         ('{"method": ["ngram"]}', "['ngram']"),
         ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size'"),

@@ -6,6 +6,7 @@ from services.common.config import SchedulerSection
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
 from services.dense_worker.engine.speculation.copied_text import CopiedText
 from services.dense_worker.engine.speculation.head_guesses import HeadGuesses
+from services.dense_worker.engine.speculation.model_guesses import ModelGuesses
 from services.dense_worker.engine.speculation.speculation import GuessSource, Speculation
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 
@@ -25,6 +26,8 @@ def make_guess_source(section: SchedulerSection, num_heads: int) -> GuessSource:
     """What guesses, unless speculation is off."""
     if section.speculation == "medusa":
         return HeadGuesses(num_heads)
+    if section.speculation == "draft_model":
+        return ModelGuesses(section.num_speculative_tokens)
     if section.speculation == "ngram":
         return CopiedText(range(section.prompt_lookup_min, section.prompt_lookup_max + 1))
     return CopiedText(SUFFIX_LENGTHS, AnswerHistory(SUFFIX_LENGTHS, section.suffix_cached_tokens))

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
+from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
 from services.dense_worker.engine.speculation.predictor import Predictor
 
 
@@ -24,9 +25,12 @@ class CopiedText:
         earlier = [] if self._history is None else self._history.find(sequence)
         return Predictor(self._lengths, self._acceptance.begin(), sequence.prompt_token_ids, earlier)
 
-    def wants_guesses(self, is_held_back: bool) -> bool:
+    def wanted_guesses(self, predictors: SequenceOf[HeadPredictor], is_held_back: bool) -> int:
         """No heads are needed."""
-        return False
+        return 0
+
+    def note_guess_cost(self, num_steps: float) -> None:
+        """It has none."""
 
     def finish(self, sequence: Sequence) -> None:
         """Keeps the answer for later ones."""

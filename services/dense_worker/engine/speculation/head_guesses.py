@@ -7,6 +7,8 @@ the next tokens show how often their guesses are right by now.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
@@ -27,13 +29,16 @@ class HeadGuesses:
         """Has no guesses before the heads have run."""
         return HeadPredictor(self._acceptance.begin(), self._num_heads, len(sequence.output_token_ids))
 
-    def wants_guesses(self, is_held_back: bool) -> bool:
-        """For drafts of the next step, or for a trial."""
+    def wanted_guesses(self, predictors: SequenceOf[HeadPredictor], is_held_back: bool) -> int:
+        """Those of all heads, for drafts of the next step or for a trial."""
         self._num_steps += 1
         if not is_held_back and self._num_steps < TRIAL_STEPS:
-            return False
+            return 0
         self._num_steps = 0
-        return True
+        return self._num_heads
+
+    def note_guess_cost(self, num_steps: float) -> None:
+        """It is always that of all heads."""
 
     def finish(self, sequence: Sequence) -> None:
         """Nothing is kept."""

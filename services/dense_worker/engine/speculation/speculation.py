@@ -1,6 +1,6 @@
 """`Speculation`: decides, before each step, which sequences get how many drafts, or whether the step has none.
 
-Where the guesses come from, a `GuessSource` knows: text that is copied, or heads of the model.
+Where the guesses come from, a `GuessSource` knows: text that is copied, heads of the model, or a draft model.
 
 Drafts cost time: their step cannot be planned ahead, and it computes more tokens. What that costs is measured
 (`StepCosts`), and so is how often guesses are right (`Acceptance`). A step gets the drafts that promise the least time
@@ -27,6 +27,7 @@ from services.dense_worker.engine.speculation.predictor import Predictor
 from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.dense_worker.engine.speculation.time_budget import TimeBudget
 
+MAX_TRIAL_STEPS = 64.0  # as many steps' time may be saved for trials, which gains pay
 MIN_GAIN = 1.1  # a token must take so many times less time with drafts: estimates have errors
 
 
@@ -36,8 +37,14 @@ class GuessSource(Protocol):
     def make_predictor(self, sequence: Sequence) -> Predictor | HeadPredictor:
         """What follows a new sequence."""
 
-    def wants_guesses(self, is_held_back: bool) -> bool:
-        """Whether the model's heads guess after a step. `is_held_back`: the next plan waits for its end."""
+    def wanted_guesses(self, predictors: SequenceOf[HeadPredictor], is_held_back: bool) -> int:
+        """How many tokens heads or a draft model guess after a step; 0: they do not run.
+
+        predictors: of the running sequences, at least one; is_held_back: the next plan waits for the end of the step
+        """
+
+    def note_guess_cost(self, num_steps: float) -> None:
+        """How long they last ran, in steps without drafts."""
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence has ended."""
@@ -54,6 +61,7 @@ class Speculation:
         self._allotted: dict[int, int] = {}  # number of drafts in the step being planned, by seq_id
         self._has_drafts = False  # whether the newest plan has drafts
         self._budget = TimeBudget()
+        self._trials = TimeBudget(MAX_TRIAL_STEPS, MAX_TRIAL_STEPS)  # for guesses that no draft may come of
         self._is_held_back = False  # whether the next plan waits for the end of the step under way
         self._was_held_back = False  # whether the oldest plan under way did so
         self._was_busy = False  # whether sequences were running when the last step ended
@@ -85,16 +93,15 @@ class Speculation:
         self._budget.spend(time.thread_time() - begin_s)
         return num_drafts > 0 and MIN_GAIN * time_s < ahead_s and not self._budget.is_spent
 
-    def wants_guesses(self, running: SequenceOf[Sequence]) -> bool:
-        """Whether the model's heads guess after the step under way: never if no running sequence may use guesses."""
-        if self._budget.is_spent and not self._is_held_back:
-            return False
-        return self._source.wants_guesses(self._is_held_back) and any(
-            isinstance(sequence.predictor, HeadPredictor) for sequence in running
-        )
+    def wanted_guesses(self, running: SequenceOf[Sequence]) -> int:
+        """How many tokens are guessed after the step under way: none if no running sequence may use guesses."""
+        if not self._is_held_back and (self._budget.is_spent or self._trials.is_spent):
+            return 0
+        predictors = [each.predictor for each in running if isinstance(each.predictor, HeadPredictor)]
+        return self._source.wanted_guesses(predictors, self._is_held_back) if predictors else 0
 
     def take(self, sequence: Sequence, guesses: SequenceOf[int]) -> None:
-        """Keeps the heads' guesses, unless the sequence may have none."""
+        """Keeps the guesses, unless the sequence may have none."""
         predictor = self._follow(sequence)
         if isinstance(predictor, HeadPredictor):
             predictor.take(guesses)
@@ -138,20 +145,26 @@ class Speculation:
         """Notes what a step has cost, if it only decoded and followed another one without a pause."""
         was_busy, self._was_busy = self._was_busy, stats.num_running > 0
         was_held_back, self._was_held_back = self._was_held_back, False
+        if not was_held_back and stats.guess_s:
+            self._trials.spend(stats.guess_s)
         if not (stats.num_seqs and was_busy):
             return
         if stats.num_tokens != stats.num_sampled:  # it computed prompts
             self._budget.spend(stats.gap_s if was_held_back else 0.0)
             return
-        cost_s = stats.gap_s + stats.duration_s
-        self._costs.record(stats.num_tokens, cost_s, is_ahead=stats.gap_s == 0.0)
+        is_ahead = stats.gap_s == 0.0
+        cost_s = stats.gap_s + stats.duration_s - (stats.guess_s if is_ahead else 0.0)
+        self._costs.record(stats.num_tokens, cost_s, is_ahead=is_ahead)
         ahead_s = self._costs.cost(stats.num_seqs, is_ahead=True)
         if ahead_s is not None:
+            if stats.guess_s:
+                self._source.note_guess_cost(stats.guess_s / ahead_s)
             gain_s = 0.0
             if was_held_back:
                 usual_s = self._costs.cost(stats.num_tokens, is_ahead=False) or cost_s  # a pause is no fault of drafts
                 gain_s = sum(len(output.token_ids) for output in outputs) / stats.num_seqs * ahead_s - usual_s
             self._budget.add_step(ahead_s, gain_s)
+            self._trials.add_step(ahead_s, gain_s)
 
     def on_handoff_abort(self) -> None:
         """The plans under way are void."""

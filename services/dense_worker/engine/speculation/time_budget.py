@@ -7,8 +7,9 @@ what has really been measured, so that a server with speculation is never much s
 from __future__ import annotations
 
 SHARE = 0.01  # of the time of decode steps that may be lost
-MAX_STEPS = 8  # as many steps' time is there at the beginning, and at most
-MAX_LOSS_STEPS = 1.5  # that one step may take from it: more is a pause of the machine rather than the fault of drafts
+MAX_STEPS = 8  # as many steps' time is there at the beginning, and usually at most
+# As many may one step usually take from it: more is a pause of the machine rather than the fault of drafts.
+MAX_LOSS_STEPS = 1.5
 
 
 class TimeBudget:
@@ -17,7 +18,9 @@ class TimeBudget:
     Gains fill it up, too, but only to its limit: so they do not pay for long losses later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_steps: float = MAX_STEPS, max_loss_steps: float = MAX_LOSS_STEPS) -> None:
+        """max_num_steps: that can be saved; max_loss_steps: that one step may take from it"""
+        self._max_num_steps, self._max_loss_steps = max_num_steps, max_loss_steps
         self._num_steps = float(MAX_STEPS)
         self._step_s: float | None = None  # None before the first step
 
@@ -33,10 +36,10 @@ class TimeBudget:
         have cost than they would have cost in such steps; below 0 it is a loss
         """
         self._step_s = ahead_s
-        gain = max(gain_s / ahead_s, -MAX_LOSS_STEPS)
-        self._num_steps = min(self._num_steps + SHARE + gain, MAX_STEPS)
+        gain = max(gain_s / ahead_s, -self._max_loss_steps)
+        self._num_steps = min(self._num_steps + SHARE + gain, self._max_num_steps)
 
     def spend(self, seconds: float) -> None:
         """Time was lost in another way."""
         if self._step_s is not None:
-            self._num_steps -= min(seconds / self._step_s, MAX_LOSS_STEPS)
+            self._num_steps -= min(seconds / self._step_s, self._max_loss_steps)

@@ -20,7 +20,7 @@ from services.dense_worker.medusa.load_heads import load_heads
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
-from services.dense_worker.runner.guesses import last_rows
+from services.dense_worker.runner.guesses import GuessingHeads, last_rows
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_tokens import verify
 from services.dense_worker.sampling.sampler import Sampler
@@ -105,12 +105,12 @@ class Steps:
 
 def cpu_runner(backend: Any, config: ModelConfig, heads: Any) -> ModelRunner:
     sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-    return ModelRunner(backend, sampler, config.num_layers, MAX_NUM_SEQS, heads=heads)
+    return ModelRunner(backend, sampler, config.num_layers, MAX_NUM_SEQS, guessing=GuessingHeads(heads, MAX_NUM_SEQS))
 
 
 def cuda_runner(backend: Any, config: ModelConfig, heads: Any) -> CudaModelRunner:
     sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-    options: dict[str, Any] = {"captures_lazily": True, "heads": heads}
+    options: dict[str, Any] = {"captures_lazily": True, "guessing": GuessingHeads(heads, MAX_NUM_SEQS)}
     return CudaModelRunner(backend, sampler, config, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, **options)
 
 
@@ -136,7 +136,7 @@ def test_guesses_are_those_of_the_formula_on_the_hidden_states_of_transformers(
             right = steps.greedy(text, num_right[seq_id] + 1)
             drafts[seq_id] = [*right[:-1], *([(right[-1] + 1) % 160] * num_wrong)]
         running = steps.launch(texts, drafts)
-        running.guess()
+        running.guess(NUM_HEADS)
         result: StepResult = running.collect()
         for (seq_id, text), accepted in zip(texts.items(), result.token_ids, strict=True):
             assert len(accepted) == 1 + num_right[seq_id]
@@ -155,7 +155,7 @@ def test_the_next_step_may_be_launched_before_the_guesses_are_read(tmp_path: Pat
     steps = Steps(tmp_path, "llama", make_runner)
     texts = {1: list(PROMPTS[1])}
     running = steps.launch(texts, {1: []})
-    running.guess()
+    running.guess(NUM_HEADS)
     if isinstance(steps.runner, CudaModelRunner):
         other = steps.launch({3: PROMPTS[3]}, {3: []})
         result = running.collect()
@@ -170,10 +170,10 @@ def test_a_step_without_sampled_tokens_has_no_guesses(tmp_path: Path, make_runne
     steps = Steps(tmp_path, "llama", make_runner)
     steps._channel.lengths = [3]
     running = steps.runner.launch(StepPlan(1, (PlanEntry(1, 0, 3, 0),)), steps._channel)
-    running.guess()
+    running.guess(NUM_HEADS)
     assert running.collect().guesses == {}
     closing = steps.runner.launch(StepPlan(2, close_seq_ids=(1,)), steps._channel)
-    closing.guess()
+    closing.guess(NUM_HEADS)
     assert closing.collect().guesses == {}
 
 

@@ -52,7 +52,7 @@ class AskedSpeculation(Speculation):
 
     def waits(self, running: SequenceOf[Sequence], max_num_drafts: int) -> bool:
         waits = super().waits(running, max_num_drafts)
-        self.has_guesses = self.wants_guesses(running)
+        self.has_guesses = self.wanted_guesses(running) > 0
         return waits
 
 
@@ -211,8 +211,8 @@ def test_heads_do_not_run_for_drafts_that_a_form_forces() -> None:
     speculation.waits = lambda *_: True  # type: ignore[method-assign]
     formed, free = make_sequence(1, 3, 40), make_sequence(2, 3, 40)
     free.predictor = HeadPredictor(Acceptance(), NUM_HEADS, 0)
-    assert not any(speculation.wants_guesses([formed]) for _ in range(3 * TRIAL_STEPS))
-    assert sum(speculation.wants_guesses([formed, free]) for _ in range(3 * TRIAL_STEPS)) == 3
+    assert not any(speculation.wanted_guesses([formed]) for _ in range(3 * TRIAL_STEPS))
+    assert sum(speculation.wanted_guesses([formed, free]) > 0 for _ in range(3 * TRIAL_STEPS)) == 3
 
 
 @settings(max_examples=60, deadline=None)

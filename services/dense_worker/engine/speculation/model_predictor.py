@@ -1,0 +1,48 @@
+"""`ModelPredictor`: what a draft model has guessed for one sequence, and whether it is ready to guess more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from services.dense_worker.draft_model.draft_blocks import MAX_LATE_TOKENS
+from services.dense_worker.engine.speculation.acceptance import Acceptance
+from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
+
+
+class ModelPredictor(HeadPredictor):
+    """A `HeadPredictor` that expects guesses only while the draft model has nearly all tokens of the sequence."""
+
+    def __init__(self, acceptance: Acceptance, num_tokens: int, num_output_tokens: int) -> None:
+        """num_tokens: most guesses at a time; num_output_tokens: that the sequence has already"""
+        super().__init__(acceptance, num_tokens, num_output_tokens)
+        self._num_drafted: int | None = None  # output tokens when it was last ready; None: it is not
+        self._is_asked = False  # whether the draft model has been asked and has not answered: perhaps there is no room
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the draft model would guess when it is asked."""
+        return self._num_drafted is not None and self._num_seen - self._num_drafted <= MAX_LATE_TOKENS
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the draft model could be made ready."""
+        return not self.is_ready and not self._is_asked
+
+    @property
+    def likely_first(self) -> float:
+        """The probability that a first guess is right."""
+        return self._acceptance.first
+
+    def ask(self) -> None:
+        """The draft model is asked for guesses."""
+        self._is_asked = True
+
+    def take(self, guesses: SequenceOf[int]) -> None:
+        """New guesses; none if the draft model is not ready yet."""
+        super().take(guesses)
+        self._is_asked = False
+        self._num_drafted = self._num_seen if guesses else None
+
+    def next_chances(self, num_tokens: int) -> list[float]:
+        """None if the draft model is not ready."""
+        return super().next_chances(num_tokens) if self.is_ready else []
