@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 
+import hypothesis
 import torch
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the services under test need the other cores
+# No test may depend on how fast the machine is.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
