@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
@@ -21,12 +23,13 @@ LIMITS = SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict")
 
 @dataclass
 class FakeStep:
+    runs_when_collected: ClassVar[bool] = False
     plan: StepPlan
 
     def is_done(self) -> bool:
         return True
 
-    def collect(self) -> StepResult:
+    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
         return StepResult([[9] * entry.num_logits for entry in self.plan.entries])
 
 

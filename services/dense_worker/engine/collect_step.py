@@ -14,12 +14,18 @@ _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
 
 
 def collect_step(
-    step: InFlight, session: Session, thread: EngineThread, on_call: Callable[[Session], None], timeout_s: float
+    step: InFlight,
+    session: Session,
+    thread: EngineThread,
+    on_call: Callable[[Session], None],
+    timeout_s: float,
+    near_end: Callable[[], object] | None = None,
 ) -> StepResult:
     """The result of a step, once the attention worker has reported its errors, too.
 
-    Calls that come meanwhile are made, with `on_call` after each while the step runs. Raises `PeerError` after
-    `timeout_s`, or when the session has ended.
+    Calls that come meanwhile are made, with `on_call` after each while the step runs. `near_end` is called after three
+    quarters of it, when the calls up to then are made; only a step that runs when it is collected may have it. Raises
+    `PeerError` after `timeout_s`, or when the session has ended.
     """
     assert step.running is not None, "a step is launched before it is collected"
     channel, plan = step.channel, step.published.plan
@@ -30,7 +36,10 @@ def collect_step(
             on_call(session)
         if time.monotonic() > deadline:  # however much comes
             raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")
-    result = step.running.collect()
+    if near_end is None:
+        result = step.running.collect()
+    else:
+        result = step.running.collect(lambda: _interrupt(session, thread, on_call, near_end))
     deadline = time.monotonic() + timeout_s
     while session.num_errors[plan.lane] != channel.num_errors:  # they say whose rows have no meaning
         left_s = deadline - time.monotonic()
@@ -38,6 +47,14 @@ def collect_step(
             raise PeerError(f"errors up to step {plan.step_id} are not here after {timeout_s} s")
     step.wait_s = None if waited_s is None else channel.waited_s - waited_s
     return result
+
+
+def _interrupt(
+    session: Session, thread: EngineThread, on_call: Callable[[Session], None], near_end: Callable[[], object]
+) -> None:
+    while _make_call(session, thread, 0.0):
+        on_call(session)
+    near_end()
 
 
 def _make_call(session: Session, thread: EngineThread, timeout_s: float) -> bool:

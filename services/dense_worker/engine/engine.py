@@ -3,7 +3,8 @@
     schedule → publish → collect → update → report
 
 A plan is published while the previous step still runs, so that the attention worker never waits for a plan. The thread
-handles calls from outside between two steps, and while a GPU runs a step.
+handles calls from outside between two steps, while a GPU runs a step, and near the end of a long step on a CPU. There
+the next plan is published only then, so that a client who comes before that waits for no other step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import structlog
 
@@ -35,6 +37,7 @@ from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, sp
 log = structlog.get_logger()
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
+_LONG_STEP_S = 0.012  # a quarter of it is time enough for a plan to arrive at the attention worker: about 1 ms
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
 
@@ -132,11 +135,11 @@ class Engine:
         ahead = next(iter(session.in_flight), None)
         try:
             self._open(session)
-            published = self._schedule(session)
-            if published is not None:
-                self._publish(session, published)
+            is_late = ahead is not None and self._publishes_late(session, ahead)
+            has_published = not is_late and self._publish_next(session)
             if ahead is not None:
-                result = collect_step(ahead, session, self._thread, self._open, self._result_timeout_s)
+                near_end = partial(self._publish_next, session) if is_late else None
+                result = collect_step(ahead, session, self._thread, self._open, self._result_timeout_s, near_end)
                 report = self._update(session, ahead, result)
                 self._report(ahead, report)
         except PeerError as error:
@@ -144,7 +147,22 @@ class Engine:
             return True
         if session.is_leaving and not session.in_flight:
             self._give_up(session, AttachmentEnd("another dense worker takes over", is_crash=False))
-        return published is not None or ahead is not None
+        return has_published or ahead is not None
+
+    def _publishes_late(self, session: Session, ahead: InFlight) -> bool:
+        """Whether the next plan is published near the end of the step under way, and not before it runs.
+
+        Not with drafts, whose source may want guesses of that step: it is asked for them before it runs.
+        """
+        assert ahead.running is not None, "a step is launched before it is collected"
+        return ahead.running.runs_when_collected and self._drafts is None and session.last_step_s >= _LONG_STEP_S
+
+    def _publish_next(self, session: Session) -> bool:
+        """Plans and publishes the next step; returns whether there is one."""
+        published = self._schedule(session)
+        if published is not None:
+            self._publish(session, published)
+        return published is not None
 
     def _open(self, session: Session) -> None:
         """Asks the attention worker to open the sequences at the head of the queue."""

@@ -96,6 +96,7 @@ class Session:
         self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
         self.num_completed = 0  # number of completed steps
         self.last_end_s = 0.0  # end of the last completed step, on the monotonic clock
+        self.last_step_s = 0.0  # how long that step took
         self.is_leaving = False  # ends when no step is in flight; no new step begins
         self.has_ended = False
         self.num_errors = Counter[int]()  # errors in the answers so far, by lane
@@ -144,6 +145,7 @@ class Session:
         self.in_flight = self.in_flight[1:]
         self.num_completed += 1
         self.last_end_s = now_s
+        self.last_step_s = now_s - step.begin_s
 
     def publish(self, plan: StepPlan, entries: Iterable[PlannedEntry]) -> PublishedPlan:
         """Notes a plan with all that the session had for the next one."""

@@ -254,6 +254,8 @@ def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
 class _Launched:
     """A step whose layers are enqueued; `sample` enqueues the rest of it. None: it has no entries."""
 
+    runs_when_collected = False
+
     def __init__(
         self, runner: CudaModelRunner, channel: Channel, sample: Callable[[], PendingTokens] | None
     ) -> None:
@@ -287,7 +289,8 @@ class _Launched:
     def is_done(self) -> bool:
         return self._event is not None and self._event.query()
 
-    def collect(self) -> StepResult:
+    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
+        assert near_end is None, "the device does not stop for the host"
         self._channel.check()
         result = self._tokens.read() if self._tokens is not None else StepResult(())
         if self._guess_event is not None and self._event is not None:

@@ -8,10 +8,10 @@ its next step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class StepInput:
 class RunningStep(Protocol):
     """A step that has been launched."""
 
+    runs_when_collected: bool  # on the thread that calls `collect`; otherwise on a device, at once
+
     def is_done(self) -> bool:
         """Whether `collect` would return without waiting."""
 
@@ -76,8 +78,11 @@ class RunningStep(Protocol):
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
 
-    def collect(self) -> StepResult:
-        """The result of the step; waits for it. Raises the errors of `Channel.wait`."""
+    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
+        """The result of the step; waits for it. Raises the errors of `Channel.wait`.
+
+        `near_end` is called when three quarters of the layers have run, if the step runs when it is collected.
+        """
 
 
 class ModelRunner:
@@ -207,7 +212,13 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, step: StepInput, channel: Channel, num_guesses: int = 0) -> StepResult:
+    def run(
+        self,
+        step: StepInput,
+        channel: Channel,
+        num_guesses: int = 0,
+        near_end: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Runs all layers and the sampler, and what guesses if tokens are wanted. Raises the errors of `Channel.wait`.
         """
         token_ids = step.token_ids
@@ -221,6 +232,7 @@ class ModelRunner:
             step.sampled_rows,
             step.given,
             self._hidden_out(len(step.sampled_rows)) if num_guesses else None,
+            near_end,
         )
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
@@ -313,12 +325,14 @@ def run_layers(
     sampled_rows: torch.Tensor,
     given: GivenRows | None = None,
     hidden_out: torch.Tensor | None = None,
+    near_end: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all segments, with one handoff in each direction between two segments.
 
     token_ids: int64 [num_tokens]; sampled_rows: int64 [num_sampled]; given: rows with vectors in place of tokens ->
     logits float32 [num_sampled, vocab_size], and the residual [num_tokens, hidden], from which `DenseBackend.last` can
     compute further rows. `hidden_out` gets the sampled rows' hidden states [num_sampled, hidden], if it is given.
+    `near_end` is called once, after three quarters of the layers, while the attention worker computes one.
     """
     num_tokens = len(token_ids)
     qkv = channel.qkv[:num_tokens]
@@ -326,6 +340,8 @@ def run_layers(
     residual = backend.first(token_ids, qkv, given)
     for layer in range(num_layers):
         channel.signal(qkv_ready)
+        if near_end is not None and layer == num_layers * 3 // 4:
+            near_end()
         channel.wait(Flag.ATTENTION_READY)
         if layer + 1 < num_layers:
             residual = backend.middle(layer, channel.fetch_attn_out(num_tokens), residual, qkv)
@@ -340,6 +356,7 @@ class _LazyStep:
     bound: BoundPlan
     channel: Channel
     num_guesses: int = 0
+    runs_when_collected: ClassVar[bool] = True
 
     def guess(self, num_tokens: int) -> None:
         self.num_guesses = num_tokens
@@ -347,8 +364,10 @@ class _LazyStep:
     def is_done(self) -> bool:
         return True
 
-    def collect(self) -> StepResult:
+    def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
         step = self.runner.prepare(self.bound)
         if not self.bound.plan.entries:
+            if near_end is not None:
+                near_end()
             return StepResult(())
-        return self.runner.run(step, self.channel, self.num_guesses)
+        return self.runner.run(step, self.channel, self.num_guesses, near_end)
