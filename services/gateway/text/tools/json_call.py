@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 
 from services.gateway.text.tools.call_writer import CallWriter
-from services.gateway.text.tools.json_scanner import JsonScanner, MalformedJson, Place
+from services.gateway.text.tools.json_scanner import JsonScanner, MalformedJson, State
 from services.gateway.text.tools.unfinished_value import unfinished_string
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule for names of tools
@@ -38,7 +38,7 @@ class JsonArguments:
 
     @property
     def is_complete(self) -> bool:
-        return self._scanner.place is Place.END
+        return self._scanner.state is State.END
 
     def set_name(self, name: str) -> None:
         """The call's name, if it was not known before."""
@@ -101,7 +101,7 @@ class JsonCall:
 
     @property
     def is_complete(self) -> bool:
-        return self._scanner.place is Place.END
+        return self._scanner.state is State.END
 
     @property
     def has_begun(self) -> bool:
@@ -140,19 +140,19 @@ class JsonCall:
     def _feed_one(self, character: str) -> int:
         """Takes one character. Returns 0 if it begins the arguments, which take it themselves, else 1."""
         scanner = self._scanner
-        place, depth = scanner.place, scanner.depth
+        state, depth = scanner.state, scanner.depth
         if depth == 0 and character != "{":
             raise MalformedJson("the call is not an object")
-        if depth == 1 and place is Place.VALUE and character == "{" and self._key in ARGUMENT_KEYS:
+        if depth == 1 and state is State.VALUE and character == "{" and self._key in ARGUMENT_KEYS:
             self._begin_arguments()
             scanner.feed('"')
             scanner.feed('"')  # an empty string stands for the whole object
             return 0
         shown = scanner.feed(character)
-        if depth == 1 and place in (Place.FIRST_KEY, Place.KEY, Place.VALUE) and character not in _WHITESPACE + "}":
+        if depth == 1 and state in (State.FIRST_KEY, State.KEY, State.VALUE) and character not in _WHITESPACE + "}":
             self._member = []
         if self._member is not None:
-            self._add(shown, is_key=place in (Place.FIRST_KEY, Place.KEY, Place.KEY_STRING))
+            self._add(shown, is_key=state in (State.FIRST_KEY, State.KEY, State.KEY_STRING))
         if self.is_complete:
             self._end()
         return 1
@@ -165,7 +165,7 @@ class JsonCall:
         if len(self._member) > MAX_MEMBER_CHARACTERS and not is_long:
             raise MalformedJson(f"a key or value has more than {MAX_MEMBER_CHARACTERS} characters")
         # A number ends only with the character after it, which may be a comma or the end of the call.
-        if self._scanner.depth <= 1 and self._scanner.place in (Place.COLON, Place.NEXT, Place.KEY, Place.END):
+        if self._scanner.depth <= 1 and self._scanner.state in (State.COLON, State.NEXT, State.KEY, State.END):
             member, self._member = "".join(self._member), None
             if is_key:
                 self._key = json.loads(member)

@@ -16,7 +16,7 @@ class MalformedJson(ValueError):
     """The text is not the beginning of any JSON text."""
 
 
-class Place(Enum):
+class State(Enum):
     """What may follow."""
 
     VALUE = auto()
@@ -36,7 +36,7 @@ class JsonScanner:
     """One JSON value, usually an object. A number at the outermost level has no end."""
 
     def __init__(self) -> None:
-        self.place = Place.VALUE
+        self.state = State.VALUE
         self._closers: list[str] = []  # of the open objects and lists
         self._word = ""  # the number, literal or escape so far
 
@@ -50,10 +50,10 @@ class JsonScanner:
 
         Models often write a line break into a string; JSON does not allow it. Raises `MalformedJson`.
         """
-        place = self.place
-        if place is Place.STRING or place is Place.KEY_STRING:
+        state = self.state
+        if state is State.STRING or state is State.KEY_STRING:
             return self._feed_string(character)
-        if place is Place.NUMBER:
+        if state is State.NUMBER:
             if character in "+-.eE0123456789":
                 self._word += character
                 return character
@@ -61,39 +61,39 @@ class JsonScanner:
                 raise MalformedJson(f"{self._word[:40]!r} is not a number")
             self._end_value()
             return self.feed(character)
-        if place is Place.LITERAL:
+        if state is State.LITERAL:
             self._feed_literal(character)
         elif character not in _WHITESPACE:
-            self._feed_structure(place, character)
+            self._feed_structure(state, character)
         return character
 
-    def _feed_structure(self, place: Place, character: str) -> None:
-        if place is Place.NEXT and character == ",":
-            self.place = Place.KEY if self._closers[-1] == "}" else Place.VALUE
-        elif place in (Place.NEXT, Place.FIRST_KEY, Place.FIRST_VALUE) and character == self._closers[-1]:
+    def _feed_structure(self, state: State, character: str) -> None:
+        if state is State.NEXT and character == ",":
+            self.state = State.KEY if self._closers[-1] == "}" else State.VALUE
+        elif state in (State.NEXT, State.FIRST_KEY, State.FIRST_VALUE) and character == self._closers[-1]:
             self._closers.pop()
             self._end_value()
-        elif place in (Place.FIRST_KEY, Place.KEY) and character == '"':
-            self.place, self._word = Place.KEY_STRING, ""
-        elif place is Place.COLON and character == ":":
-            self.place = Place.VALUE
-        elif place in (Place.VALUE, Place.FIRST_VALUE):
+        elif state in (State.FIRST_KEY, State.KEY) and character == '"':
+            self.state, self._word = State.KEY_STRING, ""
+        elif state is State.COLON and character == ":":
+            self.state = State.VALUE
+        elif state in (State.VALUE, State.FIRST_VALUE):
             self._begin_value(character)
         else:
-            raise MalformedJson(f"{character!r} where {place.name} is expected")
+            raise MalformedJson(f"{character!r} where {state.name} is expected")
 
     def _begin_value(self, character: str) -> None:
         if character in "{[":
             if len(self._closers) == MAX_DEPTH:
                 raise MalformedJson(f"nested more than {MAX_DEPTH} deep")
             self._closers.append("}" if character == "{" else "]")
-            self.place = Place.FIRST_KEY if character == "{" else Place.FIRST_VALUE
+            self.state = State.FIRST_KEY if character == "{" else State.FIRST_VALUE
         elif character == '"':
-            self.place, self._word = Place.STRING, ""
+            self.state, self._word = State.STRING, ""
         elif character in "-0123456789":
-            self.place, self._word = Place.NUMBER, character
+            self.state, self._word = State.NUMBER, character
         elif character in "tfn":
-            self.place, self._word = Place.LITERAL, character
+            self.state, self._word = State.LITERAL, character
         else:
             raise MalformedJson(f"{character!r} begins no value")
 
@@ -112,8 +112,8 @@ class JsonScanner:
         elif character == "\\":
             self._word = character
         elif character == '"':
-            if self.place is Place.KEY_STRING:
-                self.place = Place.COLON
+            if self.state is State.KEY_STRING:
+                self.state = State.COLON
             else:
                 self._end_value()
         elif character < " ":
@@ -128,4 +128,4 @@ class JsonScanner:
             raise MalformedJson(f"{self._word!r} is not a value")
 
     def _end_value(self) -> None:
-        self.place, self._word = Place.NEXT if self._closers else Place.END, ""
+        self.state, self._word = State.NEXT if self._closers else State.END, ""
