@@ -16,9 +16,11 @@ import torch
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, align_up
 from services.channel.region import HEADER_BYTES, SharedRegion, flag_word
 
-# A wait first spins for about as long as a layer of a small model takes, then yields the CPU, then sleeps.
+# A wait first spins for about as long as a layer of a small model takes, then yields the core, then sleeps. After a yield
+# so long that another process must have needed the core, it sleeps at once, and gets the core back sooner.
 _SPIN_S = 20e-6
-_YIELD_S = 5e-3
+_YIELD_S = 1e-3
+_LONG_YIELD_S = 0.5e-3
 _NAP_S = 50e-6
 
 
@@ -65,14 +67,16 @@ class ShmChannel:
         """Blocks the calling thread until the flag is set, then clears it."""
         words, index = self._region.words, flag_word(flag)
         start = time.perf_counter()
+        waited, yields = 0.0, True
         self.is_waiting = True
         try:
             while not words[index]:
                 self.check()
-                waited = time.perf_counter() - start
+                before, waited = waited, time.perf_counter() - start
                 if waited < _SPIN_S:
                     continue
-                if waited < _YIELD_S:
+                yields = yields and waited - before < _LONG_YIELD_S
+                if yields and waited < _YIELD_S:
                     os.sched_yield()
                     continue
                 if waited > self._wait_timeout_s:

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, region, shm_cleanup
+from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, region, shm, shm_cleanup
 from services.channel.shm import ShmChannel
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.errors import CapacityError, PeerError, StaleEpoch
@@ -188,3 +189,31 @@ def test_the_cleanup_tolerates_a_region_that_its_owner_just_removes(
     monkeypatch.setattr(fcntl, "flock", flock)
     remove_stale_regions()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("yield_s", "least", "most"), [(10e-6, 50, 150), (600e-6, 1, 1)], ids=["free", "contended"])
+def test_a_wait_stops_yielding_a_core_that_another_process_needs(
+    owner: ShmChannel, monkeypatch: pytest.MonkeyPatch, yield_s: float, least: int, most: int
+) -> None:
+    now, yields = 0.0, 0
+
+    def perf_counter() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    def sched_yield() -> None:
+        nonlocal now, yields
+        now, yields = now + yield_s, yields + 1
+
+    def sleep(duration_s: float) -> None:
+        nonlocal now
+        now += duration_s
+        if now > 5e-3:
+            owner.signal(Flag.QKV_READY)
+
+    monkeypatch.setattr(shm, "os", SimpleNamespace(sched_yield=sched_yield))
+    monkeypatch.setattr(shm, "time", SimpleNamespace(perf_counter=perf_counter, sleep=sleep))
+    owner.wait(Flag.QKV_READY)
+    assert least <= yields <= most
+    assert now > 5e-3
