@@ -16,8 +16,8 @@ import torch
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, align_up
 from services.channel.region import HEADER_BYTES, SharedRegion, flag_word
 
-# A wait first spins for about as long as a layer of a small model takes, then yields the core, then sleeps. After a yield
-# so long that another process must have needed the core, it sleeps at once, and gets the core back sooner.
+# A wait first spins for about as long as a layer of a small model takes, then yields the core, then sleeps. It sleeps
+# at once after a long yield: another process needs the core, and who wakes gets it back sooner than who yields.
 _SPIN_S = 20e-6
 _YIELD_S = 1e-3
 _LONG_YIELD_S = 0.5e-3
