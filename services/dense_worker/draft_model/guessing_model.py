@@ -16,6 +16,7 @@ import torch
 
 from services.dense_worker.draft_model.attention import padded_tables
 from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS, CachedTokens, DraftBlocks
+from services.dense_worker.draft_model.graphs import DraftGraphs
 from services.dense_worker.draft_model.model import DraftModel
 from services.dense_worker.runner.guesses import last_rows
 from services.dense_worker.runner.known_sequence import KnownSequence
@@ -76,6 +77,7 @@ class GuessingModel:
 
     def __init__(self, model: DraftModel, sampler: Sampler, max_num_seqs: int) -> None:
         self._model = model
+        self._forward = model.forward
         self._sampler = sampler
         self._max_num_seqs = max_num_seqs
         self._blocks = DraftBlocks[KnownSequence](model.num_blocks)
@@ -85,7 +87,7 @@ class GuessingModel:
         return None
 
     def warm_up(self) -> None:
-        """Runs the model at its largest, so that this memory is there."""
+        """Runs the model at its largest, so that this memory is there, and captures its graphs."""
         device = self._model.device
         most_blocks = -(-self._model.max_len // BLOCK_SIZE)
         widths = {self._max_num_seqs: max(1, _PADDED_TOKENS // BLOCK_SIZE // self._max_num_seqs), 1: most_blocks}
@@ -93,7 +95,9 @@ class GuessingModel:
             for num_rows in {1, CATCH_UP_TOKENS[device.type] if num_seqs == 1 else 2 * MAX_LATE_TOKENS}:
                 zeros = torch.zeros(num_seqs, num_rows, dtype=torch.int64, device=device)
                 tables = torch.zeros(num_seqs, width, dtype=torch.int64, device=device)
-                self._model.forward(zeros, zeros - 1, tables, torch.arange(num_seqs, device=device))
+                self._forward(zeros, zeros - 1, tables, torch.arange(num_seqs, device=device))
+        if device.type == "cuda":
+            self._forward = DraftGraphs(self._model).forward
 
     def forget(self, sequences: Iterable[KnownSequence]) -> None:
         """These sequences have been closed."""
@@ -161,7 +165,7 @@ class GuessingModel:
             rows = np.array([token_ids, range(first, first + len(token_ids))], dtype=np.int64)
             token_rows, positions = upload(rows, self._model.device)[:, None]
             tables = upload(np.array(padded_tables([each.cached.blocks]), dtype=np.int64), self._model.device)
-            self._model.forward(token_rows, positions, tables, None)
+            self._forward(token_rows, positions, tables, None)
             each.cached.num_tokens += len(token_ids)
             num_left -= len(token_ids)
 
@@ -192,7 +196,7 @@ class GuessingModel:
         tokens = torch.where(source_rows < 0, known, sampled[source_rows.clamp(min=0)])
         num_right = last[indexes] - firsts
         last_row = offsets + num_right
-        logits = self._model.forward(tokens, position_rows, tables, last_row)
+        logits = self._forward(tokens, position_rows, tables, last_row)
         places = position_rows.flatten()[last_row]
         slots = np.array([each.sequence.slot for each in group])
         every = torch.arange(num_seqs, device=device)
@@ -203,7 +207,7 @@ class GuessingModel:
             found.append(self._sampler.guess(logits, slots, places))
             if len(found) > num_tokens:
                 return torch.stack(found, dim=1)
-            logits = self._model.forward(found[-1][:, None], places[:, None], tables, every)
+            logits = self._forward(found[-1][:, None], places[:, None], tables, every)
 
 
 def _may_have_guesses(sequence: KnownSequence) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.draft_model.attention import DraftAttention
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
+
+# Not cuDNN's, which prepares each new shape for a long time.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DraftModel:
@@ -33,6 +37,12 @@ class DraftModel:
         token_ids: int64 [b, r]; positions: int64 [b, r], -1 for padding; tables: int64 [b, num_blocks], the blocks of
         each sequence; rows: int64 [n] of the b * r rows, or None -> their logits float32 [n, vocab], or None
         """
+        with sdpa_kernel(_KERNELS):
+            return self._forward(token_ids, positions, tables, rows)
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor | None
+    ) -> torch.Tensor | None:
         segments, operations = self._segments, self._operations
         of_step = self._attention.begin(positions, tables)
         operations.set_positions(positions.clamp(min=0).flatten())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from services.common.model_config import load_model_config
 from services.common.sampling_params import ReasoningLimit, SamplingParams
-from services.dense_worker.draft_model import guessing_model
+from services.dense_worker.draft_model import graphs, guessing_model
 from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
+from services.dense_worker.draft_model.graphs import DraftGraphs
 from services.dense_worker.draft_model.guessing_model import GuessingModel
 from services.dense_worker.draft_model.load import _unsupported
 from services.dense_worker.draft_model.model import DraftModel
@@ -27,6 +29,7 @@ from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import NewSequence, PlanEntry
 from tests.support.dense.family_models import VARIANTS, make_family_model
+from tests.support.dense.without_cuda import EagerGraphs
 from tests.support.models import make_model_dir
 
 torch.set_num_threads(1)
@@ -266,3 +269,26 @@ def test_guesses_are_right_after_forks_and_wrong_drafts(path: Path, operations: 
     for sequence in running:
         drafting.close(sequence)
     assert drafting.guessing._blocks.num_free == num_blocks - 1
+
+
+class EagerDraftGraphs(EagerGraphs):
+    """Also of nothing, when they are captured."""
+
+    def capture_all(self, sizes: Iterable[Any]) -> None:
+        for size in sizes:
+            self._run(size)
+
+
+def test_passes_of_graphs_are_those_of_the_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are padded, and read their inputs where these always are. Here they run as plain functions."""
+    monkeypatch.setattr(graphs, "StepGraphs", EagerDraftGraphs)
+    monkeypatch.setattr(graphs.torch, "cuda", SimpleNamespace(synchronize=lambda: None, Stream=lambda: None))
+    drafting = Drafting(path)
+    first, second = drafting.open([5, 9, 17, 3] * 17), drafting.open([101, 4], SamplingParams(seed=4))
+    with torch.inference_mode():
+        captured = DraftGraphs(drafting.guessing._model)
+    drafting.guessing._forward = captured.forward
+    for added in [([7], []), ([7, 8], [9]), ([1, 2, 3, 4], [5, 5, 5]), ([6], [6])]:
+        for sequence in (first, second):
+            drafting.check(drafting.step({sequence: added}), [sequence])
+        drafting.check(drafting.step({first: added, second: added}), [first, second])

@@ -90,7 +90,10 @@ class GuessingCluster(TimedCluster):
         self.heads = HeadsOfCluster(speculation, is_right)
 
     def duration_s(self, plan: StepPlan) -> float:
-        return super().duration_s(plan) + self._heads_s * self.heads.are_asked
+        return super().duration_s(plan) + self.guess_s()
+
+    def guess_s(self) -> float:
+        return self._heads_s * self.heads.are_asked
 
     def result_of(self, plan: StepPlan) -> StepResult:
         return self.heads.guess(plan, super().result_of(plan))

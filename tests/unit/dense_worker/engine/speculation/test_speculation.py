@@ -50,9 +50,10 @@ def changing(seq_id: int, position: int) -> int:
 class TimedCluster(Cluster):
     """Knows the cost of each step, of which it tells the source of drafts."""
 
-    def __init__(self, speculation: Speculation | None, late_s: float, token_s: float) -> None:
+    def __init__(self, speculation: Speculation | None, late_s: float, token_s: float, **sizes: int) -> None:
         """A step costs 1 s, `token_s` for each further token, and `late_s` if it is not planned ahead."""
-        super().__init__(num_blocks=320, max_num_seqs=32, max_num_batched_tokens=64, drafts=speculation)
+        sizes = {"num_blocks": 320} | sizes
+        super().__init__(max_num_seqs=32, max_num_batched_tokens=64, drafts=speculation, **sizes)
         self.time_s = 0.0
         self._late_s, self._token_s = late_s, token_s
         self._speculation = speculation
@@ -64,6 +65,10 @@ class TimedCluster(Cluster):
 
     def duration_s(self, plan: StepPlan) -> float:
         return 1.0 + self._token_s * (plan.num_tokens - 1)
+
+    def guess_s(self) -> float:
+        """The part of the newest step's duration in which later tokens were guessed."""
+        return 0.0
 
     def _complete(self, published: test_scheduler.PublishedPlan) -> None:
         num_outputs = len(self.outputs)
@@ -84,6 +89,7 @@ class TimedCluster(Cluster):
                 "num_running": self.scheduler.num_running,
                 "gap_s": 0.0 if is_ahead else self._late_s,
                 "duration_s": duration_s,
+                "guess_s": self.guess_s(),
             }
             self._speculation.on_step(StepStats(**(fields | given)), (), self.outputs[num_outputs:])
 
