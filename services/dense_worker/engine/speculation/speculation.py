@@ -28,6 +28,7 @@ from services.dense_worker.engine.speculation.step_costs import StepCosts
 from services.dense_worker.engine.speculation.time_budget import TimeBudget
 
 MAX_TRIAL_STEPS = 64.0  # as many steps' time may be saved for trials, which gains pay
+MAX_TRIAL_LOSS_STEPS = 8.0  # that one of them may take: to compute a part of a prompt takes longer than a guess
 MIN_GAIN = 1.1  # a token must take so many times less time with drafts: estimates have errors
 
 
@@ -61,7 +62,7 @@ class Speculation:
         self._allotted: dict[int, int] = {}  # number of drafts in the step being planned, by seq_id
         self._has_drafts = False  # whether the newest plan has drafts
         self._budget = TimeBudget()
-        self._trials = TimeBudget(MAX_TRIAL_STEPS, MAX_TRIAL_STEPS)  # for guesses that no draft may come of
+        self._trials = TimeBudget(MAX_TRIAL_STEPS, MAX_TRIAL_LOSS_STEPS)  # for guesses that no draft may come of
         self._is_held_back = False  # whether the next plan waits for the end of the step under way
         self._was_held_back = False  # whether the oldest plan under way did so
         self._was_busy = False  # whether sequences were running when the last step ended

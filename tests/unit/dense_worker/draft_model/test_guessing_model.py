@@ -20,13 +20,14 @@ from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.draft_model import graphs, guessing_model
 from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
 from services.dense_worker.draft_model.graphs import DraftGraphs
-from services.dense_worker.draft_model.guessing_model import GuessingModel
+from services.dense_worker.draft_model.guessing_model import GuessingModel, PendingDrafts
 from services.dense_worker.draft_model.load import _unsupported
 from services.dense_worker.draft_model.model import DraftModel
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.upload import upload
 from services.step import NewSequence, PlanEntry
 from tests.support.dense.family_models import VARIANTS, make_family_model
 from tests.support.dense.without_cuda import EagerGraphs
@@ -64,13 +65,19 @@ def continued(path: Path, text: list[int], num_tokens: int, sampling: SamplingPa
     return tuple(text[-num_tokens:])
 
 
+Added = dict[KnownSequence, tuple[list[int], list[int]]]  # right tokens and wrong ones
+
+
 class Drafting:
     """A draft model beside sequences whose tokens the test chooses."""
 
-    def __init__(self, path: Path, num_blocks: int = 64, max_len: int = 500) -> None:
+    def __init__(
+        self, path: Path, num_blocks: int = 64, max_len: int = 500, device: torch.device = CPU
+    ) -> None:
         config = load_model_config(path)
-        weights = load_weights(path, config, torch.float32, CPU)
-        self._sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
+        weights = load_weights(path, config, torch.float32, device)
+        self._device = device
+        self._sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, device)
         self._path = path
         self.guessing = GuessingModel(DraftModel(weights, config, num_blocks, max_len), self._sampler, MAX_NUM_SEQS)
         self._free_slots = list(range(MAX_NUM_SEQS))
@@ -88,14 +95,21 @@ class Drafting:
         self._free_slots.append(sequence.slot)
         self.guessing.forget([sequence])
 
-    @torch.inference_mode()
-    def step(
-        self, added: dict[KnownSequence, tuple[list[int], list[int]]], num_tokens: int = NUM_TOKENS
-    ) -> dict[int, tuple[int, ...]]:
+    def step(self, added: Added, num_tokens: int = NUM_TOKENS) -> dict[int, tuple[int, ...]]:
         """A step of these sequences, each with right drafts and wrong ones; returns the guesses after it.
 
         The last right token is the one that is sampled after the drafts.
         """
+        pending = self.enqueue(added, num_tokens)
+        for sequence, (right, _) in added.items():
+            sequence.token_ids += right
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return pending.read()
+
+    @torch.inference_mode()
+    def enqueue(self, added: Added, num_tokens: int = NUM_TOKENS) -> PendingDrafts:
+        """The guesses after such a step, whose tokens the host does not know yet."""
         entries, sampled = [], list[int]()
         for sequence, (right, wrong) in added.items():
             if wrong and wrong[0] == right[-1]:
@@ -106,10 +120,8 @@ class Drafting:
                 PlanEntry(sequence.new.seq_id, num_known - 1, 1 + len(drafts), 1 + len(drafts), tuple(drafts))
             )
             sampled += [*right, *((token + 1) % VOCAB for token in wrong)]  # what follows a wrong draft means nothing
-        pending = self.guessing.guess(entries, list(added), torch.tensor(sampled), num_tokens)
-        for sequence, (right, _) in added.items():
-            sequence.token_ids += right
-        return pending.read()
+        on_device = upload(np.array(sampled), self._device)
+        return self.guessing.guess(entries, list(added), on_device, num_tokens)
 
     def check(self, guesses: dict[int, tuple[int, ...]], sequences: list[KnownSequence]) -> None:
         for sequence in sequences:
