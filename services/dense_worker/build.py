@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import structlog
 
 from services.common.config import Config, ModelSection
-from services.common.errors import ConfigError, ModelError
+from services.common.errors import ModelError
 from services.common.families.names import NAMES
 from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
-from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel, resolve_model, use_device
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.draft_model.guessing_model import GuessingModel
@@ -34,6 +33,7 @@ from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.quantized.kv_scales import read_kv_scales
+from services.dense_worker.model.quantized.on_the_fly import with_quantization
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from services.dense_worker.runner.guesses import Guessing, GuessingHeads
 from services.dense_worker.runner.model_runner import ModelRunner
@@ -82,14 +82,7 @@ def resolve_dense_model(config: Config) -> ResolvedModel:
     Raises `ModelError` or `ConfigError`, naming value and limit.
     """
     model = resolve_model(config.model, config.dense.device, config.attention)
-    if config.dense.quantization == "checkpoint":
-        return model
-    if model.config.quantization is not None:
-        raise ConfigError(
-            f"dense.quantization is {config.dense.quantization!r}, but the checkpoint {config.model.path} is quantized "
-            f"already ({model.config.quantization.method})"
-        )
-    return replace(model, config=replace(model.config, quantization=on_the_fly_fp8()))
+    return replace(model, config=with_quantization(model.config, config.dense.quantization, config.model.path))
 
 
 def load_model(

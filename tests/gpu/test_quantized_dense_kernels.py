@@ -91,7 +91,7 @@ class Weights:
     ) -> GroupedIntWeight:
         size, num_groups = sum(parts), width // group_size
         weight = GroupedIntWeight(
-            self._empty(size, width * num_bits // 32, dtype=torch.int32),
+            self._empty(size, width * num_bits // 8, dtype=torch.uint8),
             self._empty(size, num_groups, dtype=self._dtype),
             self._empty(size, num_groups, dtype=torch.uint8) if has_zero else None,
             self._empty(len(parts), width, dtype=torch.int32) if has_order else None,

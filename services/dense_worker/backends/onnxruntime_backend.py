@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -30,14 +31,16 @@ class OnnxRuntimeBackend:
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        # It would take products of FP8 codes for such of integers, and then not find its kernels.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         self._sessions = {
             name: onnxruntime.InferenceSession(network, options, providers=["CPUExecutionProvider"])
             for name, network in networks.items()
         }
         self._weights = {
-            segment: [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in layers]
+            segment: [{name: _as_value(tensor) for name, tensor in tensors.items()} for tensors in layers]
             for segment, layers in bind_weights(weights).items()
-        }
+        }  # OrtValues share the tensors' memory
 
     def begin_step(self, plan: StepPlan, num_tokens: int) -> None:
         """Does nothing."""
@@ -63,5 +66,17 @@ class OnnxRuntimeBackend:
         return self._run("last", 0, attn_out=attn_out, residual=residual, rows=rows.int())[0]
 
     def _run(self, segment: str, layer: int, **activations: torch.Tensor) -> list[torch.Tensor]:
-        inputs = {name: tensor.numpy() for name, tensor in activations.items()} | self._weights[segment][layer]
-        return [torch.from_numpy(output) for output in self._sessions[segment].run(None, inputs)]
+        inputs = {name: _as_value(tensor) for name, tensor in activations.items()} | self._weights[segment][layer]
+        outputs = self._sessions[segment].run_with_ort_values(None, inputs)
+        return [torch.from_numpy(output.numpy()) for output in outputs]
+
+
+def _as_value(tensor: torch.Tensor) -> Any:
+    """The tensor as onnxruntime's `OrtValue`. numpy has no FP8: there its bytes are given with their type."""
+    from onnx import TensorProto
+    from onnxruntime import OrtValue
+
+    if tensor.dtype == torch.float8_e4m3fn:
+        octets = tensor.view(torch.uint8).numpy()
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(octets, TensorProto.FLOAT8E4M3FN)
+    return OrtValue.ortvalue_from_numpy(tensor.numpy())

@@ -27,7 +27,7 @@ from services.dense_worker.tensorrt.backend import Measurements, TensorRTBackend
 from services.dense_worker.tensorrt.build_command import build_command
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
-from services.dense_worker.tensorrt.engine_weights import Plans, choose_plans
+from services.dense_worker.tensorrt.engine_weights import Plans, choose_plans, weights_setting
 from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, free_bytes, on_device, synchronize
 from services.dense_worker.tensorrt.measure import (
     PlanMeter,
@@ -204,8 +204,6 @@ def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
         raise ConfigError(f"latent attention ({model.config.family!r}) runs only with dense.backend 'torch'")
     if model.config.parts.experts is not None:
         raise ConfigError(f"mixtures of experts ({model.config.family!r}) run only with dense.backend 'torch'")
-    if model.config.quantization is not None:
-        raise ConfigError(f"quantized weights ({model.config.quantization.method}) run only with dense.backend 'torch'")
     api = load_tensorrt()
     api.check_gpu(gpu)
     api.check_dtype(model.dtype)
@@ -240,7 +238,8 @@ def _find_or_build(
         known = meter.known(plans)
         return meter.measure(plans) if known is None and section.build == "auto" else known
 
-    return TensorRTPlans(api, gpu, profiles, cache, choose_plans(section.engine_weights, find, measured))
+    setting = weights_setting(section.engine_weights, model.config)
+    return TensorRTPlans(api, gpu, profiles, cache, choose_plans(setting, find, measured))
 
 
 def _load_tensorrt(

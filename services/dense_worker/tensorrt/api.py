@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -71,8 +71,13 @@ class TensorRT:
             module.float16: torch.float16,
             module.int32: torch.int32,
         }
-        if hasattr(module, "bfloat16"):
-            self._dtypes[module.bfloat16] = torch.bfloat16
+        if self.is_strongly_typed:  # 8.6 has some of the names, but not the types
+            self._dtypes |= {
+                module.bfloat16: torch.bfloat16,
+                module.int8: torch.int8,
+                module.uint8: torch.uint8,
+                module.fp8: torch.float8_e4m3fn,
+            }
         self._log = _make_log(module)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -82,6 +87,15 @@ class TensorRT:
                 f"{self.name} has no {str(dtype)[6:]}: use float16 (model.dtype=float16, --dtype float16), "
                 "or install TensorRT 10 or later"
             )
+
+    def check_codes(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Raises ConfigError for a type of the codes of quantized weights that this TensorRT cannot be given."""
+        for dtype in dtypes:
+            if dtype not in self._dtypes.values():
+                raise ConfigError(
+                    f"{self.name} is given no quantized weights ({str(dtype)[6:]}): "
+                    "set dense.backend to torch, or install TensorRT 10 or later"
+                )
 
     def check_gpu(self, gpu: Gpu) -> None:
         """Raises ConfigError for a GPU that this TensorRT is known to refuse."""

@@ -20,10 +20,12 @@ from services.common.config import DenseSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.select import torch_backend
+from services.dense_worker.model.quantized.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
 from services.dense_worker.tensorrt.api import load_tensorrt
 from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlanRecord
+from services.dense_worker.tensorrt.engine_weights import weights_setting
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.gpu import current_gpu, on_device
 from services.dense_worker.tensorrt.measure import PlanMeter
@@ -59,7 +61,8 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     api, gpu = load_tensorrt(), current_gpu(arguments.device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
     limits = Limits(profiles[-1].high, profiles[-1].high)
-    kinds = {"inputs": [False], "constants": [True], "auto": [False, True]}[arguments.engine_weights]
+    setting = arguments.engine_weights if config is None else weights_setting(arguments.engine_weights, config)
+    kinds = {"inputs": [False], "constants": [True], "auto": [False, True]}[setting]
     records: list[EnginePlanRecord] = []
     with on_device(arguments.device):
         for has_constants in kinds:
@@ -91,6 +94,7 @@ def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, t
     from services.dense_worker.tensorrt.onnx_segments import export_networks
 
     config = load_model_config(arguments.model, arguments.num_layers)
+    config = with_quantization(config, arguments.quantization, arguments.model)
     if arguments.load_format != "dummy":
         weights_hash(arguments.model, config)  # refuses a directory that the worker could not load
     dtype = getattr(torch, config.checkpoint_dtype if arguments.dtype == "auto" else arguments.dtype)
@@ -181,6 +185,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("inputs", "constants", "auto"),
         default=DenseSection().engine_weights,
         help="weights as inputs of the plans or as constants; auto: builds both; default: %(default)s",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("checkpoint", "fp8"),
+        default="checkpoint",
+        help="fp8: as dense.quantization makes it of an unquantized checkpoint",
     )
     parser.add_argument("--num-layers", type=int, metavar="N", help="use only the first N layers")
     parser.add_argument(

@@ -19,6 +19,7 @@ def build_command(section: DenseSection, source: ModelSection, model: ResolvedMo
         *("--dtype", str(model.dtype).removeprefix("torch.")),
         *("--profiles", section.profiles),
         *("--engine-weights", section.engine_weights),
+        *("--quantization", section.quantization),
         *("--device", model.device),
         *("--output-dir", section.plan_dir.expanduser().absolute()),
     ]

@@ -19,7 +19,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
     EnginePlanRecord,
 )
 from services.dense_worker.tensorrt.gpu import Gpu
-from services.dense_worker.tensorrt.onnx_segments import describe_tensors, layout_weights
+from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors, layout_weights
 from services.dense_worker.tensorrt.profiles import Profile, format_profiles
 
 Report = Callable[[str], None]
@@ -61,6 +61,10 @@ class EnginePlanBuilder:
         ConfigError if a plan cannot be built, and CapacityError if the disk is full.
         """
         self._api.check_dtype(dtype)
+        codes = {each for network in networks.values() for each in code_dtypes(network)}
+        self._api.check_codes(codes)
+        if codes and self._has_constants:
+            raise ConfigError("quantized weights are inputs of plans, no constants: set dense.engine_weights to inputs")
         plans: dict[str, CachedEnginePlan] = {}
         for name, network in networks.items():
             title = f"[{len(plans) + 1}/{len(networks)}] {name}"

@@ -12,6 +12,7 @@ from typing import Literal
 
 import structlog
 
+from services.common.model_config import ModelConfig
 from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan
 
@@ -22,6 +23,11 @@ Plans = dict[str, CachedEnginePlan]
 
 MIN_GAIN = 0.03  # fraction of the time that constants must save to be worth their memory
 MAX_SIZE = 256  # tokens; decode steps, where reading the weights takes the time
+
+
+def weights_setting(setting: EngineWeights, config: ModelConfig) -> EngineWeights:
+    """The setting for a model: `auto` has no choice for quantized weights, which are always inputs."""
+    return "inputs" if setting == "auto" and config.quantization is not None else setting
 
 
 def choose_plans(

@@ -21,6 +21,7 @@ import torch
 from services.common.cli import dashed
 from services.common.errors import ConfigError, ModelError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
+from services.dense_worker.model.quantized.on_the_fly import with_quantization
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.files.atomic_file import make_directory, write_atomically
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exports, then tests if asked to. Raises ModelError or ConfigError for files that cannot be used."""
     require("onnx")
     config = load_model_config(arguments.model, arguments.num_layers)
+    config = with_quantization(config, arguments.quantization, arguments.model)
     dtype = _resolve_dtype(arguments.dtype, config, arguments.test)
     parts = PARTS if arguments.export == "all" else (arguments.export,)
     if arguments.test:
@@ -67,6 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 "--test compares with Hugging Face, which needs the model's weights, not dummy ones"
             )
+        if config.quantization is not None:
+            method = config.quantization.method
+            raise ConfigError(f"--test compares with Hugging Face without quantization, the weights are {method}")
         if "batchful" not in parts:
             raise ConfigError(f"--test runs the exported segments, --export {arguments.export} makes none")
     with ExitStack() as stack:
@@ -105,7 +110,7 @@ def export_parts(
 def _export_segments(
     config: ModelConfig, dtype: torch.dtype, directory: Path
 ) -> dict[str, dict[str, object]]:
-    from services.dense_worker.tensorrt.onnx_segments import OPSET, describe_tensors, export_segment
+    from services.dense_worker.tensorrt.onnx_segments import describe_tensors, export_segment
 
     segments: dict[str, dict[str, object]] = {}
     names = segment_names(config)
@@ -116,7 +121,7 @@ def _export_segments(
         write_atomically(directory / f"{name}.onnx", network)
         segments[name] = {
             "file": f"{name}.onnx",
-            "opset": OPSET,
+            "opset": model.opset_import[0].version,
             "sha256": hashlib.sha256(network).hexdigest(),
             "inputs": describe_tensors(model.graph.input),
             "outputs": describe_tensors(model.graph.output),
@@ -188,6 +193,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--export", choices=(*PARTS, "all"), default="all", help="default: all")
     parser.add_argument("--num-layers", type=int, metavar="N", help="export only the first N layers")
+    parser.add_argument(
+        "--quantization",
+        choices=("checkpoint", "fp8"),
+        default="checkpoint",
+        help="fp8: as dense.quantization makes it of an unquantized checkpoint",
+    )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),

@@ -1,7 +1,7 @@
 """The segments as ONNX graphs: torch.export records `model/segments.py`, and `onnx_lowering.py` converts the result.
 
 No weights are needed: the shapes come from the config, and the recorded tensors lie on torch's meta device, which holds
-no data. The weights are inputs of the graphs. TensorRT 8.6 and all later versions read opset 17.
+no data. The weights are inputs of the graphs. TensorRT 8.6 and all later versions read opset 17; FP8 needs opset 19.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
-from services.common.errors import ConfigError, ModelError
+from services.common.errors import ConfigError
 from services.common.model_config import ModelConfig
 from services.dense_worker.model.parameters import tensors_by_name
 from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
 from services.dense_worker.model.traced_segment import TracedSegment
 from services.dense_worker.model.weights import empty_weights
-from services.dense_worker.tensorrt.onnx_lowering import ONNX_DTYPES, Lowering
+from services.dense_worker.tensorrt.onnx_lowering import CODE_DTYPES, ONNX_DTYPES, Lowering
+from services.dense_worker.tensorrt.quantized.exported_products import ExportedOperations, check_exportable
 
-OPSET = 17
-IR_VERSION = 8  # the one that came with opset 17
+OPSET, FP8_OPSET = 17, 19
+IR_VERSIONS = {OPSET: 8, FP8_OPSET: 9}  # those that came with the opsets
 NUM_TOKENS, NUM_ROWS = "num_tokens", "num_rows"  # the graphs' dynamic dimensions
 
 
@@ -42,13 +43,9 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
 
     Inputs: the activations (`token_ids` and `rows` are int32, because TensorRT 8.6 has no int64), then the
     weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
-    The same arguments give the same bytes. Raises ModelError for quantized weights, and
-    ConfigError for parts that ONNX does not get.
+    The same arguments give the same bytes. Raises ModelError for formats of quantized weights, and ConfigError for
+    parts, that ONNX does not get.
     """
-    if config.quantization is not None:
-        # Q/DQ pairs (FP8, INT8) would go around the Gemms of `onnx_lowering`; INT4 weights and their scales would be
-        # inputs, dequantized before the Gemm (both need a later opset and TensorRT 10).
-        raise ModelError(f"quantized weights ({config.quantization.method}) cannot be exported to ONNX and TensorRT")
     if config.parts.num_learned_positions:
         raise ConfigError(f"the learned positions of {config.family!r} are not exported to ONNX")
     if config.attention.layer_heads or config.parts.layer_inputs is not None:
@@ -58,23 +55,26 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
     if config.parts.experts is not None:
         raise ConfigError(f"the mixtures of experts of {config.family!r} are not exported to ONNX and TensorRT")
     example = _EXAMPLES[name](config, dtype)
+    check_exportable(example.segment)
     weights = tensors_by_name(example.segment)
     sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}
     program = torch.export.export(
-        TracedSegment(example.segment),
+        TracedSegment(example.segment, ExportedOperations()),
         (*(tensor for _, tensor in example.activations.values()), *weights.values()),
         dynamic_shapes=((*({0: sizes[dim]} for dim, _ in example.activations.values()), *(None for _ in weights)),),
     )
     names = (*example.activations, *weights)
-    lowering = Lowering(program.graph, dtype, names, example.outputs)
+    has_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
+    opset = FP8_OPSET if has_fp8 else OPSET
+    lowering = Lowering(program.graph, dtype, names, example.outputs, opset)
     inputs = [_value(name, tensor, dim) for name, (dim, tensor) in example.activations.items()]
     inputs += map(_value, weights.keys(), weights.values())
     outputs = [_value(*output, example.output_rows) for output in zip(example.outputs, lowering.results, strict=True)]
     graph = helper.make_graph(lowering.nodes, f"{config.family}_{name}", inputs, outputs, lowering.constants)
     model = helper.make_model(
         graph,
-        opset_imports=[helper.make_opsetid("", OPSET)],
-        ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", opset)],
+        ir_version=IR_VERSIONS[opset],
         producer_name="twostroke",
     )
     onnx.checker.check_model(model, full_check=True)
@@ -99,9 +99,16 @@ def layout_weights(graph: onnx.GraphProto) -> list[str]:
     ]
 
 
+def code_dtypes(network: bytes) -> set[torch.dtype]:
+    """The types of those inputs of a serialized network that are codes of quantized weights."""
+    found = {value.type.tensor_type.elem_type for value in onnx.load_from_string(network).graph.input}
+    return {dtype for dtype, onnx_dtype in CODE_DTYPES.items() if onnx_dtype in found}
+
+
 def describe_tensors(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, Any]]:
     """Name, dtype (torch's name) and shape (dynamic dimensions by name) of a graph's inputs or outputs."""
-    dtypes = {onnx_dtype: str(dtype).removeprefix("torch.") for dtype, onnx_dtype in ONNX_DTYPES.items()}
+    known = (ONNX_DTYPES | CODE_DTYPES).items()
+    dtypes = {onnx_dtype: str(dtype).removeprefix("torch.") for dtype, onnx_dtype in known}
     dtypes[TensorProto.INT32] = "int32"
     return [
         {
@@ -114,7 +121,8 @@ def describe_tensors(values: Iterable[onnx.ValueInfoProto]) -> list[dict[str, An
 
 
 def _value(name: str, tensor: torch.Tensor, dynamic: str | None = None) -> onnx.ValueInfoProto:
-    dtype = TensorProto.INT32 if tensor.dtype == torch.int64 else ONNX_DTYPES[tensor.dtype]
+    is_index = tensor.dtype in (torch.int64, torch.int32)
+    dtype = TensorProto.INT32 if is_index else (ONNX_DTYPES | CODE_DTYPES)[tensor.dtype]
     shape = list(tensor.shape) if dynamic is None else [dynamic, *tensor.shape[1:]]
     return helper.make_tensor_value_info(name, dtype, shape)
 

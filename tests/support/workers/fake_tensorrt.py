@@ -52,6 +52,7 @@ class FakeTensorRT:
             builder_flags |= {"FP16": "FP16", "OBEY_PRECISION_CONSTRAINTS": "OBEY_PRECISION_CONSTRAINTS"}
         if major >= 10:
             self.bfloat16 = DataType.BF16
+            self.int8, self.uint8, self.fp8 = DataType.INT8, DataType.UINT8, DataType.FP8
             network_flags["STRONGLY_TYPED"] = 0 if major >= 11 else 1
             self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
         if is_rtx:

@@ -22,7 +22,7 @@ class ProcessCrash(BaseException):
 
 
 class DataType(enum.Enum):
-    FLOAT, HALF, INT32, BF16 = range(4)
+    FLOAT, HALF, INT32, BF16, INT8, UINT8, FP8 = range(7)
 
 
 DTYPES = {
@@ -30,6 +30,9 @@ DTYPES = {
     TensorProto.FLOAT16: (DataType.HALF, np.float16),
     TensorProto.INT32: (DataType.INT32, np.int32),
     TensorProto.BFLOAT16: (DataType.BF16, np.uint16),
+    TensorProto.INT8: (DataType.INT8, np.int8),
+    TensorProto.UINT8: (DataType.UINT8, np.uint8),
+    TensorProto.FLOAT8E4M3FN: (DataType.FP8, np.uint8),
 }
 
 
@@ -80,6 +83,7 @@ class Engine:
         self.output_names = [value.name for value in graph.output]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # its FP8 kernels are not all there
         is_bfloat16 = any(value.elem_type == TensorProto.BFLOAT16 for value in self.values.values())
         self.session = None if is_bfloat16 else onnxruntime.InferenceSession(model, options)
         self.num_optimization_profiles = len(self.profiles)
@@ -189,9 +193,11 @@ class _Context:
         self._trt.runs.append(self._number)
         inputs = {name: self._array(name, self._shape(name)) for name in engine.input_names}
         inputs |= {name: value.reshape(engine.constant_shapes[name]) for name, value in engine.constants.items()}
-        outputs = engine.session.run(engine.output_names, inputs)
+        values = {name: _ort_value(array, engine.values.get(name)) for name, array in inputs.items()}
+        outputs = engine.session.run_with_ort_values(engine.output_names, values)
         for name, value in zip(engine.output_names, outputs, strict=True):
-            self._array(name, value.shape)[:] = value
+            result = value.numpy()
+            self._array(name, result.shape)[:] = result
         return True
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -205,6 +211,13 @@ class _Context:
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         memory = (ctypes.c_char * num_bytes).from_address(self._addresses[name])
         return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def _ort_value(array: np.ndarray, kind: Any) -> onnxruntime.OrtValue:
+    """The array as an input of a session; numpy has no FP8."""
+    if kind is not None and kind.elem_type == TensorProto.FLOAT8E4M3FN:
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, TensorProto.FLOAT8E4M3FN)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 class Context8(_Context):

@@ -22,7 +22,7 @@ class GroupedIntWeight:
     With act-order, column j of the matrix belongs to input feature order[j], and columns of a group are neighbours.
     """
 
-    packed: Parameter  # int32 [out_features, in_features * num_bits / 32]; the lowest bits of a word come first
+    packed: Parameter  # uint8 [out_features, in_features * num_bits / 8]; the low bits of a byte are the first feature
     scale: Parameter  # the model's dtype, [out_features, number of groups]
     zero_point: Parameter | None  # uint8 [out_features, number of groups]; None: half of the range, 2 ** (num_bits - 1)
     order: Parameter | None  # int32 [number of projections, in_features]; None: columns are in the order of features
@@ -62,7 +62,7 @@ class GroupedIntWeight:
     def fill_random(self, std: float, generator: torch.Generator) -> None:
         """Uniformly distributed codes."""
         packed, middle = self.packed.data, 2 ** (self.num_bits - 1)
-        packed.random_(-(2**31), 2**31 - 1, generator=generator)
+        packed.random_(0, 256, generator=generator)
         self.scale.data.fill_(std * 3**0.5 / middle)
         if self.zero_point is not None:
             self.zero_point.data.fill_(middle)

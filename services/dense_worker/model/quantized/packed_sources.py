@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,14 +29,14 @@ def create_grouped_int(scheme: GroupedIntScheme, layer: QuantizedLayer) -> Group
     num_groups = layer.in_features // group_size
     sources = _SOURCES[scheme.packing](scheme, layer.in_features, group_size)
     size = layer.out_features
-    words = layer.in_features // per_word
+    row_bytes = layer.in_features * scheme.num_bits // 8
     zero_point = order = None
     if not scheme.is_symmetric:
         zero_point = layer.parameter("_zero_point", (size, num_groups), torch.uint8, sources.zero_point)
     if scheme.has_order:
         order = layer.parameter("_order", (len(layer.merged_from), layer.in_features), torch.int32, sources.order)
     return GroupedIntWeight(
-        layer.parameter("", (size, words), torch.int32, sources.packed),
+        layer.parameter("", (size, row_bytes), torch.uint8, lambda each: _as_bytes(sources.packed(each))),
         layer.parameter("_scale", (size, num_groups), layer.dtype, partial(sources.scale, layer.dtype)),
         zero_point,
         order,
@@ -44,6 +44,14 @@ def create_grouped_int(scheme: GroupedIntScheme, layer: QuantizedLayer) -> Group
         group_size,
         layer.part_sizes,
     )
+
+
+def _as_bytes(words: Source) -> Source:
+    """The same source, whose rows of int32 become rows of bytes."""
+    assert words.conversion is not None
+    convert = words.conversion.convert
+    conversion = replace(words.conversion, convert=lambda *loaded: convert(*loaded).contiguous().view(torch.uint8))
+    return replace(words, conversion=conversion)
 
 
 @dataclass(frozen=True, slots=True)

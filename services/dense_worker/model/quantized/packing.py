@@ -10,7 +10,7 @@ _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """int32 [rows, n] -> uint8 [rows, n * 32 / num_bits]; the lowest bits of a word come first."""
+    """int32 [rows, n] or its bytes -> uint8 [rows, number of codes]; the lowest bits of a word come first."""
     octets = words.contiguous().view(torch.uint8)
     if num_bits == 8:
         return octets

@@ -34,6 +34,7 @@ from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.profiles import Limits
+from tests.support.dense.steps import relative_error, run_step
 from tests.support.models import make_model_dir
 from tests.support.workers.fake_tensorrt import FakeTensorRT, make_tensorrt
 
@@ -150,13 +151,29 @@ def test_mixtures_of_experts_run_by_torch_beside_tensorrt(machine: Machine) -> N
         machine.select(backend="tensorrt")
 
 
-def test_quantized_weights_run_by_torch_beside_tensorrt(machine: Machine) -> None:
+def test_quantized_weights_run_by_torch_beside_a_tensorrt_without_them(machine: Machine) -> None:
     machine.config = replace(machine.config, quantization=on_the_fly_fp8())
+    machine.trt = make_tensorrt("8.6.0")
     with structlog.testing.capture_logs() as logs:
         assert machine.select(backend="auto").name == "torch"
-    assert "quantized weights (fp8 on the fly)" in logs[0]["reason"]
-    with pytest.raises(ConfigError, match=r"dense\.backend is 'tensorrt', but quantized weights \(fp8 on the fly\)"):
+    reason = "TensorRT 8.6.0 is given no quantized weights (float8_e4m3fn): set dense.backend to torch"
+    assert reason in logs[0]["reason"]
+    with pytest.raises(ConfigError, match=re.escape(reason)):
         machine.select(backend="tensorrt")
+    assert not machine.trt.named("build_serialized_network")
+
+
+@pytest.mark.parametrize("engine_weights", ["inputs", "auto"])
+def test_quantized_weights_are_inputs_of_the_plans(machine: Machine, engine_weights: str) -> None:
+    machine.config = replace(machine.config, quantization=on_the_fly_fp8())
+    machine.weights = load_weights(machine.path, machine.config, torch.float32, CPU)
+    selected = machine.select(backend="tensorrt", engine_weights=engine_weights)
+    assert segments_run(machine, selected, 3) == ["first", "middle", "last"]
+    expected = run_step(TorchBackend(machine.weights), machine.config, torch.float32, [1, 2, 3], [0, 2])
+    found = run_step(selected.backend, machine.config, torch.float32, [1, 2, 3], [0, 2])
+    assert relative_error(found, expected) < 1e-2  # an input between two codes may become the other one
+    with pytest.raises(ConfigError, match="quantized weights are inputs of plans, no constants"):
+        machine.select(backend="tensorrt", engine_weights="constants")
 
 
 def test_rtx_on_an_h200_and_bfloat16_on_8_6_are_refused_in_words(machine: Machine) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common.config import Config, DenseSection, ModelSection, SchedulerSection
-from services.common.errors import ConfigError, ModelError
+from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.backends.linear_choice import LinearChoice
@@ -25,8 +25,6 @@ from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.plain_weight import PlainWeight
 from services.dense_worker.model.weights import load_weights, weights_hash
-from services.dense_worker.tensorrt import export
-from services.dense_worker.tensorrt.onnx_segments import export_networks
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import make_family_model
 from tests.support.dense.steps import relative_error, run_step
@@ -207,14 +205,3 @@ def test_the_cuda_backend_multiplies_quantized_layers_by_their_reference(
         found = run_step(CudaBackend(weights, config, 64), config, torch.float32, [3, 1, 4], [2, 0])
     # The norms and sums in another order may move a value to the next code: see test_formats.py.
     assert relative_error(found, expected) < 1e-2
-
-
-def test_onnx_and_tensorrt_refuse_quantized_weights_by_name(
-    plain_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = quantized_dir(plain_dir, tmp_path / "model", "awq g128")
-    message = r"quantized weights \(awq\) cannot be exported to ONNX and TensorRT"
-    with pytest.raises(ModelError, match=message):
-        export_networks(load_model_config(path), torch.float32)
-    assert export.main(["--model", str(path), "--export", "batchful", "--output-dir", str(tmp_path / "out")]) == 1
-    assert "quantized weights (awq)" in capsys.readouterr().err
