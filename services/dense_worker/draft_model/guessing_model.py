@@ -28,6 +28,7 @@ from services.step import PlanEntry
 # Tokens of all sequences that one call computes for those that are further behind. A GPU computes as many in about the
 # time of one; a CPU takes time for each.
 CATCH_UP_TOKENS = {"cpu": 64, "cuda": 512}
+_MAX_SCORES = 2**22  # of one head, in a pass that computes known tokens: a long text is computed in shorter parts
 _PADDED_TOKENS = 2**14  # most tokens that attention reads at once, padded, unless a single sequence has more
 
 
@@ -92,7 +93,7 @@ class GuessingModel:
         most_blocks = -(-self._model.max_len // BLOCK_SIZE)
         widths = {self._max_num_seqs: max(1, _PADDED_TOKENS // BLOCK_SIZE // self._max_num_seqs), 1: most_blocks}
         for num_seqs, width in widths.items():
-            for num_rows in {1, CATCH_UP_TOKENS[device.type] if num_seqs == 1 else 2 * MAX_LATE_TOKENS}:
+            for num_rows in {1, self._most_rows(width) if num_seqs == 1 else 2 * MAX_LATE_TOKENS}:
                 zeros = torch.zeros(num_seqs, num_rows, dtype=torch.int64, device=device)
                 tables = torch.zeros(num_seqs, width, dtype=torch.int64, device=device)
                 self._forward(zeros, zeros - 1, tables, torch.arange(num_seqs, device=device))
@@ -161,13 +162,18 @@ class GuessingModel:
             if each.num_late <= MAX_LATE_TOKENS or not num_left:
                 continue
             first = each.cached.num_tokens
-            token_ids = each.sequence.token_ids[first : first + num_left]
+            num_tokens = min(num_left, self._most_rows(len(each.cached.blocks)))
+            token_ids = each.sequence.token_ids[first : first + num_tokens]
             rows = np.array([token_ids, range(first, first + len(token_ids))], dtype=np.int64)
             token_rows, positions = upload(rows, self._model.device)[:, None]
             tables = upload(np.array(padded_tables([each.cached.blocks]), dtype=np.int64), self._model.device)
             self._forward(token_rows, positions, tables, None)
             each.cached.num_tokens += len(token_ids)
             num_left -= len(token_ids)
+
+    def _most_rows(self, num_blocks: int) -> int:
+        """The most tokens that are computed at once of a sequence with so many blocks."""
+        return min(CATCH_UP_TOKENS[self._model.device.type], max(1, _MAX_SCORES // (num_blocks * BLOCK_SIZE)))
 
     def _guess_group(
         self, group: SequenceOf[_Drafted], last: torch.Tensor, sampled: torch.Tensor, num_tokens: int

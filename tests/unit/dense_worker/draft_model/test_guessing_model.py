@@ -304,3 +304,15 @@ def test_passes_of_graphs_are_those_of_the_model(path: Path, monkeypatch: pytest
         for sequence in (first, second):
             drafting.check(drafting.step({sequence: added}), [sequence])
         drafting.check(drafting.step({first: added, second: added}), [first, second])
+
+
+def test_the_parts_of_a_long_text_are_short(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a mask of a part by all tokens would take too much memory."""
+    monkeypatch.setattr(guessing_model, "_MAX_SCORES", 10 * 3 * BLOCK_SIZE)
+    drafting = Drafting(path)
+    sequence = drafting.open([number % VOCAB for number in range(2 * BLOCK_SIZE + 20)])
+    num_answers = 0
+    while not (guesses := drafting.step({sequence: ([7], [])}))[1]:
+        num_answers += 1
+    drafting.check(guesses, [sequence])
+    assert num_answers == 2 * BLOCK_SIZE // 10 + 2, "one token comes in each step"
