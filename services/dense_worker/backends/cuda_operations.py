@@ -15,6 +15,7 @@ from services.dense_worker.backends.cuda_linear import CudaLinear
 from services.dense_worker.backends.experts.cuda_experts import CudaExperts
 from services.dense_worker.backends.linear_choice import LinearKernel
 from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_latent import place_latent
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
@@ -192,6 +193,11 @@ class CudaOperations:
             if part is not place:
                 place.copy_(part)
         return qkv
+
+    def place_latent(self, heads: torch.Tensor, query: torch.Tensor, key: torch.Tensor, norm: Norm) -> None:
+        """In one kernel."""
+        assert type(norm) is RmsNorm, "latent vectors have no other norm"
+        place_latent(self.launcher, heads, query, key, norm.weight.data, norm.eps)
 
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor

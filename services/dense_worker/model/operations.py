@@ -96,6 +96,13 @@ class Operations(Protocol):
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """qkv [n, qkv_size], n at least 1 -> qkv with normalised heads; `is_in_place`: in the same tensor."""
 
+    def place_latent(self, heads: torch.Tensor, query: torch.Tensor, key: torch.Tensor, norm: Norm) -> None:
+        """Writes all but the absorbed queries of latent attention to `heads`, [n, num_heads + 1, rotated_dim + rank].
+
+        query: [n, num_heads, plain_dim + rotated_dim], of which the rotated part goes to the beginning of each head.
+        key: [n, rank + rotated_dim]; its rotated part begins the last head, the latent vector follows, normalised.
+        """
+
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:

@@ -114,6 +114,14 @@ class TorchOperations:
                 place.copy_(part)
         return qkv
 
+    def place_latent(self, heads: torch.Tensor, query: torch.Tensor, key: torch.Tensor, norm: Norm) -> None:
+        """By copies."""
+        rank = norm.weight.data.shape[0]
+        rotated_dim = heads.shape[2] - rank
+        heads[:, :-1, :rotated_dim].copy_(query[..., -rotated_dim:])
+        heads[:, -1, :rotated_dim].copy_(key[:, rank:])
+        heads[:, -1, rotated_dim:].copy_(norm.normalize(key[:, :rank]))
+
     def select_rows(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Residual]:

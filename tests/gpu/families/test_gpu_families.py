@@ -20,12 +20,10 @@ from tests.support.dense.whole_model import BLOCK_SIZE
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("triton", reason="needs triton")
 
-LACKING = ("deepseek",)  # the kernels of attention refuse latent attention
-ALL = [variant for variant in VARIANTS if not variant.startswith(LACKING)]
 # In bfloat16 products of few rows are our streaming kernels. Together these have all parts.
 IN_BFLOAT16 = (
     *("qwen2_moe", "minimax_m2", "granitemoe", "gpt_oss", "olmo2", "cohere", "phi3", "stablelm", "gemma2", "gemma3"),
-    *("gemma4", "gemma4-shared", "gemma4-moe", "gpt_neox", "falcon-rw", "bloom"),
+    *("gemma4", "gemma4-shared", "gemma4-moe", "gpt_neox", "falcon-rw", "bloom", "deepseek_v2", "deepseek_v3"),
 )
 # float32: sums in another order, and exponentials and roots of the GPU's own. Relative to the largest logit.
 BOUND = 1e-4
@@ -57,7 +55,7 @@ def run_prompts(model: GpuModel) -> dict[int, torch.Tensor]:
     return {1: torch.cat((*rows, last)), 2: torch.cat((torch.zeros_like(other[:1]).expand(num_cached, -1), other))}
 
 
-@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_tokens(variant: str, kernel_device: torch.device, tmp_path: Path) -> None:
     path = make_family_model(tmp_path, variant)
     model = GpuModel(path, torch.float32, kernel_device)

@@ -10,6 +10,9 @@ import torch
 
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
+from services.dense_worker.model.norm import RmsNorm
+from services.dense_worker.model.parameters import Parameter
+from services.dense_worker.model.torch_operations import TorchOperations
 from tests.gpu.attention_pair import (
     MAX_MODEL_LEN,
     TOLERANCES,
@@ -155,3 +158,36 @@ def test_one_graph_replays_every_decode_step_of_its_bucket(kernels: Kernels, num
                     pair.reference.forward(layer, qkv[:num_seqs].float(), expected)
                     assert relative_error(outs[layer, :num_seqs], expected) < TOLERANCES[torch.bfloat16]
                     assert (outs[layer, num_seqs:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("num_heads", "plain_dim", "rotated_dim", "rank"), [(16, 128, 64, 512), (20, 10, 6, 24)])
+def test_rotated_parts_and_latent_vectors_are_those_of_torch(
+    kernel_device: torch.device, dtype: torch.dtype, num_heads: int, plain_dim: int, rotated_dim: int, rank: int
+) -> None:
+    """Everything around them stays as it is."""
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    triton_latent = pytest.importorskip("services.dense_worker.backends.triton_latent", reason="needs triton")
+    from services.dense_worker.backends.triton_launch import KernelLauncher
+
+    query_size = num_heads * (plain_dim + rotated_dim)
+    norm = RmsNorm(Parameter("norm", torch.randn(rank).to(dtype)), 1e-6)
+    down = torch.randn(3, query_size + rank + rotated_dim).to(dtype)
+    expected = torch.randn(3, (num_heads + 1) * (rotated_dim + rank)).to(dtype)
+    found = expected.clone().to(kernel_device)
+
+    def parts(out: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key = rows.split([query_size, rank + rotated_dim], dim=1)
+        return out.unflatten(1, (num_heads + 1, -1)), query.unflatten(1, (num_heads, -1)), key
+
+    TorchOperations().place_latent(*parts(expected, down), norm)
+    on_device = parts(found, down.to(kernel_device))
+    weight = norm.weight.data.to(kernel_device)
+    triton_latent.place_latent(KernelLauncher(kernel_device), *on_device, weight, norm.eps)
+    found = found.cpu()
+    is_latent = torch.zeros(num_heads + 1, rotated_dim + rank, dtype=torch.bool)
+    is_latent[-1, rotated_dim:] = True
+    is_latent = is_latent.flatten()
+    assert torch.equal(found[:, ~is_latent], expected[:, ~is_latent])
+    assert relative_error(found[:, is_latent], expected[:, is_latent]) < TOLERANCES[dtype]

@@ -120,6 +120,7 @@ class _Kernels:
         return {
             "triton_activation": {"silu_mul": self.silu_mul},
             "triton_gemv": {"gemv": self.gemv, "MAX_IN_FEATURES": 32768},
+            "triton_latent": {"place_latent": self.place_latent},
             "triton_launch": {"KernelLauncher": _Launcher},
             "triton_norm": {"add_rms_norm": self.add_rms_norm, "head_rms_norm": self.head_rms_norm},
             "triton_skinny": {"skinny_linear": self.skinny_linear, "SplitWorkspace": _SplitWorkspace},
@@ -153,6 +154,16 @@ class _Kernels:
             q, k, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             q.copy_(_rms_norm(q, q_weight, eps))
             k.copy_(_rms_norm(k, k_weight, eps))
+
+    def place_latent(
+        self, launcher: _Launcher, heads: Tensor, query: Tensor, key: Tensor, weight: Tensor, eps: float
+    ) -> None:
+        with self._own("place_latent", heads):
+            rank = len(weight)
+            rotated_dim = heads.shape[2] - rank
+            heads[:, :-1, :rotated_dim] = query[..., query.shape[2] - rotated_dim :]
+            heads[:, -1, :rotated_dim] = key[:, rank:]
+            heads[:, -1, rotated_dim:] = _rms_norm(key[:, :rank], weight, eps)
 
     def silu_mul(self, launcher: _Launcher, gate_up: Tensor, out: Tensor) -> None:
         with self._own("silu_mul", out):

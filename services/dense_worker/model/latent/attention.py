@@ -47,7 +47,7 @@ class LatentQkv:
         residual, down = operations.norm_linear(residual, self.norm, self.down)
         num_heads, plain_dim, rank = self.keys.data.shape
         query_size = self.down.out_features - rank - self.rotated_dim
-        query, latent, rotated = down.split([query_size, rank, self.rotated_dim], dim=1)
+        query, key = down.split([query_size, rank + self.rotated_dim], dim=1)
         if self.queries is not None:
             normed = Residual(self.queries.norm.normalize(query))
             query = operations.norm_linear(normed, None, self.queries.up)[1]
@@ -56,11 +56,9 @@ class LatentQkv:
         if qkv_out is None:
             qkv_out = torch.empty(len(down), (num_heads + 1) * head_dim, dtype=down.dtype, device=down.device)
         heads = qkv_out.unflatten(1, (num_heads + 1, head_dim))
-        heads[:, :-1, : self.rotated_dim].copy_(query[..., plain_dim:])
-        absorbed = torch.bmm(query[..., :plain_dim].transpose(0, 1), self.keys.data)
-        heads[:, :-1, self.rotated_dim :].copy_(absorbed.transpose(0, 1))
-        heads[:, -1, : self.rotated_dim].copy_(rotated)
-        heads[:, -1, self.rotated_dim :].copy_(self.latent_norm.normalize(latent))
+        operations.place_latent(heads, query, key, self.latent_norm)
+        absorbed = heads[:, :-1, self.rotated_dim :].transpose(0, 1)
+        torch.bmm(query[..., :plain_dim].transpose(0, 1), self.keys.data, out=absorbed)
         return qkv_out, residual
 
 
@@ -78,6 +76,8 @@ class LatentOutput:
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, num_heads * rank], residual [n, hidden] -> the layer's residual."""
-        sums = attn_out.unflatten(1, (len(self.values.data), -1)).transpose(0, 1)
-        values = torch.bmm(sums, self.values.data.transpose(1, 2))
-        return self.after.forward(operations, values.transpose(0, 1).flatten(1), residual)
+        num_heads, value_dim, _ = self.values.data.shape
+        sums = attn_out.unflatten(1, (num_heads, -1)).transpose(0, 1)
+        values = torch.empty(len(attn_out), num_heads, value_dim, dtype=attn_out.dtype, device=attn_out.device)
+        torch.bmm(sums, self.values.data.transpose(1, 2), out=values.transpose(0, 1))
+        return self.after.forward(operations, values.flatten(1), residual)
