@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from services.grammar.form_error import FormError
+from services.grammar.schema_ids import check_ids
 from services.grammar.subschemas import subschemas
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -29,14 +30,18 @@ _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 def translate(text: str) -> str:
     """The schema, as JSON text, for llguidance; the same text if it reads it as it is meant.
 
-    Raises `FormError` for JSON that is nested too deeply.
+    Raises `FormError` for JSON that is nested too deeply, and for an `$id` that two subschemas have.
     """
     try:
         root = json.loads(text)
+        if '"$id"' in text:
+            check_ids(root)
         changes = [_change(schema) for schema in subschemas(root)]
         return json.dumps(root, ensure_ascii=False, allow_nan=False) if any(changes) else text
     except RecursionError as error:
         raise FormError("it is nested too deeply") from error
+    except FormError:
+        raise
     except ValueError:
         return text  # llguidance says what is wrong
 
