@@ -1,7 +1,8 @@
-"""Finds grammars in Lark whose start derives only endless texts, as `start: "a" start` does.
+"""Finds rules of Lark grammars that derive only endless texts, as `start: "a" start` does.
 
-Reads only as much of Lark as this takes: which rules every text of a rule contains. Terminals cannot be recursive. A
-grammar with anything that is not known here is left to llguidance.
+An answer that begins such a rule would only end at `max_tokens`. Reads only as much of Lark as this takes: which rules
+every text of a rule contains, and which ones it may contain. Terminals cannot be recursive. A grammar with anything
+that is not known here is left to llguidance.
 """
 
 from __future__ import annotations
@@ -29,16 +30,28 @@ _TOKEN = re.compile(r"""
 _ATTRIBUTES = re.compile(r"\[[^\]\n]*\]")  # of a rule, after its name
 
 _Token = tuple[str, str]  # kind and text
-_Rules = dict[str, list[list[str]]]  # for each rule its alternatives: names of the rules that each contains
+_Rules = dict[str, list[list[str]]]  # for each rule its alternatives: names of the rules that each contains, ...
+_OPTIONAL = "?"  # ... with this before those that it need not contain
 
 
 def check_ends(grammar: str) -> None:
-    """Raises `FormError` for a Lark grammar in which only endless texts begin at `start`."""
+    """Raises `FormError` for a Lark grammar with a rule, reached from `start`, that has only endless texts."""
     rules = _read(list(_tokens(grammar)))
-    ending = _ending(rules)
-    if "start" in rules and "start" not in ending:
-        endless = [name for name in rules if name not in ending and name[0] != "("]
+    ending, reached = _ending(rules), _reached(rules)
+    endless = [name for name in rules if name in reached and name not in ending and name[0] != "("]
+    if endless:
         raise FormError(f"only an endless text has this form: no text of the rule {endless[-1][:60]!r} ends")
+
+
+def _reached(rules: _Rules) -> set[str]:
+    """The rules that a text may contain, `start` included."""
+    reached, open_ = set[str](), ["start"]
+    while open_:
+        name = open_.pop()
+        if name in rules and name not in reached:
+            reached.add(name)
+            open_ += (each.lstrip(_OPTIONAL) for alternative in rules[name] for each in alternative)
+    return reached
 
 
 def _ending(rules: _Rules) -> set[str]:
@@ -49,7 +62,7 @@ def _ending(rules: _Rules) -> set[str]:
     found: list[str] = []
     for name, alternatives in rules.items():
         for names in alternatives:
-            needed = {each for each in names if each in rules}
+            needed = {each for each in names if each in rules}  # no optional ones
             for each in needed:
                 users[each].append(len(owners))
             owners.append(name)
@@ -108,7 +121,7 @@ def _read(tokens: list[_Token]) -> _Rules:
         elif kind == "optional":
             if not open_[-1][-1]:
                 return {}
-            open_[-1][-1].pop()
+            open_[-1][-1].append(_OPTIONAL + open_[-1][-1].pop())
         elif text == "|":
             open_[-1].append([])
         elif text in ("(", "["):
@@ -118,7 +131,7 @@ def _read(tokens: list[_Token]) -> _Rules:
                 return {}
             name = f"({len(rules)}"
             rules[name] = open_.pop()
-            open_[-1][-1].append(name if text == ")" else "")
+            open_[-1][-1].append(name if text == ")" else _OPTIONAL + name)
         elif kind != "repeated":
             open_[-1][-1].append(text if kind == "rule" else "")
     return rules

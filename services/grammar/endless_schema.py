@@ -1,8 +1,10 @@
-"""Finds JSON Schemas that no finite text satisfies, such as an object that requires itself as a property.
+"""Finds parts of JSON Schemas that no finite text satisfies, such as an object that requires itself as a property.
 
-llguidance accepts them, and an answer would only end at `max_tokens`. For each subschema we look for the types of JSON
-that a finite valid value can have. These sets grow from nothing until no subschema adds a type: a least fixpoint, as it
-finds the symbols of a grammar that derive a text. It is an upper bound: a schema without any type has no finite value.
+llguidance accepts them, and an answer that begins such a part would only end at `max_tokens`. For each subschema we
+look for the types of JSON that a finite valid value can have. These sets grow from nothing until no subschema adds a
+type: a least fixpoint, as it finds the symbols of a grammar that derive a text. It is an upper bound: a schema without
+any type has no finite value. The greatest fixpoint of the same equations has the types of endless values, too; a schema
+that has none even there is not endless but forbids all values, as `false` does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def check_ends(text: str) -> None:
-    """Raises `FormError` for a schema, as JSON text, that only an endless text satisfies."""
+    """Raises `FormError` for a schema, as JSON text, with a part that only an endless text satisfies."""
     if '"$ref"' not in text:
         return  # only references make a schema endless
     try:
@@ -30,7 +32,8 @@ def check_ends(text: str) -> None:
     endless = _EndlessSchemas(root).first()
     if endless is not None:
         raise FormError(
-            f"only an endless text is valid against the schema: {json.dumps(endless)[:100]} requires itself for ever"
+            f"only an endless text is valid against {json.dumps(endless)[:100]} in the schema: "
+            "it requires itself for ever"
         )
 
 
@@ -40,23 +43,29 @@ class _EndlessSchemas:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._schemas = subschemas(root)
-        self._types = {id(schema): _NONE for schema in self._schemas}
-        while self._grow():
-            pass
+        self._types: dict[int, frozenset[str]] = {}
 
     def first(self) -> dict[str, Any] | None:
-        """The first reference on the way from the root that no finite value satisfies; None if the root has one."""
-        if self._of(self._root):
-            return None
-        return next((each for each in self._schemas if "$ref" in each and not self._of(each)), None)
+        """The first reference on the way from the root that endless values alone satisfy; None if there is none."""
+        self._solve(_NONE)
+        without_end = [each for each in self._schemas if "$ref" in each and not self._of(each)]
+        if without_end:
+            self._solve(_TYPES)
+        return next((each for each in without_end if self._of(each)), None)
 
-    def _grow(self) -> bool:
-        has_grown = False
+    def _solve(self, start: frozenset[str]) -> None:
+        """Finds the types of all subschemas: those of finite values from none, and of endless ones, too, from all."""
+        self._types = {id(schema): start for schema in self._schemas}
+        while self._improve():
+            pass
+
+    def _improve(self) -> bool:
+        has_changed = False
         for schema in reversed(self._schemas):
             types = self._find(schema)
-            has_grown |= types != self._types[id(schema)]
+            has_changed |= types != self._types[id(schema)]
             self._types[id(schema)] = types
-        return has_grown
+        return has_changed
 
     def _of(self, schema: Any) -> frozenset[str]:
         if isinstance(schema, dict):

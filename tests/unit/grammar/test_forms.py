@@ -109,3 +109,23 @@ def test_whitespace_in_json_is_bounded_unless_the_schema_says_otherwise(forms: F
     texts = ('{"name":"Ann","age":1}', '{"name": "Ann", "age": 1}', '{\n  "name": "Ann", "age": 1}')
     for value, expected in ((PERSON, [True, True, False]), (free, [True] * 3), (none, [True, False, False])):
         assert [forms.accepts(schema(value), text) for text in texts] == expected
+
+
+DIFFERENT = {"w": "\u0301\u203f\u200d²½", "s": "\x1c\x1f"}  # from Python, by class; those below are in both or neither
+SAME = "aZ9_é東٣ -\t\n\x0b\x85\xa0\u2003\u3000\ufeff/"
+
+
+@pytest.mark.parametrize("name", ["w", "W", "s", "S", "d", "D"])
+def test_classes_are_those_of_unicode_which_are_pythons_but_for_some_characters(forms: Forms, name: str) -> None:
+    form = StructuredOutput(Constraint.REGEX, rf"\{name}")
+    for character in SAME + "".join(DIFFERENT.values()):
+        is_other = character in DIFFERENT.get(name.lower(), "")
+        assert forms.accepts(form, character) == (bool(re.fullmatch(rf"\{name}", character)) != is_other), character
+
+
+@pytest.mark.parametrize("name", ["w", "W", "s", "S", "d", "D"])
+def test_classes_in_patterns_of_schemas_are_those_of_ascii_but_for_spaces(forms: Forms, name: str) -> None:
+    form = schema({"type": "string", "pattern": rf"^\{name}$"})
+    for character in "aZ9_é東٣-\u0301² \xa0\u2003\x85\ufeff":
+        expected = bool(re.fullmatch(rf"\{name}", character, 0 if name in "sS" else re.ASCII))
+        assert forms.accepts(form, json.dumps(character, ensure_ascii=False)) == expected, character
