@@ -45,9 +45,10 @@ def to_int8(numbers, scale):
 @triton.jit
 def to_factor(numbers, dtype: tl.constexpr):
     """float32 -> the dtype in which queries and weights are multiplied by stored numbers: float32 or float16."""
-    if dtype == tl.float32:
+    if dtype == tl.float32:  # `else` is needed: Triton compiles what follows a return
         return numbers
-    return tl.minimum(tl.maximum(numbers, -65504.0), 65504.0).to(tl.float16)
+    else:
+        return tl.minimum(tl.maximum(numbers, -65504.0), 65504.0).to(tl.float16)
 
 
 @triton.jit

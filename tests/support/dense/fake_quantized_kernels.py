@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
@@ -79,25 +81,28 @@ def skinny_quantized(
     out.copy_(product if residual is None else product + residual)
 
 
-def can_gemv(x: PreparedInput, matrix: QuantizedMatrix) -> bool:
+def can_gemv(num_rows: int, form: InputForm, matrix: QuantizedMatrix) -> bool:
     """Any single row, in one version."""
-    return x.values.shape[:2] == (1, 1)
+    return num_rows == form.num_versions == 1
 
 
 def gemv_quantized(
     launcher: object,
-    x: PreparedInput,
+    x: Tensor,
+    form: InputForm,
     matrix: QuantizedMatrix,
     bias: Tensor | None,
     out: Tensor,
     dtype: torch.dtype,
     *,
+    norm: RmsNorm | None = None,
     is_gated: bool = False,
     residual: Tensor | None = None,
 ) -> None:
-    """The matrix by one row."""
-    assert can_gemv(x, matrix)
-    skinny_quantized(launcher, x, matrix, bias, out, dtype, None, is_gated=is_gated, residual=residual)
+    """The matrix by one row, whose features are in the order of the columns."""
+    assert can_gemv(len(x), form, matrix)
+    prepared = prepare_input(launcher, x, replace(form, order=None), norm)
+    skinny_quantized(launcher, prepared, matrix, bias, out, dtype, None, is_gated=is_gated, residual=residual)
 
 
 def can_dequantize(matrix: QuantizedMatrix) -> bool:

@@ -81,19 +81,24 @@ class StreamedQuantized:
         is_gated: bool,
         residual: torch.Tensor | None,
     ) -> None:
-        """Runs the kernel that prepares the input, unless the product reads it as it is, and the product's."""
+        """One kernel for one row, unless that must be reordered; else one that prepares the rows and the product's."""
         form, matrix = self._operands.input_form(linear.weight, self._dtype), self._operands.matrix(linear.weight)
+        fused = {"is_gated": is_gated, "residual": residual}
+        if can_gemv(len(x), form, matrix):
+            if form.order is not None:
+                x, norm = self._in_order(x, form, norm), None
+            gemv_quantized(self._launcher, x, form, matrix, linear.bias_data, out, self._dtype, norm=norm, **fused)
+            return
         if norm is None and form.is_any:
             prepared = PreparedInput(x[None], None)
         else:
             prepared = prepare_input(self._launcher, x, form, norm)
-        fused = {"is_gated": is_gated, "residual": residual}
-        if can_gemv(prepared, matrix):
-            gemv_quantized(self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, **fused)
-        else:
-            skinny_quantized(
-                self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits, **fused
-            )
+        skinny_quantized(self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits, **fused)
+
+    def _in_order(self, x: torch.Tensor, form: InputForm, norm: RmsNorm | None) -> torch.Tensor:
+        """The row, normalised, with its features in the order of the matrix's columns."""
+        assert form.element is None, "formats with an order do not quantize inputs"
+        return prepare_input(self._launcher, x, InputForm(self._dtype, order=form.order), norm).values[0]
 
 
 def why_not(launcher: KernelLauncher, weight: WeightFormat, in_features: int, dtype: torch.dtype) -> str | None:

@@ -1,7 +1,7 @@
-"""The product of a quantized layer for one row. Its time is that of reading the codes of the weights.
+"""The product of a quantized layer for one row, with its norm and the quantization of its input.
 
-Like `triton_gemv`, with codes that become float32 in registers. Scales are applied in float32 to the sums, of a group
-of features or of all.
+Its time is that of reading the codes of the weights. Like `triton_gemv`, with words of codes instead of numbers
+(`triton_word_products`). Scales are applied in float32 to the sums, of a group of features or of all.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.dense_worker.backends.quantized.operands import Codes, PreparedInput, QuantizedMatrix
-from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, codes_in_float32, scales_in_float32
+from services.common.quantization.schemes import Element
+from services.dense_worker.backends.quantized.operands import Codes, InputForm, QuantizedMatrix
+from services.dense_worker.backends.quantized.triton_codes import TRITON_TYPES, scales_in_float32
+from services.dense_worker.backends.quantized.triton_prepare import greater
+from services.dense_worker.backends.quantized.triton_word_products import greatest_of, pairs_of_row, word_products
 from services.dense_worker.backends.triton_activation import swiglu
 from services.dense_worker.backends.triton_launch import KernelLauncher
+from services.dense_worker.model.norm import RmsNorm
 
 _MIN_REST_BYTES = 256  # at least a group of features, and 16 bytes for each of some threads
+_WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,70 +49,79 @@ def split_row(row_bytes: int) -> tuple[int, int]:
 def choose_tiles(row_bytes: int, per_byte: int, is_gated: bool) -> GemvTiles:
     """The tiles with the fastest layers on an H200: of 7B, 13B and 70B in FP8, and of 7B with two codes in a byte."""
     block_bytes, rest_bytes = split_row(row_bytes)
+    num_stages, num_warps, programs_per_sm = 3, 4, 3
     if per_byte == 2 and block_bytes <= 4096:
-        if is_gated:
-            block_out, num_stages, num_warps, programs_per_sm = 8192 // block_bytes, 5, 4, 3
-        else:
-            block_out, num_stages, num_warps, programs_per_sm = 16384 // block_bytes, 3, 8, 2 if rest_bytes else 4
+        block_out = (8192 if is_gated and rest_bytes else 16384) // block_bytes
+        if not rest_bytes:
+            num_warps, programs_per_sm = 8, 3 if is_gated else 4
+    elif block_bytes <= 4096 and not rest_bytes:
+        block_out = 16384 // block_bytes
+        num_warps, programs_per_sm = (8, 3) if is_gated else (4, 4)
+    elif block_bytes <= 4096:
+        block_out = 8192 // block_bytes
+        num_stages, programs_per_sm = (4, 3) if is_gated else (3, 4)
     elif block_bytes <= 8192:
-        num_stages, num_warps, programs_per_sm = 3 if is_gated else 4, 4, 3
-        if is_gated and block_bytes == 8192:
-            block_out = 1
-        elif is_gated and rest_bytes:
-            block_out, num_warps, programs_per_sm = 16384 // block_bytes, 8, 2
-        else:
-            block_out = 16384 // triton.next_power_of_2(block_bytes + rest_bytes)
+        block_out, num_stages = (1, 4) if is_gated else (2, 3)
     else:
-        block_out, num_stages, num_warps, programs_per_sm = 32768 // block_bytes, 3 if is_gated else 4, 8, 2
+        block_out = max(1, (16384 if is_gated else 32768) // block_bytes)
+        num_warps, programs_per_sm = 8, 2
     return GemvTiles(block_bytes, rest_bytes, block_out, num_stages, num_warps, programs_per_sm)
 
 
-def can_gemv(x: PreparedInput, matrix: QuantizedMatrix) -> bool:
-    """Whether the kernel multiplies these: one row in one version, and groups of small powers of two."""
-    num_versions, num_rows, _ = x.values.shape
-    group_size = matrix.group_size or 1
-    has_groups = group_size <= _MIN_REST_BYTES and group_size & (group_size - 1) == 0
-    return num_versions == num_rows == 1 and has_groups
+def can_gemv(num_rows: int, form: InputForm, matrix: QuantizedMatrix) -> bool:
+    """Whether the kernel multiplies these: one row in one version, whole words, and groups of small powers of two."""
+    group_size = matrix.group_size or _MIN_REST_BYTES
+    has_groups = 16 <= group_size <= _MIN_REST_BYTES and group_size & (group_size - 1) == 0
+    has_words = matrix.matrix.shape[1] % _WORD_BYTES == 0
+    return num_rows == form.num_versions == 1 and has_groups and has_words
 
 
 def gemv_quantized(
     launcher: KernelLauncher,
-    x: PreparedInput,  # see `can_gemv`
+    x: torch.Tensor,  # [1, in_features], `dtype`; in the order of the matrix's columns
+    form: InputForm,  # what the reference multiplies, see `can_gemv`
     matrix: QuantizedMatrix,
     bias: torch.Tensor | None,  # [matrix's rows]
     out: torch.Tensor,  # [1, out_features], `dtype` or float32; values are rounded to `dtype` in both cases
     dtype: torch.dtype,  # the model's, 16 bits
     *,
+    norm: RmsNorm | None = None,  # normalise x first
     is_gated: bool = False,
     residual: torch.Tensor | None = None,  # [1, out_features]: add it to the result; may be `out`
 ) -> None:
     """Writes W x + bias to `out`; if is_gated, SiLU of the first half times the second half. Then adds `residual`."""
-    out_features, row_bytes = out.shape[1], matrix.matrix.shape[1]
-    tiles = choose_tiles(row_bytes, x.values.shape[2] // row_bytes, is_gated)
+    out_features, in_features, row_bytes = out.shape[1], x.shape[1], matrix.matrix.shape[1]
+    per_byte = in_features // row_bytes
+    tiles = choose_tiles(row_bytes, per_byte, is_gated)
     rows_per_program = triton.cdiv(out_features, launcher.num_sms * tiles.programs_per_sm)
     launcher(
         _gemv_quantized_kernel,
         (triton.cdiv(out_features, rows_per_program),),
         out,
-        x.values,
-        x.scale,
-        matrix.matrix,
+        x[0].view(torch.int32),
+        None if norm is None else norm.weight.data.view(torch.int32),
+        form.input_scale,
+        matrix.matrix.view(torch.int32),
         matrix.scale,
         matrix.zero_point,
         bias,
         residual,
         out_features,
-        x.values.shape[2],
+        in_features,
+        row_bytes // _WORD_BYTES,
         rows_per_program,
+        0.0 if norm is None else norm.eps,
+        float("inf") if form.max_activation is None else form.max_activation,
         DTYPE=TRITON_TYPES[dtype],
         CODES=int(matrix.codes),
         DEFAULT_ZERO={Codes.UINT4: 8, Codes.UINT8: 128}.get(matrix.codes, 0),
+        ELEMENT={None: 0, Element.FP8: 1, Element.INT8: 2}[form.element],
         GROUP_SIZE=matrix.group_size or 0,
         ROW_GROUP_SIZE=matrix.row_group_size,
         IS_GATED=is_gated,
         IS_PADDED=row_bytes < tiles.block_bytes + tiles.rest_bytes,
-        BLOCK_BYTES=tiles.block_bytes,
-        REST_BYTES=tiles.rest_bytes,
+        BLOCK_WORDS=tiles.block_bytes // _WORD_BYTES,
+        REST_WORDS=tiles.rest_bytes // _WORD_BYTES,
         BLOCK_OUT=tiles.block_out,
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
@@ -115,35 +129,88 @@ def gemv_quantized(
 
 
 @triton.jit
-def _load_x(
-    x,  # codes or values of the row
-    x_scale,  # None, or scales of the row's groups; read if GROUP_SIZE > 0
-    row_bytes,
-    num_groups,
-    FIRST: tl.constexpr,  # byte of the row of codes
-    BYTES: tl.constexpr,
-    PER_BYTE: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    IS_PADDED: tl.constexpr,
+def _load_features(
+    x, in_features, FIRST: tl.constexpr, NUM_WORDS: tl.constexpr, PER_WORD: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """The features of BYTES bytes of codes, in float32: low ones, high ones; and the sum and scale of each group."""
-    columns = FIRST + tl.arange(0, BYTES)
-    is_column = columns < row_bytes if IS_PADDED else tl.full([BYTES], True, tl.int1)
-    low = tl.load(x + columns, mask=is_column, other=0.0).to(tl.float32)
-    high = low
-    if PER_BYTE == 2:
-        high = tl.load(x + row_bytes + columns, mask=is_column, other=0.0).to(tl.float32)
-    if GROUP_SIZE > 0:
-        both = low + high if PER_BYTE == 2 else low
-        sums = tl.sum(tl.reshape(both, [BYTES * PER_BYTE // GROUP_SIZE, GROUP_SIZE // PER_BYTE]), 1)
-        scales = sums
-        if x_scale is not None:
-            groups = FIRST * PER_BYTE // GROUP_SIZE + tl.arange(0, BYTES * PER_BYTE // GROUP_SIZE)
-            scales = tl.load(x_scale + groups, mask=groups < num_groups, other=0.0)
-    else:
-        sums = tl.zeros([1], tl.float32)
-        scales = sums
-    return low, high, sums, scales
+    """The features of some words, float32 [words] for each feature of a word; zeros beyond the row."""
+    features = ()
+    for k in tl.static_range(PER_WORD // 2):
+        at = (FIRST + tl.arange(0, NUM_WORDS)) * (PER_WORD // 2) + k
+        pair = tl.load(x + at, mask=at < in_features // 2, other=0)
+        low = (pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        features = features + (low, high)  # noqa: RUF005 Triton has no starred expressions
+    return features
+
+
+@triton.jit
+def _sum_of_squares(features):
+    squares = features[0] * features[0]
+    for k in tl.static_range(1, len(features)):
+        squares += features[k] * features[k]
+    return tl.sum(squares)
+
+
+@triton.jit
+def _normalized(features, gains, inverse, DTYPE: tl.constexpr):
+    """Rounds as `triton_norm.normalize`."""
+    result = ()
+    for k in tl.static_range(len(features)):
+        value = (features[k] * inverse).to(DTYPE) * gains[k].to(DTYPE)
+        result = result + (value.to(tl.float32),)  # noqa: RUF005 as above
+    return result
+
+
+@triton.jit
+def _load_row(
+    x,
+    norm_weight,  # None: no norm
+    input_scale,
+    in_features,
+    eps,
+    max_activation,
+    CODES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    REST_WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The row as `pairs_of_row` gives it, for the words of the first and of the second load of a tile."""
+    PER_WORD: tl.constexpr = 8 if CODES >= 3 else 4
+    if norm_weight is not None:
+        gains = _load_features(norm_weight, in_features, 0, BLOCK_WORDS, PER_WORD, DTYPE)
+        if REST_WORDS > 0:
+            rest_gains = _load_features(norm_weight, in_features, BLOCK_WORDS, REST_WORDS, PER_WORD, DTYPE)
+    if PDL:
+        gdc_wait()
+    values = _load_features(x, in_features, 0, BLOCK_WORDS, PER_WORD, DTYPE)
+    rest = values
+    if REST_WORDS > 0:
+        rest = _load_features(x, in_features, BLOCK_WORDS, REST_WORDS, PER_WORD, DTYPE)
+    if norm_weight is not None:
+        squares = _sum_of_squares(values)
+        if REST_WORDS > 0:
+            squares += _sum_of_squares(rest)
+        inverse = tl.rsqrt(squares / in_features + eps)
+        values = _normalized(values, gains, inverse, DTYPE)
+        if REST_WORDS > 0:
+            rest = _normalized(rest, rest_gains, inverse, DTYPE)
+    NUM_GROUPS: tl.constexpr = BLOCK_WORDS * PER_WORD // GROUP_SIZE if GROUP_SIZE > 0 else 1
+    greatest = greatest_of(values, NUM_GROUPS)
+    rest_greatest = greatest
+    if REST_WORDS > 0:
+        NUM_REST_GROUPS: tl.constexpr = REST_WORDS * PER_WORD // GROUP_SIZE if GROUP_SIZE > 0 else 1
+        rest_greatest = greatest_of(rest, NUM_REST_GROUPS)
+        if GROUP_SIZE == 0:
+            greatest = greater(greatest, rest_greatest)
+            rest_greatest = greatest
+    first = pairs_of_row(values, greatest, input_scale, max_activation, CODES, ELEMENT)
+    second = first
+    if REST_WORDS > 0:
+        second = pairs_of_row(rest, rest_greatest, input_scale, max_activation, CODES, ELEMENT)
+    return first, second
 
 
 @triton.jit
@@ -153,20 +220,20 @@ def _load_scales(
     w_rows,  # [BLOCK_OUT]: rows of the matrix
     is_row,
     num_groups,
-    FIRST: tl.constexpr,  # byte of the row of codes
-    BYTES: tl.constexpr,
+    FIRST: tl.constexpr,  # word of the row of codes
+    NUM_WORDS: tl.constexpr,
     CODES: tl.constexpr,
     DEFAULT_ZERO: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROW_GROUP_SIZE: tl.constexpr,
 ):
-    """Scales and zero points of the groups of BYTES bytes of each row, float32 [BLOCK_OUT, groups]; or of the rows."""
+    """Scales and zero points of the groups of some words of each row, float32 [BLOCK_OUT, groups]; or of the rows."""
     if GROUP_SIZE == 0:
         scales = tl.load(scale + w_rows, mask=is_row, other=0.0).to(tl.float32)
         return scales, scales
     else:
-        PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
-        groups = FIRST * PER_BYTE // GROUP_SIZE + tl.arange(0, BYTES * PER_BYTE // GROUP_SIZE)
+        PER_WORD: tl.constexpr = 8 if CODES >= 3 else 4
+        groups = FIRST * PER_WORD // GROUP_SIZE + tl.arange(0, NUM_WORDS * PER_WORD // GROUP_SIZE)
         is_group = is_row[:, None] & (groups < num_groups)[None, :]
         at = (w_rows // ROW_GROUP_SIZE)[:, None] * num_groups + groups[None, :]
         scales = scales_in_float32(tl.load(scale + at, mask=is_group, other=0), CODES)
@@ -178,31 +245,24 @@ def _load_scales(
 
 @triton.jit
 def _products(
-    octets,  # [BLOCK_OUT, bytes]
-    x_low,  # float32 [bytes]: features of the low, or only, codes
-    x_high,  # of that shape: features of the high codes
-    x_sums,  # float32 [groups]: sums of the features of each group
-    x_scales,  # float32 [groups]: scales of the groups of the input; read if HAS_X_SCALES
+    words,  # [BLOCK_OUT, words]
+    row,  # of `pairs_of_row`
     scales,
     zeros,
-    HAS_X_SCALES: tl.constexpr,
     CODES: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ):
-    """The product of a part of BLOCK_OUT rows with x, float32 [BLOCK_OUT], with the scales of groups."""
-    low, high = codes_in_float32(octets, CODES)
-    products = low * x_low[None, :]
-    if CODES >= 3:
-        products += high * x_high[None, :]
+    """The product of a part of BLOCK_OUT rows with the row, float32 [BLOCK_OUT]; without the scales of rows."""
+    pairs, x_sums, x_scales = row
+    products = word_products(words, pairs, CODES)
     if GROUP_SIZE == 0:
-        return tl.sum(products, 1)
+        return tl.sum(products, 1) * x_scales
     else:
-        BYTES: tl.constexpr = GROUP_SIZE // (2 if CODES >= 3 else 1)
-        sums = tl.sum(tl.reshape(products, [octets.shape[0], octets.shape[1] // BYTES, BYTES]), 2)
+        NUM_GROUPS: tl.constexpr = x_sums.shape[0]
+        groups = tl.reshape(products, [words.shape[0], NUM_GROUPS, words.shape[1] // NUM_GROUPS])
+        sums = tl.sum(groups, 2) * x_scales[None, :]
         if CODES == 2 or CODES == 3:
             sums -= zeros * x_sums[None, :]
-        if HAS_X_SCALES:
-            sums *= x_scales[None, :]
         return tl.sum(sums * scales, 1)
 
 
@@ -210,7 +270,8 @@ def _products(
 def _gemv_quantized_kernel(
     out,
     x,
-    x_scale,
+    norm_weight,
+    input_scale,
     weight,
     scale,
     zero_point,
@@ -218,118 +279,107 @@ def _gemv_quantized_kernel(
     residual,
     out_features,
     in_features,
+    row_words,
     rows_per_program,
+    eps,
+    max_activation,
     DTYPE: tl.constexpr,
     CODES: tl.constexpr,
     DEFAULT_ZERO: tl.constexpr,
+    ELEMENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     ROW_GROUP_SIZE: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_PADDED: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-    REST_BYTES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    REST_WORDS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program computes `rows_per_program` features."""
-    PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
-    HAS_X_SCALES: tl.constexpr = GROUP_SIZE > 0 and x_scale is not None
-    IS_BLOCK_PADDED: tl.constexpr = IS_PADDED and REST_BYTES == 0
-    NUM_REST: tl.constexpr = REST_BYTES if REST_BYTES > 0 else 16  # no tensor may be empty
-    NUM_GROUPS: tl.constexpr = 1 if GROUP_SIZE == 0 else BLOCK_BYTES * PER_BYTE // GROUP_SIZE
-    NUM_REST_GROUPS: tl.constexpr = 1 if GROUP_SIZE * REST_BYTES == 0 else REST_BYTES * PER_BYTE // GROUP_SIZE
+    PER_WORD: tl.constexpr = 8 if CODES >= 3 else 4
+    IS_BLOCK_PADDED: tl.constexpr = IS_PADDED and REST_WORDS == 0
+    NUM_REST: tl.constexpr = REST_WORDS if REST_WORDS > 0 else 16  # no tensor may be empty
+    NUM_GROUPS: tl.constexpr = 1 if GROUP_SIZE == 0 else BLOCK_WORDS * PER_WORD // GROUP_SIZE
+    NUM_REST_GROUPS: tl.constexpr = 1 if GROUP_SIZE * REST_WORDS == 0 else REST_WORDS * PER_WORD // GROUP_SIZE
     start = tl.program_id(0) * rows_per_program
     end = tl.minimum(start + rows_per_program, out_features)
     if PDL:
         gdc_launch_dependents()
-    row_bytes = in_features // PER_BYTE
     num_groups = 1 if GROUP_SIZE == 0 else tl.cdiv(in_features, GROUP_SIZE)
-    columns = tl.arange(0, BLOCK_BYTES)
-    is_column = columns < row_bytes if IS_BLOCK_PADDED else tl.full([BLOCK_BYTES], True, tl.int1)
-    rest_columns = BLOCK_BYTES + tl.arange(0, NUM_REST)
-    x_low, rest_low = tl.zeros([BLOCK_BYTES], tl.float32), tl.zeros([NUM_REST], tl.float32)
-    x_high, rest_high = x_low, rest_low
-    x_sums, rest_sums = tl.zeros([NUM_GROUPS], tl.float32), tl.zeros([NUM_REST_GROUPS], tl.float32)
-    x_scales, rest_scales = x_sums, rest_sums
-    row_scale = 1.0
-    up_offset = out_features.to(tl.int64) * row_bytes
+    columns = tl.arange(0, BLOCK_WORDS)
+    is_column = columns < row_words if IS_BLOCK_PADDED else tl.full([BLOCK_WORDS], True, tl.int1)
+    rest_columns = BLOCK_WORDS + tl.arange(0, NUM_REST)
+    no_words, no_groups = tl.zeros([BLOCK_WORDS], tl.int32), tl.zeros([NUM_GROUPS], tl.float32)
+    row = ((no_words, no_words, no_words, no_words), no_groups, no_groups)
+    no_words, no_groups = tl.zeros([NUM_REST], tl.int32), tl.zeros([NUM_REST_GROUPS], tl.float32)
+    rest_row = ((no_words, no_words, no_words, no_words), no_groups, no_groups)
+    up_offset = out_features.to(tl.int64) * row_words
     for first_row in tl.range(start, end, BLOCK_OUT, num_stages=NUM_STAGES):
         rows = first_row + tl.arange(0, BLOCK_OUT)
         is_row = rows < end
-        w_rows = weight + rows.to(tl.int64)[:, None] * row_bytes
+        w_rows = weight + rows.to(tl.int64)[:, None] * row_words
         mask = is_row[:, None] & is_column[None, :]
-        octets = tl.load(w_rows + columns[None, :], mask=mask, other=0)
+        words = tl.load(w_rows + columns[None, :], mask=mask, other=0)
         if IS_GATED:
-            up_octets = tl.load(w_rows + up_offset + columns[None, :], mask=mask, other=0)
+            up_words = tl.load(w_rows + up_offset + columns[None, :], mask=mask, other=0)
         # All loads come before all products, which would delay them.
         scales, zeros = _load_scales(
             scale, zero_point, rows, is_row, num_groups,
-            0, BLOCK_BYTES, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+            0, BLOCK_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
         )  # fmt: skip
         if IS_GATED:
             up_rows = rows + out_features
             up_scales, up_zeros = _load_scales(
                 scale, zero_point, up_rows, is_row, num_groups,
-                0, BLOCK_BYTES, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+                0, BLOCK_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
             )  # fmt: skip
-        if REST_BYTES > 0:
-            rest_mask = is_row[:, None] & (rest_columns < row_bytes)[None, :]
-            rest_octets = tl.load(w_rows + rest_columns[None, :], mask=rest_mask, other=0)
-            rest_w_scales, rest_zeros = scales, zeros
+        if REST_WORDS > 0:
+            rest_mask = is_row[:, None] & (rest_columns < row_words)[None, :]
+            rest_words = tl.load(w_rows + rest_columns[None, :], mask=rest_mask, other=0)
+            rest_scales, rest_zeros = scales, zeros
             if GROUP_SIZE > 0:
-                rest_w_scales, rest_zeros = _load_scales(
+                rest_scales, rest_zeros = _load_scales(
                     scale, zero_point, rows, is_row, num_groups,
-                    BLOCK_BYTES, REST_BYTES, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+                    BLOCK_WORDS, REST_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
                 )  # fmt: skip
             if IS_GATED:
-                rest_up_octets = tl.load(w_rows + up_offset + rest_columns[None, :], mask=rest_mask, other=0)
+                rest_up_words = tl.load(w_rows + up_offset + rest_columns[None, :], mask=rest_mask, other=0)
                 rest_up_scales, rest_up_zeros = up_scales, up_zeros
                 if GROUP_SIZE > 0:
                     rest_up_scales, rest_up_zeros = _load_scales(
                         scale, zero_point, up_rows, is_row, num_groups,
-                        BLOCK_BYTES, REST_BYTES, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
+                        BLOCK_WORDS, REST_WORDS, CODES, DEFAULT_ZERO, GROUP_SIZE, ROW_GROUP_SIZE,
                     )  # fmt: skip
         if bias is not None:
             biases = tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
             if IS_GATED:
                 up_biases = tl.load(bias + up_rows, mask=is_row, other=0.0).to(tl.float32)
-        # The wait is in the loop for the same reason as in `triton_gemv`: the loads above come before it.
+        # `_load_row` waits, in the loop for the same reason as in `triton_gemv`: the loads above come before it.
         if first_row == start:
-            if PDL:
-                gdc_wait()
-            x_low, x_high, x_sums, x_scales = _load_x(
-                x, x_scale, row_bytes, num_groups, 0, BLOCK_BYTES, PER_BYTE, GROUP_SIZE, IS_BLOCK_PADDED
-            )
-            if REST_BYTES > 0:
-                rest_low, rest_high, rest_sums, rest_scales = _load_x(
-                    x, x_scale, row_bytes, num_groups, BLOCK_BYTES, REST_BYTES, PER_BYTE, GROUP_SIZE, True
-                )
-            if x_scale is not None and GROUP_SIZE == 0:
-                row_scale = tl.load(x_scale)
+            loaded, rest_loaded = _load_row(
+                x, norm_weight, input_scale, in_features, eps, max_activation,
+                CODES, ELEMENT, GROUP_SIZE, BLOCK_WORDS, REST_WORDS, DTYPE, PDL,
+            )  # fmt: skip
+            row = loaded
+            if REST_WORDS > 0:
+                rest_row = rest_loaded
         if residual is not None:
             residuals = tl.load(residual + rows, mask=is_row, other=0.0).to(tl.float32)
-        y = _products(octets, x_low, x_high, x_sums, x_scales, scales, zeros, HAS_X_SCALES, CODES, GROUP_SIZE)
-        if REST_BYTES > 0:
-            y += _products(
-                rest_octets, rest_low, rest_high, rest_sums, rest_scales, rest_w_scales, rest_zeros,
-                HAS_X_SCALES, CODES, GROUP_SIZE,
-            )  # fmt: skip
+        y = _products(words, row, scales, zeros, CODES, GROUP_SIZE)
+        if REST_WORDS > 0:
+            y += _products(rest_words, rest_row, rest_scales, rest_zeros, CODES, GROUP_SIZE)
         if GROUP_SIZE == 0:
-            y *= row_scale * scales
+            y *= scales
         if bias is not None:
             y += biases
         if IS_GATED:
-            up = _products(
-                up_octets, x_low, x_high, x_sums, x_scales, up_scales, up_zeros, HAS_X_SCALES, CODES, GROUP_SIZE
-            )
-            if REST_BYTES > 0:
-                up += _products(
-                    rest_up_octets, rest_low, rest_high, rest_sums, rest_scales, rest_up_scales, rest_up_zeros,
-                    HAS_X_SCALES, CODES, GROUP_SIZE,
-                )  # fmt: skip
+            up = _products(up_words, row, up_scales, up_zeros, CODES, GROUP_SIZE)
+            if REST_WORDS > 0:
+                up += _products(rest_up_words, rest_row, rest_up_scales, rest_up_zeros, CODES, GROUP_SIZE)
             if GROUP_SIZE == 0:
-                up *= row_scale * up_scales
+                up *= up_scales
             if bias is not None:
                 up += up_biases
             y = swiglu(y, up, DTYPE)

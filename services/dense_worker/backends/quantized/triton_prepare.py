@@ -131,32 +131,33 @@ def _prepare_kernel(
             if input_scale is not None:
                 scale = tl.zeros([NUM_BLOCKS], tl.float32) + tl.load(input_scale + version)
             else:
-                scale = _scale_of(grouped, max_activation, 448.0 if IS_FP8 else 127.5)
+                greatest = tl.reduce(tl.abs(grouped), 1, greater)
+                scale = scale_of_greatest(greatest, max_activation, 448.0 if IS_FP8 else 127.5)
             tl.store(out_scale + out_row * num_groups + groups, scale, mask=groups < num_groups)
             if IS_DEQUANTIZED:
-                grouped = _to_codes(grouped, scale[:, None], tl.float32, IS_FP8) * scale[:, None]
+                grouped = to_codes(grouped, scale[:, None], tl.float32, IS_FP8) * scale[:, None]
             else:
-                grouped = _to_codes(grouped, scale[:, None], out.dtype.element_ty, IS_FP8)
+                grouped = to_codes(grouped, scale[:, None], out.dtype.element_ty, IS_FP8)
             result = tl.reshape(grouped, [BLOCK_SIZE])
         target = out + out_row.to(tl.int64) * in_features + target_columns
         tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _greater(a, b):
+def greater(a, b):
+    """The greater of two numbers; NaN if one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _scale_of(values, max_activation, greatest_code):
-    """The scale of each row of `values`, [groups, size] -> [groups]. A row with NaN has the scale NaN."""
-    greatest = _greater(tl.reduce(tl.abs(values), 1, _greater), 1e-12)
-    greatest = tl.minimum(greatest, max_activation, propagate_nan=tl.PropagateNan.ALL)
+def scale_of_greatest(greatest, max_activation, greatest_code):
+    """The scale of each group with this greatest magnitude, float32 [groups]. With NaN in a group it is NaN."""
+    greatest = tl.minimum(greater(greatest, 1e-12), max_activation, propagate_nan=tl.PropagateNan.ALL)
     return tl.div_rn(greatest, tl.zeros_like(greatest) + greatest_code)
 
 
 @triton.jit
-def _to_codes(values, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+def to_codes(values, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     """values / scale rounded to the nearest code, ties to even, and cut off at the ends; as `dtype`."""
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     # A quotient with one correction is that of a division (Markstein, 1990), and takes a third of its time.
