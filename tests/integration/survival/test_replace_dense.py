@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import grpc
 import pytest
@@ -206,17 +207,8 @@ def test_the_precision_changes_under_running_streams_that_keep_their_cache(
     assert back.returncode == 0 and "the same weights" in back.stdout, back.stderr
 
 
-def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> None:
-    model_dir = tmp_path / "other-weights"
-    shutil.copytree(EMBEDDED_MODEL, model_dir)
-    weights = load_file(model_dir / "model.safetensors")
-    weights["model.layers.0.mlp.down_proj.weight"] *= 0.25
-    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
-    pid, old_hash = cluster.pid_of("dense_worker"), cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash
-    refused = ctl(cluster, "replace-dense", "--set", f"model.path={model_dir}")
-    assert refused.returncode == 1
-    assert "other weights" in refused.stderr and old_hash[:16] in refused.stderr and "--drop-caches" in refused.stderr
-    assert cluster.pid_of("dense_worker") == pid
+def replace_under_streams(cluster: Cluster, *settings: str) -> tuple[CompletedProcess[str], list[grpc.RpcError]]:
+    """Replaces the dense worker by one with other weights while streams run; also returns how these end."""
     errors: list[grpc.RpcError] = []
     is_over = threading.Event()
 
@@ -230,10 +222,38 @@ def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> Non
 
     with ThreadPoolExecutor(2) as threads:
         streams = [threads.submit(stream_until_it_fails) for _ in range(2)]
-        dropped = ctl(cluster, "replace-dense", "--set", f"model.path={model_dir}", "--drop-caches")
+        options = [word for setting in settings for word in ("--set", setting)]
+        replaced = ctl(cluster, "replace-dense", *options, "--drop-caches")
         is_over.set()
         for stream in streams:
             stream.result()
+    return replaced, errors
+
+
+def test_the_precision_changes_with_dropped_caches(cluster: Cluster) -> None:
+    """Another precision has another hash, so no stream goes on with keys that the earlier one has computed."""
+    unquantized = cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash
+    dropped, errors = replace_under_streams(cluster, "dense.quantization=fp8")
+    assert dropped.returncode == 0, dropped.stderr
+    assert "other weights, the KV cache was dropped" in dropped.stdout
+    assert {error.code() for error in errors} == {grpc.StatusCode.ABORTED}
+    assert cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash != unquantized
+    assert len(cluster.generate([1, 2, 3], 24, ignore_eos=True).token_ids) == 24
+
+
+def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> None:
+    model_dir = tmp_path / "other-weights"
+    shutil.copytree(EMBEDDED_MODEL, model_dir)
+    weights = load_file(model_dir / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 0.25
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    pid, old_hash = cluster.pid_of("dense_worker"), cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash
+    refused = ctl(cluster, "replace-dense", "--set", f"model.path={model_dir}")
+    assert refused.returncode == 1
+    assert "other weights" in refused.stderr and old_hash[:16] in refused.stderr and "--drop-caches" in refused.stderr
+    assert cluster.pid_of("dense_worker") == pid
+    settings = (f"model.path={model_dir}", "dense.quantization=checkpoint")
+    dropped, errors = replace_under_streams(cluster, *settings)
     assert dropped.returncode == 0, dropped.stderr
     assert "other weights, the KV cache was dropped" in dropped.stdout
     assert {error.code() for error in errors} == {grpc.StatusCode.ABORTED}
