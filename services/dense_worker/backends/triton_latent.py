@@ -83,8 +83,8 @@ def _place_latent_kernel(
     rotated = tl.load(source, mask=mask, other=0.0)
     tl.store(target + offs_h[:, None] * (ROTATED_DIM + RANK) + dims[None, :], rotated, mask=mask)
     if tl.program_id(1) == 0:
-        source = key + row * key_stride
-        target += NUM_HEADS * (ROTATED_DIM + RANK)
-        tl.store(target + dims, tl.load(source + RANK + dims, mask=is_dim, other=0.0), mask=is_dim)
-        latent = tl.load(source + ranks, mask=is_rank, other=0.0).to(tl.float32)
-        tl.store(target + ROTATED_DIM + ranks, normalize(latent, gain, RANK, eps, 0), mask=is_rank)
+        key_row = key + row * key_stride
+        key_target = target + NUM_HEADS * (ROTATED_DIM + RANK)
+        tl.store(key_target + dims, tl.load(key_row + RANK + dims, mask=is_dim, other=0.0), mask=is_dim)
+        latent = tl.load(key_row + ranks, mask=is_rank, other=0.0).to(tl.float32)
+        tl.store(key_target + ROTATED_DIM + ranks, normalize(latent, gain, RANK, eps, 0), mask=is_rank)
