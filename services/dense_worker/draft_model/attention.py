@@ -57,7 +57,7 @@ class DraftAttention:
         slots_of_block = torch.arange(BLOCK_SIZE, device=tables.device)
         context = (tables[:, :, None] * BLOCK_SIZE + slots_of_block).flatten(1)
         known = positions.clamp(min=0)
-        slots = torch.where(positions < 0, SPARE_BLOCK * BLOCK_SIZE, context.gather(1, known)).flatten()
+        slots = context.gather(1, known).masked_fill(positions < 0, SPARE_BLOCK * BLOCK_SIZE).flatten()
         distance = known[:, :, None] - torch.arange(context.shape[1], device=tables.device)  # [b, r, c]
         masks = {window: self._mask(distance, window) for window in set(self._config.sliding_windows)}
         places = known.flatten()
