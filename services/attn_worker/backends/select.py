@@ -52,8 +52,12 @@ def _check(name: BackendName, model: ResolvedModel, kv_cache: KVCacheFormat) -> 
         raise ConfigError(f"it runs on {needed}, and the attention worker's device is {str(model.device)!r}")
     if name != "torch":
         _check_ropes(model.config)
-        if model.config.attention.num_sink_tokens:
-            raise ConfigError("its kernels have no attention.sink_tokens, which need attention.backend torch, on a CPU")
+        attention = model.config.attention
+        if attention.num_sink_tokens and attention.value_dim is not None:
+            raise ConfigError(
+                f"its kernels of latent attention, as {model.config.family!r} has, lack attention.sink_tokens, which"
+                " need attention.backend torch, on a CPU"
+            )
     if name == "flashinfer":
         _check_options(model.config)
         _check_flashinfer(model, kv_cache)
@@ -111,6 +115,7 @@ def _check_options(config: ModelConfig) -> None:
         "rotation of neighbouring pairs": options.rotates_pairs,
         "different rotary embeddings in its layers": len(ropes) > 1,
         "learned sinks": options.has_sinks,
+        "attention.sink_tokens": options.num_sink_tokens > 0,
         "layers without rotation": None in ropes,
         "rotation of a part of each head": any(rope and rope.rotary_dim != config.head_dim for rope in ropes),
     }

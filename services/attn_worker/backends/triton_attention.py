@@ -17,6 +17,7 @@ from services.attn_worker.backends.latent.triton_decode import decode_load
 from services.attn_worker.backends.layer_kernels import LATENT_KERNELS, PLAIN_KERNELS
 from services.attn_worker.backends.rope_angles import RopeAngles
 from services.attn_worker.backends.step_upload import StepUpload
+from services.attn_worker.backends.streaming_angles import StreamingAngles
 from services.attn_worker.backends.triton_cache_layout import TABLE_SLACK
 from services.attn_worker.backends.triton_decode import DecodeTiles, DecodeWorkspace
 from services.attn_worker.backends.triton_prefill import SHORT_CONTEXT, PrefillTiles
@@ -94,6 +95,8 @@ class TritonAttention:
         assert slopes is None or set(config.layer_ropes) == {None}, "with ALiBi, angle rows are positions"
         plain = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
         assert options.scale is not None or not options.layer_heads, "heads that differ have a scale of their own"
+        if options.num_sink_tokens:
+            plain = replace(plain, num_sink_tokens=options.num_sink_tokens, place_rows=max_num_tokens)
         self._sinks: torch.Tensor | None = None
         self._scores = [plain] * config.num_layers
         if options.has_sinks:  # rows of a multiple of 16 bytes, so that kernels are compiled once
@@ -142,7 +145,12 @@ class TritonAttention:
                 torch.empty(max_num_items, config.num_heads, device=device),
                 torch.zeros(max_num_items, most_kv_heads, dtype=torch.int32, device=device),
             )
-            self._angles = RopeAngles(angles_config, max_model_len, max_num_tokens, device)
+            self._angles: RopeAngles | StreamingAngles
+            if options.num_sink_tokens:
+                last_place = options.num_sink_tokens + spec.window - 1
+                self._angles = StreamingAngles(config, last_place, max_num_tokens, device)
+            else:
+                self._angles = RopeAngles(angles_config, max_model_len, max_num_tokens, device)
             self._upload = StepUpload(num_entries, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise CapacityError(

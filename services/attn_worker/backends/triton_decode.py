@@ -22,6 +22,7 @@ from services.attn_worker.backends.triton_cache_layout import (
     tile_offsets,
 )
 from services.attn_worker.backends.triton_decode_quantized import attend_quantized
+from services.attn_worker.backends.triton_decode_sinks import attend_far_sinks
 from services.attn_worker.backends.triton_quantized import int8_scale, kv_format, to_factor, to_fp8, to_int8
 from services.attn_worker.backends.triton_rope_append import RotaryPairs, pair_sources, rotate
 from services.attn_worker.backends.triton_scores import ScoreOptions, adjust_scores, sink_weight
@@ -110,6 +111,8 @@ def decode_attention(
         SOFTCAP=scores.softcap,
         ROTARY_DIM=head_dim if pairs is None else pairs.rotary_dim,
         HAS_PAIRS=pairs is not None and pairs.are_neighbours,
+        NUM_SINK_TOKENS=scores.num_sink_tokens,
+        PLACE_ROWS=scores.place_rows,
         NUM_FIELDS=NUM_FIELDS,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -150,6 +153,8 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HAS_PAIRS: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    PLACE_ROWS: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -180,11 +185,9 @@ def _decode_kernel(
 
     half: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = out.dtype.element_ty
-    offs_g = tl.arange(0, NUM_QUERIES)
-    offs_h = tl.arange(0, HALF)
-    offs_n = tl.arange(0, BLOCK_N)
+    offs_g, offs_h = tl.arange(0, NUM_QUERIES), tl.arange(0, HALF)
+    offs_n, mask_h = tl.arange(0, BLOCK_N), offs_h < half
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
-    mask_h = offs_h < half
     heads = kv_head * GROUP + offs_g
     mask_q = (offs_g < GROUP)[:, None] & mask_h[None, :]
     out_rows = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + offs_d[None, :]
@@ -210,7 +213,7 @@ def _decode_kernel(
         first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
         query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
         query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
-    # The new token is not read from the cache: the item that appends it adds it after its cached keys.
+    # The new token is not read from the cache: its item adds it after its cached keys.
     source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
     if is_plain:
         new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
@@ -266,6 +269,15 @@ def _decode_kernel(
             query, pairs, scales, table, blocks, first_tile, first_key, end_key, kv_head, slope, angle_row, FORMAT,
             IS_INTERPRETED, SCALE, RAW_SCALE, SOFTCAP, slopes is not None, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE,
             HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
+
+    if NUM_SINK_TOKENS > 0:  # the first item of a row adds those before its window
+        place_angle = angles + (angle_row + PLACE_ROWS) * HEAD_DIM
+        acc, exp_sum, log_max = attend_far_sinks(
+            acc, exp_sum, log_max, qkv_row, heads, mask_q, cache, pairs, scales, place_angle, table,
+            tl.where(item == first_item, tl.minimum(first_key, NUM_SINK_TOKENS), 0), kv_head, FORMAT, IS_INTERPRETED,
+            SCALE, RAW_SCALE, SOFTCAP, ROTARY_DIM, HAS_PAIRS, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+            HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES, dtype,
         )  # fmt: skip
 
     if slot >= 0:

@@ -99,6 +99,8 @@ def prefill_attention(
         SOFTCAP=scores.softcap,
         ROTARY_DIM=head_dim if pairs is None else pairs.rotary_dim,
         HAS_PAIRS=pairs is not None and pairs.are_neighbours,
+        NUM_SINK_TOKENS=scores.num_sink_tokens,
+        PLACE_ROWS=scores.place_rows,
         NUM_FIELDS=NUM_FIELDS,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
@@ -135,6 +137,8 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HAS_PAIRS: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    PLACE_ROWS: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -191,6 +195,26 @@ def _prefill_kernel(
     has_alibi: tl.constexpr = slopes is not None
     positions = first_position + offs_m
     end = first_position + num_rows
+    if NUM_SINK_TOKENS > 0:  # those before the rows' windows; queries are rotated by their places for them
+        place_row = tl.load(angle_rows + rows, mask=mask_m, other=0) + PLACE_ROWS
+        place_angle = angles + place_row[:, None] * HEAD_DIM + offs_h[None, :]
+        place_cos = tl.load(place_angle, mask=mask_q, other=0.0)
+        place_sin = tl.load(place_angle + half, mask=mask_q, other=0.0)
+        heads_of_rows = qkv + rows.to(tl.int64)[:, None] * qkv_stride + head * HEAD_DIM
+        first, second = pair_sources(heads_of_rows, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        far_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
+        far_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
+        far_1, far_2 = rotate(far_1, far_2, place_cos, place_sin)
+        if FORMAT == "plain":
+            far_query = join_halves(far_1.to(dtype), far_2.to(dtype))
+        else:
+            far_query = join_halves(to_factor(far_1, dtype), to_factor(far_2, dtype))
+        num_far = tl.minimum(tl.maximum(end - WINDOW, 0), NUM_SINK_TOKENS)
+        acc, exp_sum, log_max = _attend(
+            acc, exp_sum, log_max, far_query, cache, scales, table, kv_head, positions, 0,
+            num_far, end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+            HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, 1, slope, RAW_SCALE, SOFTCAP, has_alibi, NUM_SINK_TOKENS,
+        )  # fmt: skip
     # Tiles in [full_start, full_end) are visible to all rows and need no mask.
     full_end = (first_position + 1) // BLOCK_N * BLOCK_N
     full_start = 0
@@ -253,8 +277,12 @@ def _attend(
     RAW_SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr = 0,
 ):
-    """Adds the tiles of keys from `start` up to `stop` to the running softmax."""
+    """Adds the tiles of keys from `start` up to `stop` to the running softmax.
+
+    With NUM_SINK_TOKENS only keys of these first tokens count, and only for rows whose windows lack them.
+    """
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
     offs_n = tl.arange(0, BLOCK_N)
@@ -288,7 +316,9 @@ def _attend(
         if IS_MASKED:
             distance = positions[:, None] - keys[None, :]
             is_seen = distance >= 0
-            if WINDOW > 0:
+            if NUM_SINK_TOKENS > 0:
+                is_seen = (distance >= WINDOW) & (keys < NUM_SINK_TOKENS)[None, :]
+            elif WINDOW > 0:
                 is_seen = is_seen & (distance < WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
         tile_max = tl.max(scores, axis=1) * SCALE

@@ -18,6 +18,8 @@ class ScoreOptions:
     softcap: float = 0.0  # 0: none
     slopes: torch.Tensor | None = None  # float32 [num_heads], of ALiBi
     sinks: torch.Tensor | None = None  # float32 [num_heads], the learned ones of the layer
+    num_sink_tokens: int = 0  # StreamingLLM: the first tokens, which all see beyond their windows; see StreamingAngles
+    place_rows: int = 0  # with such tokens: from a token's row of angles to the row for its place
 
     @property
     def softmax_scale(self) -> float:
