@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 
 import hypothesis
@@ -13,3 +14,11 @@ torch.set_num_threads(1)  # the services under test need the other cores
 # No test may depend on how fast the machine is.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+# What is imported lives as long as this process. To look for garbage in it again and again takes a tenth of the time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
