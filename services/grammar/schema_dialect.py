@@ -3,6 +3,7 @@
 - Beside `prefixItems`, `additionalItems` means nothing since draft 2020-12; llguidance would ignore `prefixItems`. What
   the client means is `items`.
 - Numbers of items, characters or properties may be written with a decimal point, as 2.0.
+- A format that JSON Schema does not define, such as OpenAPI's `byte`, only describes; llguidance would refuse it.
 - llguidance's dates have a 29th of February in every year, and its times may end with a 60th second.
 """
 
@@ -24,6 +25,11 @@ _DATE = (
 )
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
+_DEFINED = (
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer"),
+    *("relative-json-pointer", "regex"),
+)
 _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 
 
@@ -60,4 +66,6 @@ def _change(schema: dict[str, Any]) -> bool:
         del schema["format"]
         others = schema.get("allOf")
         schema["allOf"] = [*(others if isinstance(others, list) else ()), {"pattern": f"^{_FORMATS[name]}$"}]
+    elif isinstance(name, str) and name not in _DEFINED:
+        del schema["format"]
     return schema != before or any(type(schema[key]) is not type(before[key]) for key in schema if key in before)

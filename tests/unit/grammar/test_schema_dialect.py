@@ -105,3 +105,11 @@ def test_gbnf_may_name_the_character_zero(forms: Forms) -> None:
     form = StructuredOutput(Constraint.GRAMMAR, 'root ::= "\\"" [^\\0-\\x1f"\\\\]* "\\"" "\\\\0"')
     assert forms.accepts(form, '"ab"\\0')
     assert not forms.accepts(form, '"a\nb"\\0') and not forms.accepts(form, '"ab"\0')
+
+
+def test_formats_that_json_schema_does_not_define_only_describe(forms: Forms) -> None:
+    form = schema({"type": "object", "properties": {"a": {"type": "string", "format": "byte"}}, "required": ["a"]})
+    assert forms.accepts(form, '{"a":"any text"}') and not forms.accepts(form, '{"a":1}')
+    assert forms.accepts(schema({"type": "integer", "format": "int32"}), "5")
+    with pytest.raises(FormError, match="uri-template"):
+        forms.matcher(schema({"type": "string", "format": "uri-template"}))
