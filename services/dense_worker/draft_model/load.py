@@ -30,7 +30,7 @@ def load_draft_model(section: SchedulerSection, source: ModelSection, model: Res
         return None
     config = load_model_config(path)
     check_vocabulary(path, config.vocab_size, source.path, model.config.vocab_size)
-    if (lack := _unsupported(config)) is not None:
+    if (lack := unsupported_part(config)) is not None:
         raise ModelError(f"the draft model {path} ({config.family}) has {lack}, which draft models may not have")
     max_len = min(model.max_model_len, config.max_position_embeddings)
     block_bytes = bytes_of_block(config, model.dtype)
@@ -51,7 +51,7 @@ def load_draft_model(section: SchedulerSection, source: ModelSection, model: Res
     return draft
 
 
-def _unsupported(config: ModelConfig) -> str | None:
+def unsupported_part(config: ModelConfig) -> str | None:
     """What the model has and `DraftModel` lacks; None: nothing."""
     if config.parts.experts is not None:
         return "a mixture of experts"

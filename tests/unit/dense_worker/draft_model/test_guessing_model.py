@@ -21,7 +21,7 @@ from services.dense_worker.draft_model import graphs, guessing_model
 from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
 from services.dense_worker.draft_model.graphs import DraftGraphs
 from services.dense_worker.draft_model.guessing_model import GuessingModel, PendingDrafts
-from services.dense_worker.draft_model.load import _unsupported
+from services.dense_worker.draft_model.load import unsupported_part
 from services.dense_worker.draft_model.model import DraftModel
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner.known_sequence import KnownSequence
@@ -213,14 +213,14 @@ def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeyp
     drafting.check(guesses, sequences)
 
 
-SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(("deepseek", "gemma4"))]
-SUPPORTED = [name for name in SUPPORTED if name not in ("mixtral", "gpt_oss", "minimax_m2")]
+OTHERS = ("mixtral", "gpt_oss", "minimax_m2", "deepseek", "gemma4")
+SUPPORTED = [name for name in VARIANTS if "moe" not in name and not name.startswith(OTHERS)]
 
 
 @pytest.mark.parametrize("variant", SUPPORTED)
 def test_a_model_of_any_dense_family_guesses_as_in_transformers(tmp_path: Path, variant: str) -> None:
     path = make_family_model(tmp_path, variant, seed=1)
-    assert _unsupported(load_model_config(path)) is None
+    assert unsupported_part(load_model_config(path)) is None
     drafting = Drafting(path, max_len=100)
     first, second = drafting.open([5, 9, 17, 3, 44, 45, 46, 20, 21, 22, 23, 24]), drafting.open([60, 4])
     for added in [([7], []), ([7, 8], [9])]:
@@ -240,7 +240,7 @@ def test_a_model_of_any_dense_family_guesses_as_in_transformers(tmp_path: Path, 
 )
 def test_models_of_other_families_are_named(tmp_path: Path, variant: str, lack: str) -> None:
     config = load_model_config(make_family_model(tmp_path, variant))
-    assert lack in (_unsupported(config) or "")
+    assert lack in (unsupported_part(config) or "")
 
 
 TOKENS = st.integers(0, VOCAB - 1)
