@@ -6,6 +6,7 @@ import gc
 import signal
 
 import hypothesis
+import pytest
 import torch
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
@@ -22,3 +23,6 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-families", action="store_true", help="not only the families that together have all parts")

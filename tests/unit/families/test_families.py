@@ -12,8 +12,12 @@ from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
 from services.dense_worker.prompts.loaded_table import LoadedTable
+from services.dense_worker.tensorrt.api import load_tensorrt
+from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
 from services.dense_worker.tensorrt.export_check import compare_with_hugging_face
 from services.dense_worker.tensorrt.onnx_segments import export_networks
+from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.family_models import VARIANTS, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
@@ -100,15 +104,33 @@ def test_vectors_in_place_of_tokens(path: Path, truth: PreTrainedModel) -> None:
     assert (expected - true_logits(truth, PROMPT)).abs().max() > 100 * BOUND * expected.abs().max()
 
 
-# Together they have all parts and operations of all families.
-@pytest.mark.parametrize("variant", ["olmo2", "gemma2", "cohere", "phi", "mpt", "bloom", "granite"])
-def test_segments_by_onnx(variant: str, tmp_path: Path) -> None:
-    path = make_family_model(tmp_path, variant)
+# Together they have all parts and operations that are exported. The others run with --all-families.
+EXPORTED = ("olmo2", "gemma2", "cohere", "phi", "mpt", "bloom", "granite")
+NOT_EXPORTED = ("experts", "latent", "layer_inputs", "num_learned_positions", "has_v_norm")  # of `LayerParts`
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "exported" in metafunc.fixturenames:
+        variants = VARIANTS if metafunc.config.getoption("--all-families") else EXPORTED
+        metafunc.parametrize("exported", variants)
+
+
+def test_segments_by_onnx_and_tensorrt_rtx(exported: str, tmp_path: Path) -> None:
+    """By onnxruntime they give the logits of transformers; TensorRT-RTX builds them, which needs no GPU."""
+    path = make_family_model(tmp_path / "model", exported)
     config = load_model_config(path)
+    if any(getattr(config.parts, name) for name in NOT_EXPORTED):
+        with pytest.raises(ConfigError, match="not exported to ONNX"):
+            export_networks(config, torch.float32)
+        return
     model = WholeModel(path, lambda weights: OnnxRuntimeBackend(export_networks(config, torch.float32), weights))
     model.open(1, PROMPT)
     (logits,) = model.step((1, len(PROMPT), 0))
     check_logits(logits, true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT))
+    cache, networks = EnginePlanCache(tmp_path / "plans"), export_networks(config, torch.bfloat16)
+    builder = EnginePlanBuilder(load_tensorrt(), None, parse_profiles("1-16"), cache)
+    plans = builder.find_or_build(networks, torch.bfloat16, None, lambda line: None)
+    assert list(plans) == ["first", "middle", "last"] and all(len(each.plan) > 10_000 for each in plans.values())
 
 
 @pytest.mark.parametrize(
