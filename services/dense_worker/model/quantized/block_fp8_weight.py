@@ -11,8 +11,7 @@ import torch
 from services.common.quantization.schemes import BlockFp8Scheme, Element
 from services.dense_worker.model.linear import Projection
 from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
-from services.dense_worker.model.plain_weight import multiply_matrix
-from services.dense_worker.model.quantized.activations import GREATEST, rounded_by_groups, to_codes
+from services.dense_worker.model.quantized.activations import GREATEST, multiply_rounded, rounded_by_groups, to_codes
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
 from services.dense_worker.model.quantized.scales import checked_scales
 
@@ -38,7 +37,7 @@ class BlockFp8Weight:
     ) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]: both factors are dequantized to x's dtype, then multiplied."""
         matrix = self.dequantized().to(x.dtype)
-        return multiply_matrix(rounded_by_groups(x, self.block_size[1]), matrix, bias, out)
+        return multiply_rounded(rounded_by_groups(x, self.block_size[1]), matrix, bias, out)
 
     def dequantized(self) -> torch.Tensor:
         """The matrix, float32 [out_features, in_features]."""

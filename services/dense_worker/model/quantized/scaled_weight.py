@@ -15,7 +15,7 @@ from services.common.quantization.schemes import Activations, Element, ScaledSch
 from services.dense_worker.model.linear import Projection
 from services.dense_worker.model.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
 from services.dense_worker.model.plain_weight import multiply_matrix
-from services.dense_worker.model.quantized.activations import GREATEST, rounded, to_codes, token_scale
+from services.dense_worker.model.quantized.activations import GREATEST, multiply_rounded, rounded, to_codes, token_scale
 from services.dense_worker.model.quantized.layer import FLOATS, QuantizedLayer, converted
 from services.dense_worker.model.quantized.scales import checked_scales
 
@@ -45,12 +45,13 @@ class ScaledWeight:
     ) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]: both factors are dequantized to x's dtype, then multiplied."""
         matrix = (self.matrix.data.float() * self.scale.data[:, None]).to(x.dtype)
-        if self.activations is not Activations.STATIC:
-            if self.activations is Activations.TOKEN:
-                x = rounded(x, token_scale(x, self.element, self.max_activation), self.element)
+        if self.activations is Activations.NONE:
             return multiply_matrix(x, matrix, bias, out)
+        if self.activations is Activations.TOKEN:
+            x = rounded(x, token_scale(x, self.element, self.max_activation), self.element)
+            return multiply_rounded(x, matrix, bias, out)
         parts = zip(self.input_scale.data, matrix.split(self.part_sizes), strict=True)
-        products = [multiply_matrix(rounded(x, scale, self.element), rows, None, None) for scale, rows in parts]
+        products = [multiply_rounded(rounded(x, scale, self.element), rows, None, None) for scale, rows in parts]
         result = torch.cat(products, dim=1) if bias is None else torch.cat(products, dim=1) + bias
         return result if out is None else out.copy_(result)
 

@@ -103,6 +103,21 @@ def test_products_in_half_precision_are_near_those_in_float32(
         assert relative_error(found, exact.weight.multiply(x.float(), None)) < limit
 
 
+@pytest.mark.parametrize("name", ["fp8 channel, token", "fp8 tensor, static", "fp8 blocks", "int8 channel, token"])
+def test_a_row_has_the_same_product_beside_other_rows(
+    name: str, plain_dirs: dict[int, Path], tmp_path: Path
+) -> None:
+    """To the bit, where inputs are quantized: a last bit would move numbers to other codes, and change tokens."""
+    path = shutil.copytree(plain_dir_of(name, plain_dirs), tmp_path / "model")
+    quantize_model_dir(path, FORMATS[name])
+    weights = load_weights(path, load_model_config(path), torch.float32, CPU)
+    for linear in parts_of_type(Linear, weights.layers):
+        x = torch.randn(64, linear.in_features, generator=torch.Generator().manual_seed(8))
+        together = linear.weight.multiply(x, None)
+        alone = torch.cat([linear.weight.multiply(x[i : i + 1], None) for i in range(0, 64, 3)])
+        assert torch.equal(together[::3], alone), linear.name
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_weights_have_the_tensors_of_the_checkpoint(
     name: str, plain_dirs: dict[int, Path], tmp_path: Path
