@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 NUM_THREADS = 2
-MAX_KEPT = 256  # compiled forms
+MAX_KEPT = 64  # compiled forms, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
 MAX_MASK_THREADS = 8  # which find masks; more than the engine thread's step can use
 
