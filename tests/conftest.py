@@ -24,5 +24,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
 
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="not only the families that together have all parts")

@@ -6,7 +6,7 @@ that a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,7 +20,7 @@ from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
 from services.dense_worker.model.plain_weight import PlainWeight
-from services.dense_worker.model.segments import segments_of
+from services.dense_worker.model.segments import Middle, segments_of
 from services.dense_worker.prompts.given_rows import GivenRows
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_MEASURED_LAYERS = 8  # layers of a step that is timed
+_MEASURED_LAYERS = 8  # layers of a step that is timed, besides later ones with other shapes
 
 
 class CudaBackend:
@@ -54,6 +54,7 @@ class CudaBackend:
         self._dtype, self._device = weights.dtype, weights.device
         self._operations = CudaOperations(config, max_num_tokens, self._dtype, self._device, lora)
         self._segments = segments_of(weights)
+        self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._reads_positions = weights.reads_positions
         self._choose_kernels(_linears_of_each_kind(weights))
         for num_tokens in self._step_sizes():  # so that no later step compiles a kernel or loads a library
@@ -135,16 +136,32 @@ class CudaBackend:
 
         def run() -> None:
             residual = self.first(token_ids, qkv)
-            for layer in range(min(config.num_layers, _MEASURED_LAYERS) - 1):
+            for layer in self._measured_segments:
                 residual = self.middle(layer, attn_out, residual, qkv)
             self.last(attn_out, residual, rows)
 
         return run
 
 
+def _segments_of_each_kind(middle: Sequence[Middle]) -> list[int]:
+    """The first middle segments, and later ones that multiply in shapes which those before them do not have."""
+    seen: set[tuple[str, int, int]] = set()
+    chosen = []
+    for layer, segment in enumerate(middle):
+        kinds = {_kind(linear) for linear in parts_of_type(Linear, segment)}
+        if layer < _MEASURED_LAYERS - 1 or not kinds <= seen:
+            chosen.append(layer)
+        seen |= kinds
+    return chosen
+
+
+def _kind(linear: Linear) -> tuple[str, int, int]:
+    return linear.name, linear.out_features, linear.in_features
+
+
 def _linears_of_each_kind(weights: ModelWeights) -> list[Linear]:
     """One linear layer of each name and shape, in the order of a step: layers with experts have others, for example."""
     found: dict[tuple[str, int, int], Linear] = {}
     for linear in parts_of_type(Linear, (weights.layers, weights.head)):
-        found.setdefault((linear.name, linear.out_features, linear.in_features), linear)
+        found.setdefault(_kind(linear), linear)
     return list(found.values())

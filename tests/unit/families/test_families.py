@@ -157,6 +157,23 @@ def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
     check_logits(torch.cat(with_vectors), expected)
 
 
+def test_products_of_late_layers_run_before_the_first_step(tmp_path: Path) -> None:
+    """Else their kernels would be compiled while a CUDA graph is captured, which is an error."""
+    kinds = ["sliding_attention", "full_attention"] * 7
+    path = make_family_model(tmp_path, "gemma4-shared", num_hidden_layers=len(kinds), layer_types=kinds)
+    with fake_triton_kernels() as recorder:
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        with recorder:
+            model = WholeModel(path, lambda weights: CudaBackend(weights, load_model_config(path), 64))
+            at_start = set(recorder.launches)
+            recorder.launches.clear()
+            model.open(1, PROMPT)
+            model.step((1, 16, 0))
+    products = {launch for launch in recorder.launches if launch.startswith(("mm", "addmm", "linear"))}
+    assert products and products <= at_start
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_learned_positions_are_not_exported(family: str, tmp_path: Path) -> None:
     config = load_model_config(make_family_model(tmp_path, family))
