@@ -2,7 +2,8 @@
 
 A dense worker has no list: every sequence carries its LoRA adapter's directory and hash, and the worker loads what it
 needs; virtual tokens of prompt tuning are sent with the prompt. So a new dense worker needs nothing but the sequences.
-An adapter that is unloaded stays usable for the requests that have it already.
+An adapter that is unloaded stays usable for the requests that have it already. What clients have loaded is recorded, so
+that a gateway that starts again has it, too.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from pathlib import Path
 import structlog
 
 from services.common.config import MAX_MODEL_NAME_CHARACTERS
-from services.common.errors import CapacityError, ConfigError, InvalidRequest, NotFound, PermissionDenied
+from services.common.errors import (
+    CapacityError,
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    TwostrokeError,
+)
 from services.common.shorten import quote
 from services.gateway.model_names import ModelNames
 from services.lora.adapter import Adapter
+from services.lora.adapter_records import AdapterRecords
 from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter, read_config
 from services.lora.prompt_tuning import read_virtual_tokens
 
@@ -42,8 +51,10 @@ class Adapters:
         self._hidden_size = hidden_size
         self._max_rank = max_rank
         self._directory = directory
+        self._records = None if directory is None else AdapterRecords(directory)
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[Adapter]] = set()
+        self._removals: set[asyncio.Task[None]] = set()
 
     @property
     def can_change(self) -> bool:
@@ -65,6 +76,17 @@ class Adapters:
             except (InvalidRequest, OSError) as error:
                 raise ConfigError(f"gateway.lora_modules has {module!r}: {error}") from error
 
+    async def load_recorded(self) -> None:
+        """Loads what clients had loaded before, also in place of configured ones. What cannot be loaded is logged."""
+        if self._directory is None or self._records is None:
+            return
+        for name, path in await asyncio.to_thread(self._records.read):
+            try:
+                self._check_name(name, replaces=True)
+                await self._load(name, await asyncio.to_thread(find_below, self._directory, path))
+            except (TwostrokeError, OSError) as error:
+                log.warning("an adapter that a client had loaded is not served", adapter=name, reason=str(error))
+
     async def load(self, name: str, path: str, *, replaces: bool = False) -> Adapter:
         """Loads an adapter for a client; one of the same name only if `replaces` is set. Goes on if it is cancelled.
 
@@ -82,8 +104,11 @@ class Adapters:
         load.add_done_callback(self._loads.discard)
         return await asyncio.shield(load)  # a thread cannot be cancelled: also without a client it has its turn
 
-    def unload(self, name: str) -> None:
-        """Forgets an adapter; requests that have it go on. Raises `NotFound` if there is none with this name."""
+    async def unload(self, name: str) -> None:
+        """Forgets an adapter; requests that have it go on. Goes on if it is cancelled.
+
+        Raises `NotFound` if there is none with this name.
+        """
         self._changeable_directory()
         if not name:
             raise InvalidRequest("'lora_name' must be provided.", "lora_name")
@@ -91,6 +116,10 @@ class Adapters:
             raise NotFound(f"The lora adapter {quote(name)} cannot be found.", "lora_name")
         del self._names.adapters[name]
         log.info("adapter unloaded", adapter=name)
+        removal = asyncio.create_task(self._remove_record(name))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        await asyncio.shield(removal)
 
     def _changeable_directory(self) -> Path:
         if self._directory is None:
@@ -117,7 +146,25 @@ class Adapters:
         async with self._loading:
             self._check_name(name, replaces)  # another call may have loaded it meanwhile
             found = await asyncio.to_thread(find_below, directory, path)
-            return await self._load(name, found)
+            adapter = await self._load(name, found)
+            await self._record(name, found.relative_to(directory.resolve()))
+            return adapter
+
+    async def _record(self, name: str, path: Path | None) -> None:
+        """None: removes the record. If that fails, the adapter is served, or not, until the next start only."""
+        assert self._records is not None
+        try:
+            if path is None:
+                await asyncio.to_thread(self._records.remove, name)
+            else:
+                await asyncio.to_thread(self._records.write, name, path)
+        except OSError as error:
+            log.warning("not recorded: the change is lost at the next start", adapter=name, reason=str(error))
+
+    async def _remove_record(self, name: str) -> None:
+        async with self._loading:
+            if name not in self._names.adapters:  # else another call has loaded it again
+                await self._record(name, None)
 
     async def _load(self, name: str, path: Path) -> Adapter:
         try:

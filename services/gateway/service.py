@@ -95,6 +95,7 @@ class Gateway:
         )
         frontend = self._make_frontend(tokenizer, model_config, tracer)
         await frontend.adapters.load_configured(section.lora_modules)
+        await frontend.adapters.load_recorded()
         await self._listen(frontend)
 
     async def run(self) -> None:

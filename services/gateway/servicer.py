@@ -133,7 +133,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> gateway_pb2.UnloadAdapterResponse:
         """Forgets an adapter in all gateway processes."""
         self._frontend.count_requests(1, current_caller())
-        self._frontend.adapters.unload(request.name)
+        await self._frontend.adapters.unload(request.name)
         await self._siblings.unload_adapter(request, context.invocation_metadata() or ())
         return gateway_pb2.UnloadAdapterResponse()
 

@@ -158,3 +158,14 @@ def test_an_adapter_that_has_changed_on_disk_fails_only_its_own_requests(server:
     sent = [("0", PROMPTS[0]), ("2", PROMPTS[0])]
     server.check(sent, collect_all(cluster.gateway, messages(sent, 5)), 5)
     cluster.wait_idle()
+
+
+def test_a_restarted_gateway_serves_what_a_client_has_loaded(server: Server) -> None:
+    cluster = server.cluster
+    cluster.gateway.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="kept", path="3"), timeout=60)
+    cluster.kill("gateway")
+    info = cluster.gateway.ModelInfo(gateway_pb2.ModelInfoRequest(), timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
+    assert {"kept", "0", "1", "2"} <= {each.name for each in info.adapters}
+    found = collect(cluster.gateway, request(PROMPTS[0], 12, model="kept", ignore_eos=True))
+    assert found.token_ids[0] == reference_tokens(server.models["3"], PROMPTS[0], 12)
+    cluster.wait_idle()

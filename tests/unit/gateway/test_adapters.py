@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from services.common.model_config import load_model_config
 from services.gateway import adapters as adapters_module
 from services.gateway.adapters import Adapters
 from services.gateway.model_names import ModelNames
+from services.lora.adapter_records import DIRECTORY as RECORDS
 from services.lora.checkpoint import check_adapter
 from services.lora.shapes import adapted_shapes
 from services.pb import dense_pb2, gateway_pb2
@@ -42,6 +43,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("a", "b", "7")):
         make_adapter(directory / name, EMBEDDED_MODEL, rank=4 + seed, modules=("q_proj", "down_proj"), seed=seed)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def no_records(adapters: Path) -> Iterator[None]:
+    """Each test begins as the first gateway of its directory."""
+    yield
+    shutil.rmtree(adapters / RECORDS, ignore_errors=True)
 
 
 def with_gateway(
@@ -266,7 +274,7 @@ def test_virtual_tokens_of_all_adapters_have_a_limit(tmp_path: Path, monkeypatch
         with pytest.raises(InvalidRequest, match=message):
             await loaded.load("c", "c")
         await loaded.load("b", "c", replaces=True)
-        loaded.unload("a")
+        await loaded.unload("a")
         await loaded.load("c", "c")
         assert set(loaded.loaded) == {"b", "c"}
 

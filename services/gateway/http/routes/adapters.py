@@ -37,7 +37,7 @@ def adapter_routes(frontend: Frontend, section: GatewaySection, siblings: Siblin
         _check_enabled()
         body.log_unknown_fields(request.state.request_id)
         frontend.count_requests(1, request.state.caller)
-        frontend.adapters.unload(body.lora_name)
+        await frontend.adapters.unload(body.lora_name)
         message = gateway_pb2.UnloadAdapterRequest(name=body.lora_name)
         await siblings.unload_adapter(message, _metadata(request))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,0 +1,128 @@
+"""What clients have loaded is served again after a restart, whatever has happened to the files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import NotFound
+from services.common.model_config import load_model_config
+from services.gateway.adapters import Adapters
+from services.gateway.model_names import ModelNames
+from services.lora.adapter_records import DIRECTORY, AdapterRecords
+from services.lora.shapes import adapted_shapes
+from tests.support.adapters import make_adapter
+
+SHAPES = adapted_shapes(load_model_config(EMBEDDED_MODEL))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for seed, name in enumerate(("a", "b", "c")):
+        make_adapter(tmp_path / name, EMBEDDED_MODEL, rank=4, modules=("q_proj",), seed=seed)
+    return tmp_path
+
+
+async def started(directory: Path, modules: Iterable[str] = ()) -> Adapters:
+    """The adapters of a gateway that has just started."""
+    adapters = Adapters(ModelNames(("model",), accepts_any=False, root="/model"), SHAPES, 64, 64, directory)
+    await adapters.load_configured(modules)
+    await adapters.load_recorded()
+    return adapters
+
+
+def paths(adapters: Adapters) -> dict[str, str]:
+    """The names of the directories, by name of the adapter."""
+    return {name: Path(each.path).name for name, each in adapters.loaded.items()}
+
+
+def test_a_restarted_gateway_has_what_clients_have_loaded(directory: Path) -> None:
+    async def body() -> None:
+        first = await started(directory)
+        for name, path in (("x", "a"), ("y", str(directory / "b")), ("z/\u00fc", "c")):
+            await first.load(name, path)
+        await first.load("x", "c", replaces=True)
+        await first.unload("y")
+        second = await started(directory)
+        assert paths(second) == {"x": "c", "z/\u00fc": "c"}
+        assert {each.hash for each in second.loaded.values()} == {first.loaded["x"].hash}
+        with pytest.raises(NotFound):
+            await second.unload("y")
+        await second.unload("x")
+        assert paths(await started(directory)) == {"z/\u00fc": "c"}
+
+    asyncio.run(body())
+
+
+def test_siblings_that_change_different_names_at_once_lose_nothing(directory: Path) -> None:
+    async def body() -> None:
+        gateways = [await started(directory) for _ in range(3)]
+        await asyncio.gather(*(each.load(f"{i}", "abc"[i]) for i, each in enumerate(gateways)))
+        await asyncio.gather(gateways[0].unload("0"), gateways[1].load("3", "a"))
+        assert paths(await started(directory)) == {"1": "b", "2": "c", "3": "a"}
+
+    asyncio.run(body())
+
+
+def test_what_a_client_has_replaced_stays_replaced_and_what_it_has_unloaded_is_configured(directory: Path) -> None:
+    async def body() -> None:
+        modules = (f"x={directory / 'a'}", f"y={directory / 'b'}")
+        first = await started(directory, modules)
+        await first.load("x", "c", replaces=True)
+        await first.unload("y")
+        assert paths(await started(directory, modules)) == {"x": "c", "y": "b"}
+
+    asyncio.run(body())
+
+
+def test_records_that_cannot_be_loaded_keep_no_gateway_from_its_start(directory: Path) -> None:
+    async def body() -> None:
+        first = await started(directory)
+        for name in ("a", "b", "c"):
+            await first.load(name, name)
+        shutil.rmtree(directory / "a")
+        records = AdapterRecords(directory)
+        records.write("model", Path("c"))  # a name of the served model
+        for name, path in (("outside", "../b"), ("absolute", "/etc")):
+            records.write(name, Path(path))
+        written = directory / DIRECTORY
+        (written / "tmp1234").write_text('{"name": "half')  # a crash before the rename
+        for index, content in enumerate(("", "[]", '{"name": 1, "path": "b"}', '{"name": "b"}', "[" * 10_000)):
+            (written / f"{index}.json").write_text(content)
+        (written / "folder.json").mkdir()
+        assert paths(await started(directory)) == {"b": "b", "c": "c"}
+
+    asyncio.run(body())
+
+
+def test_an_adapter_is_served_where_nothing_can_be_recorded(directory: Path) -> None:
+    (directory / DIRECTORY).write_text("a file in the place of the directory")
+
+    async def body() -> None:
+        first = await started(directory)
+        await first.load("x", "a")
+        assert paths(first) == {"x": "a"}
+        await first.unload("x")
+        assert paths(await started(directory)) == {}
+
+    asyncio.run(body())
+
+
+def test_a_record_is_replaced_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash while the new one is written leaves the old one."""
+    records = AdapterRecords(directory)
+    records.write("x", Path("a"))
+
+    def crash(content: object, file: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(json, "dump", crash)
+    with pytest.raises(KeyboardInterrupt):
+        records.write("x", Path("b"))
+    assert records.read() == [("x", "a")] and len(list((directory / DIRECTORY).iterdir())) == 1
