@@ -10,6 +10,7 @@ that has none even there is not endless but forbids all values, as `false` does.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -23,8 +24,6 @@ _NONE: frozenset[str] = frozenset()
 
 def check_ends(text: str) -> None:
     """Raises `FormError` for a schema, as JSON text, with a part that only an endless text satisfies."""
-    if '"$ref"' not in text:
-        return  # only references make a schema endless
     try:
         root = json.loads(text)
     except (ValueError, RecursionError):
@@ -47,6 +46,8 @@ class _EndlessSchemas:
 
     def first(self) -> dict[str, Any] | None:
         """The first reference on the way from the root that endless values alone satisfy; None if there is none."""
+        if not any("$ref" in each for each in self._schemas):
+            return None  # only references make a schema endless
         self._solve(_NONE)
         without_end = [each for each in self._schemas if "$ref" in each and not self._of(each)]
         if without_end:
@@ -92,6 +93,8 @@ class _EndlessSchemas:
         properties, patterns = as_dict(schema.get("properties")), as_dict(schema.get("patternProperties"))
         others = schema.get("additionalProperties", True)
         for name in as_list(schema.get("required")):
+            if not isinstance(name, str):
+                continue  # the compiler refuses it
             rules = [rule for pattern, rule in patterns.items() if _matches(pattern, name)]
             rules += [properties[name]] if name in properties else []
             if not all(map(self._of, rules or [others])):
@@ -116,12 +119,14 @@ def _declared(schema: dict[str, Any]) -> frozenset[str]:
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
 
 
-def _matches(pattern: str, name: Any) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     try:
-        return isinstance(name, str) and re.search(pattern, name) is not None
-    except re.error:
+        return re.search(pattern, name) is not None
+    except (re.error, OverflowError):  # the latter for a{4294967296}
         return False
 
 
 def _count(value: Any) -> int:
+    if isinstance(value, float) and not math.isfinite(value):
+        return 0  # 1e999, which the compiler refuses
     return int(value) if isinstance(value, int | float) else 0

@@ -40,8 +40,7 @@ def translate(text: str) -> str:
     """
     try:
         root = json.loads(text)
-        if '"$id"' in text:
-            check_ids(root)
+        check_ids(root)
         changes = [_change(schema) for schema in subschemas(root)]
         return json.dumps(root, ensure_ascii=False, allow_nan=False) if any(changes) else text
     except RecursionError as error:

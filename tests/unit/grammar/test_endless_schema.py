@@ -95,6 +95,15 @@ def test_what_is_not_a_schema_is_left_to_the_compiler() -> None:
     check_ends('{"a":' * 50_000 + '{"$ref": "#"}')
 
 
+def test_keywords_may_be_written_with_escapes() -> None:
+    for name in ("an object that requires itself", "two that require one another"):
+        text = json.dumps(ENDLESS[name]).replace("$ref", "\\u0024ref")
+        with pytest.raises(FormError, match=r"^only an endless text"):
+            check_ends(text)
+    with pytest.raises(FormError, match=r"^two subschemas have the"):
+        lower(StructuredOutput(Constraint.JSON_SCHEMA, r'{"\u0024id": "a", "items": {"\u0024id": "a"}}'))
+
+
 def test_a_long_chain_of_references_takes_no_longer_than_to_read_it() -> None:
     chain = {f"d{i}": node(x=ref(f"d{i + 1}")) for i in range(2_000)} | {"d2000": NULL}
     check_ends(json.dumps(definitions("d0", **chain)))
@@ -105,6 +114,22 @@ def test_a_long_chain_of_references_takes_no_longer_than_to_read_it() -> None:
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
     return Forms(make_vocabulary(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        '"properties": {"a": {}}, "required": [["a"]]',
+        '"properties": {"a": {}}, "required": [{}]',
+        '"patternProperties": {"a{4294967296}": {}}, "required": ["a"]',
+        '"additionalProperties": false, "minProperties": 1e999',
+    ],
+)
+def test_keywords_that_no_compiler_takes_are_left_to_it(forms: Forms, keywords: str) -> None:
+    text = '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", KEYWORDS}}}'.replace("KEYWORDS", keywords)
+    check_ends(text)
+    with pytest.raises(FormError):
+        forms.matcher(StructuredOutput(Constraint.JSON_SCHEMA, text))
 
 
 SYSTEMS = st.fixed_dictionaries({
