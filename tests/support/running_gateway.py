@@ -9,11 +9,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import fastapi._compat.v2 as fastapi_fields
 import grpc
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ConfigDict, TypeAdapter
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
@@ -25,7 +27,22 @@ from services.rpc.server import serve
 from tests.support.warm_process import WarmProcess, warm_server
 from tests.support.workers.fake_dense import FakeDense
 
+TYPE_ADAPTERS: dict[tuple[object, str], TypeAdapter[Any]] = {}
 TEST_LIMIT_S = 100.0  # far beyond what any test needs, also with a process that it starts on a busy machine
+
+
+def shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> TypeAdapter[Any]:
+    """pydantic's adapter for the body or response of a route. It has no state; to make all of them takes 0.1 s."""
+    if config is not None:  # the OpenAPI document has a few
+        return TypeAdapter(annotated, config=config)
+    annotation, *metadata = get_args(annotated)
+    key = annotation, repr(metadata)
+    if key not in TYPE_ADAPTERS:
+        TYPE_ADAPTERS[key] = TypeAdapter(annotated)
+    return TYPE_ADAPTERS[key]
+
+
+fastapi_fields.TypeAdapter = shared_type_adapter  # type: ignore[misc]  # gateways of one process share them
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
