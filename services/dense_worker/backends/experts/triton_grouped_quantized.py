@@ -70,7 +70,7 @@ def grouped_quantized(
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_OUT,
         BLOCK_IN=BLOCK_IN,
-        DOT_SIZE=matrix.dot_size,
+        DOT_SIZE=matrix.dot_size(x.values.dtype, BLOCK_IN),
         NUM_STAGES=4 if block_rows < MAX_BLOCK_ROWS else 3,
         num_warps=4,
     )

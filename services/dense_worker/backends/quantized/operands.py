@@ -63,10 +63,13 @@ class QuantizedMatrix:
     row_group_size: int  # rows that share scales of groups
     part_sizes: tuple[int, ...]  # rows of each projection, for an input that has a version for each
 
-    @property
-    def dot_size(self) -> int:
-        """The features that are summed before their scale is applied."""
-        return BLOCK_IN if self.group_size is None else largest_power_of_2(self.group_size, BLOCK_IN)
+    def dot_size(self, dtype: torch.dtype, block_in: int) -> int:
+        """The features that a loop over `block_in` of them sums before it applies a scale.
+
+        E2M1 in bfloat16 has its scales already.
+        """
+        is_scaled = self.codes is Codes.E2M1 and dtype == torch.bfloat16
+        return block_in if self.group_size is None or is_scaled else largest_power_of_2(self.group_size, BLOCK_IN)
 
 
 def largest_power_of_2(size: int, limit: int) -> int:

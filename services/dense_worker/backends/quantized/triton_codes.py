@@ -68,17 +68,44 @@ _UINT4_PAIRS = """{
     prmt.b32 $3, high, UPPER, 0x4342; fma.rn.TYPE $3, $3, one, less;
 }"""
 
+# E2M1 in the place of the last bits of the exponent and the first of the mantissa is its number * 2^-126 (bfloat16) or
+# 2^-14 (float16), also where it is denormal.
+_E2M1_PAIRS = """{
+    .reg .b32 low, high, v, w, m, s, scale;
+    mov.b32 scale, SCALE;
+    prmt.b32 low, $4, 0, 0x4140;
+    prmt.b32 high, $4, 0, 0x4342;
+    shl.b32 m, low, LOW; and.b32 m, m, MASK; shl.b32 s, low, 12; and.b32 s, s, 0x80008000; or.b32 v, m, s;
+    mul.rn.TYPE $0, v, scale;
+    shl.b32 m, high, LOW; and.b32 m, m, MASK; shl.b32 s, high, 12; and.b32 s, s, 0x80008000; or.b32 v, m, s;
+    mul.rn.TYPE $1, v, scale;
+    shl.b32 m, low, UPPER; and.b32 m, m, MASK; shl.b32 s, low, 8; and.b32 s, s, 0x80008000; or.b32 v, m, s;
+    mul.rn.TYPE $2, v, scale;
+    shl.b32 m, high, UPPER; and.b32 m, m, MASK; shl.b32 s, high, 8; and.b32 s, s, 0x80008000; or.b32 v, m, s;
+    mul.rn.TYPE $3, v, scale;
+}"""
+
+
+def _replaced(text: str, parts: dict[str, str]) -> tl.constexpr:
+    """The instructions with these words replaced."""
+    return tl.constexpr(re.sub("|".join(parts), lambda found: parts[found[0]], text))
+
 
 def _uint4_pairs(type_: str, upper: str, one: str, less: str) -> tl.constexpr:
     """The instructions for pairs of a type; numbers as the bits of two equal halves."""
-    parts = {"TYPE": type_, "UPPER": upper, "ONE": one, "LESS": less}
-    return tl.constexpr(re.sub("|".join(parts), lambda found: parts[found[0]], _UINT4_PAIRS))
+    return _replaced(_UINT4_PAIRS, {"TYPE": type_, "UPPER": upper, "ONE": one, "LESS": less})
 
 
 _UINT4_FLOAT16 = _uint4_pairs("f16x2", "0x64646464", "0x3c003c00", "0xe400e400")  # 1024 + code - 1024
 _UINT4_FLOAT16_LESS_8 = _uint4_pairs("f16x2", "0x64646464", "0x3c003c00", "0xe408e408")  # - 1032
 _UINT4_BFLOAT16 = _uint4_pairs("bf16x2", "0x43434343", "0x3f803f80", "0xc300c300")  # 128 + code - 128
 _UINT4_BFLOAT16_LESS_8 = _uint4_pairs("bf16x2", "0x43434343", "0x3f803f80", "0xc308c308")  # - 136
+_E2M1_FLOAT16 = _replaced(
+    _E2M1_PAIRS, {"TYPE": "f16x2", "MASK": "0x0e000e00", "LOW": "9", "UPPER": "5", "SCALE": "0x74007400"}
+)
+_E2M1_BFLOAT16 = _replaced(
+    _E2M1_PAIRS, {"TYPE": "bf16x2", "MASK": "0x01c001c0", "LOW": "6", "UPPER": "2", "SCALE": "0x7e807e80"}
+)
 # The interpreter runs no assembler.
 USES_ASSEMBLER = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
@@ -129,7 +156,15 @@ def uint4_in_16_bits(octets, DTYPE: tl.constexpr, LESS_8: tl.constexpr):
 @triton.jit
 def e2m1_in_16_bits(octets, DTYPE: tl.constexpr):
     """The low and the high codes of bytes as DTYPE."""
-    return _e2m1(octets & 15).to(DTYPE), _e2m1(octets >> 4).to(DTYPE)
+    if USES_ASSEMBLER:
+        if tl.float16 == DTYPE:
+            types: tl.constexpr = (tl.float16, tl.float16)
+            return tl.inline_asm_elementwise(_E2M1_FLOAT16, "=r,=r,=r,=r,r", [octets], types, is_pure=True, pack=4)
+        else:
+            types: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+            return tl.inline_asm_elementwise(_E2M1_BFLOAT16, "=r,=r,=r,=r,r", [octets], types, is_pure=True, pack=4)
+    else:
+        return _e2m1(octets & 15).to(DTYPE), _e2m1(octets >> 4).to(DTYPE)
 
 
 @triton.jit
@@ -147,3 +182,10 @@ def scales_in_float32(scales, CODES: tl.constexpr):
         return tl.where(bits > 0, bits << 23, 0x400000).to(tl.float32, bitcast=True)
     else:
         return scales.to(tl.float32)
+
+
+@triton.jit
+def exponents_in_bfloat16(exponents):
+    """2 ** (e - 127), in bfloat16 the bits of e and 7 zeros. Times a number of E2M1 it is exact."""
+    bits = exponents.to(tl.int16)
+    return tl.where(bits > 0, bits << 7, 0x40).to(tl.int16).to(tl.bfloat16, bitcast=True)

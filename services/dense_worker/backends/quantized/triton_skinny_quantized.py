@@ -15,6 +15,7 @@ from services.dense_worker.backends.quantized.operands import BLOCK_IN, BLOCK_OU
 from services.dense_worker.backends.quantized.triton_codes import (
     TRITON_TYPES,
     e2m1_in_16_bits,
+    exponents_in_bfloat16,
     scales_in_float32,
     uint4_in_16_bits,
 )
@@ -85,7 +86,7 @@ def skinny_quantized(
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_OUT,
         BLOCK_IN=block_in,
-        DOT_SIZE=block_in if matrix.group_size is None else matrix.dot_size,
+        DOT_SIZE=matrix.dot_size(x.values.dtype, block_in),
         NUM_SPLITS=num_splits,
         NUM_STAGES=4,
         num_warps=4,
@@ -121,7 +122,7 @@ def add_product(
     x_row,  # pointers [BLOCK_ROWS, 1]: the rows' starts
     x_scale,  # pointers [BLOCK_ROWS] or None: the scale of the group of features in each row
     w_row,  # pointers [BLOCK_OUT, 1]: the rows' starts
-    scale,  # pointers [BLOCK_OUT] or None: the scale of the group
+    scale,  # pointers [BLOCK_OUT] or None: the scale of the group, or of the first one if DOT_SIZE has several
     zero_point,  # pointers [BLOCK_OUT] or None
     first,
     is_row,
@@ -129,13 +130,21 @@ def add_product(
     CODES: tl.constexpr,
     DOT_SIZE: tl.constexpr,
 ):
-    """sums + the product over DOT_SIZE features from `first`, times the scales of their group if it has some."""
+    """sums + the product over DOT_SIZE features from `first`, times the scales of their group if it has some.
+
+    Only groups of E2M1 in bfloat16, whose scales are powers of two, may be several.
+    """
     dtype: tl.constexpr = x_row.dtype.element_ty
     zero = None if zero_point is None else tl.load(zero_point).to(dtype)[:, None]
     PER_BYTE: tl.constexpr = 2 if CODES >= 3 else 1
     columns = first // PER_BYTE + tl.arange(0, DOT_SIZE // PER_BYTE)[None, :]
     is_column = columns < in_features // PER_BYTE
-    if scale is not None:  # before the products, which would delay the loads
+    HAS_GROUPS: tl.constexpr = CODES == 4 and DOT_SIZE > 32
+    if HAS_GROUPS:
+        groups = tl.arange(0, DOT_SIZE // 32)[None, :]
+        is_group = first + groups * 32 < in_features
+        exponents = exponents_in_bfloat16(tl.load(scale[:, None] + groups, mask=is_group, other=0))
+    elif scale is not None:  # before the products, which would delay the loads
         w_scales = scales_in_float32(tl.load(scale), CODES)
         if x_scale is not None:
             x_scales = tl.load(x_scale)
@@ -143,6 +152,12 @@ def add_product(
     x_low = tl.load(x_row + columns, mask=is_row & is_column, other=0.0)
     if scale is None:
         return tl.dot(low, tl.trans(x_low), sums)
+    elif HAS_GROUPS:
+        grouped: tl.constexpr = [low.shape[0], DOT_SIZE // 32, 16]
+        low = tl.reshape(tl.reshape(low, grouped) * exponents[:, :, None], low.shape)
+        high = tl.reshape(tl.reshape(high, grouped) * exponents[:, :, None], high.shape)
+        x_high = tl.load(x_row + in_features // 2 + columns, mask=is_row & is_column, other=0.0)
+        return tl.dot(high, tl.trans(x_high), tl.dot(low, tl.trans(x_low), sums))
     else:
         part = tl.dot(low, tl.trans(x_low))
         if PER_BYTE == 2:
