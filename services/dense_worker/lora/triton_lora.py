@@ -157,14 +157,13 @@ def _shrink_kernel(
     """One program computes a block of rows, one projection, and one of NUM_SPLITS parts of in_features."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     block, projection, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(table + block)
+    slot, rank, rows, is_row = _load_block(
+        table, ranks, order, block, projection, num_blocks, NUM_PROJECTIONS, BLOCK_ROWS
+    )
+    if PDL:
+        gdc_wait()
     if slot >= 0:
-        rank = tl.load(ranks + slot * NUM_PROJECTIONS + projection)
-        at = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_ROWS)
-        is_row = at < tl.load(table + 2 * num_blocks + block)
-        rows = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
         x_rows = x + rows[:, None] * x_stride
         a_start = a + (slot * NUM_PROJECTIONS + projection).to(tl.int64) * MAX_RANK * in_features
         target = hidden + (split.to(tl.int64) * num_rows + rows[:, None]) * (NUM_PROJECTIONS * MAX_RANK)
@@ -211,32 +210,52 @@ def _expand_kernel(
     dtype: tl.constexpr = b.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     block, projection, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, rank, rows, is_row = _load_block(
+        table, ranks, order, block, projection, num_blocks, NUM_PROJECTIONS, BLOCK_ROWS
+    )
+    columns = tl.load(column_starts + projection) + tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_column = (columns < tl.load(column_starts + projection + 1)) & (rank > 0)
+    each_rank = tl.arange(0, BLOCK_RANK)[None, :]
+    b_rows = b + (tl.maximum(slot, 0).to(tl.int64) * out_features + columns)[:, None] * MAX_RANK + each_rank
+    b_tile = tl.load(b_rows, mask=is_column[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    if rank > 0:
+        target = out + rows[:, None] * out_stride + columns[None, :]
+        mask = is_row[:, None] & is_column[None, :]
+        y = tl.load(target, mask=mask, other=0.0)
+        h_rows = hidden + rows[:, None] * (NUM_PROJECTIONS * MAX_RANK) + projection * MAX_RANK + each_rank
+        split_stride = num_rows.to(tl.int64) * (NUM_PROJECTIONS * MAX_RANK)
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for first_rank in tl.range(0, rank, BLOCK_RANK):
+            h = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                h += tl.load(h_rows + split * split_stride + first_rank, mask=is_row[:, None], other=0.0)
+            sums = tl.dot(h.to(dtype), tl.trans(b_tile), sums, input_precision="ieee")
+            next_rank = first_rank + BLOCK_RANK
+            b_tile = tl.load(b_rows + next_rank, mask=is_column[:, None] & (next_rank < rank), other=0.0)
+        tl.store(target, (y.to(tl.float32) + sums).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_block(
+    table,
+    ranks,
+    order,
+    block,
+    projection,
+    num_blocks,
+    NUM_PROJECTIONS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """The slot of a block or -1, the rank of its projection, 0 for no slot, and the block's rows.
+
+    May come before `gdc_wait`: kernels of torch have written the tables, and none of ours starts before those ended.
+    """
     slot = tl.load(table + block)
-    if slot >= 0:
-        rank = tl.load(ranks + slot * NUM_PROJECTIONS + projection)
-        first_column = tl.load(column_starts + projection) + tile * BLOCK_COLUMNS
-        end_column = tl.load(column_starts + projection + 1)
-        if (rank > 0) & (first_column < end_column):
-            at = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_ROWS)
-            is_row = at < tl.load(table + 2 * num_blocks + block)
-            rows = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
-            columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-            is_column = columns < end_column
-            b_rows = b + (slot.to(tl.int64) * out_features + columns)[:, None] * MAX_RANK
-            h_rows = hidden + rows[:, None] * (NUM_PROJECTIONS * MAX_RANK) + projection * MAX_RANK
-            split_stride = num_rows.to(tl.int64) * (NUM_PROJECTIONS * MAX_RANK)
-            sums = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-            for first_rank in tl.range(0, rank, BLOCK_RANK):
-                each_rank = first_rank + tl.arange(0, BLOCK_RANK)
-                h = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
-                for split in tl.static_range(NUM_SPLITS):
-                    part = h_rows + split * split_stride + each_rank[None, :]
-                    h += tl.load(part, mask=is_row[:, None], other=0.0)
-                b_tile = tl.load(b_rows + each_rank[None, :], mask=is_column[:, None], other=0.0)
-                sums = tl.dot(h.to(dtype), tl.trans(b_tile), sums, input_precision="ieee")
-            target = out + rows[:, None] * out_stride + columns[None, :]
-            mask = is_row[:, None] & is_column[None, :]
-            y = tl.load(target, mask=mask, other=0.0).to(tl.float32) + sums
-            tl.store(target, y.to(out.dtype.element_ty), mask=mask)
+    rank = tl.load(ranks + slot * NUM_PROJECTIONS + projection, mask=slot >= 0, other=0)
+    at = tl.load(table + num_blocks + block) + tl.arange(0, BLOCK_ROWS)
+    is_row = (at < tl.load(table + 2 * num_blocks + block)) & (slot >= 0)
+    rows = tl.load(order + at, mask=is_row, other=0).to(tl.int64)
+    return slot, rank, rows, is_row
