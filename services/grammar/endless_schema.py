@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.grammar.form_error import FormError
-from services.grammar.subschemas import as_dict, as_list, subschemas, target
+from services.grammar.schema_ids import References
+from services.grammar.subschemas import as_dict, as_list, subschemas
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _NONE: frozenset[str] = frozenset()
@@ -40,8 +41,8 @@ class _EndlessSchemas:
     """The subschemas of a schema, and the types that their finite values can have. Schemas are known by identity."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
-        self._schemas = subschemas(root)
+        self._references = References(root)
+        self._schemas = subschemas(root, self._references)
         self._types: dict[int, frozenset[str]] = {}
 
     def first(self) -> dict[str, Any] | None:
@@ -77,7 +78,7 @@ class _EndlessSchemas:
         """The types of a schema's finite values, by what is known of those that it names."""
         types = _declared(schema)
         if "$ref" in schema:
-            types &= self._of(target(schema["$ref"], self._root))
+            types &= self._of(self._references.target(schema))
         for each in as_list(schema.get("allOf")):
             types &= self._of(each)
         for key in ("anyOf", "oneOf"):

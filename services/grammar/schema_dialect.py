@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from services.grammar.form_error import FormError
-from services.grammar.schema_ids import check_ids
+from services.grammar.schema_ids import References, check_ids
 from services.grammar.subschemas import subschemas
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -41,7 +41,7 @@ def translate(text: str) -> str:
     try:
         root = json.loads(text)
         check_ids(root)
-        changes = [_change(schema) for schema in subschemas(root)]
+        changes = [_change(schema) for schema in subschemas(root, References(root))]
         return json.dumps(root, ensure_ascii=False, allow_nan=False) if any(changes) else text
     except RecursionError as error:
         raise FormError("it is nested too deeply") from error

@@ -1,29 +1,79 @@
-"""Refuses schemas in which two subschemas have the same `$id`, so that a reference to it could mean either."""
+"""Ids and anchors of a JSON Schema: what its references mean, and ids that two subschemas have."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import unquote, urldefrag, urljoin
 
 from services.grammar.form_error import FormError
 
 _VALUES = ("const", "enum", "default", "examples")  # of these keywords are no schemas
+_OLD_DRAFTS = ("draft-04", "draft-06", "draft-07")  # there `$ref` makes its neighbours mean nothing
 
 
 def check_ids(root: Any) -> None:
     """Raises `FormError` if two subschemas of a schema, wherever they stand, have the same `$id`."""
     seen: set[str] = set()
-    open_ = [(root, "")]  # with the URI that relative ones are resolved against
+    for schema, base in _with_bases(root, ignores_neighbours=False):
+        if isinstance(schema.get("$id"), str):
+            if base in seen:
+                raise FormError(f"two subschemas have the $id {base[:100]!r}")
+            seen.add(base)
+
+
+class References:
+    """What the references within a schema mean. Subschemas are known by identity."""
+
+    def __init__(self, root: Any) -> None:
+        """Raises `FormError` for an `$id` that is no URI."""
+        self._bases: dict[int, str] = {}  # of subschemas, without anchors
+        self._named = {"": root}  # by URI
+        given = root.get("$schema") if isinstance(root, dict) else None
+        is_old = isinstance(given, str) and any(draft in given for draft in _OLD_DRAFTS)
+        for schema, base in _with_bases(root, ignores_neighbours=is_old):
+            self._named.setdefault(base, schema)
+            self._bases[id(schema)] = resource = urldefrag(base)[0]
+            if isinstance(schema.get("$anchor"), str):
+                self._named.setdefault(f"{resource}#{schema['$anchor']}", schema)
+
+    def target(self, schema: dict[str, Any]) -> Any:
+        """What the `$ref` of a subschema names; True, the schema of all values, if it is not in the document."""
+        reference, base = schema["$ref"], self._bases.get(id(schema), "")
+        if not isinstance(reference, str):
+            return True
+        try:
+            uri, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
+        except ValueError:
+            return True
+        if fragment and not fragment.startswith("/"):
+            return self._named.get(f"{uri}#{fragment}", True)
+        return _pointed(self._named.get(uri, True), unquote(fragment))
+
+
+def _pointed(found: Any, pointer: str) -> Any:
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return True
+    return found
+
+
+def _with_bases(root: Any, *, ignores_neighbours: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """All objects that may be subschemas, each with the URI that relative ones are resolved against."""
+    open_ = [(root, "")]
     while open_:
         value, base = open_.pop()
         if isinstance(value, list):
             open_ += [(each, base) for each in value]
         elif isinstance(value, dict):
-            if isinstance(value.get("$id"), str):
+            if isinstance(value.get("$id"), str) and not (ignores_neighbours and "$ref" in value):
                 base = _resolve(base, value["$id"])
-                if base in seen:
-                    raise FormError(f"two subschemas have the $id {base[:100]!r}")
-                seen.add(base)
+            yield value, base
             open_ += [(each, base) for key, each in value.items() if key not in _VALUES]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
+
+from services.grammar.schema_ids import References
 
 
-def subschemas(root: Any) -> list[dict[str, Any]]:
+def subschemas(root: Any, references: References) -> list[dict[str, Any]]:
     """All object schemas that matter for the values of `root`, each once, and each before those that only it names."""
     found: dict[int, dict[str, Any]] = {}  # by identity
     open_ = [root]
@@ -15,24 +16,8 @@ def subschemas(root: Any) -> list[dict[str, Any]]:
         schema = open_.pop()
         if isinstance(schema, dict) and id(schema) not in found:
             found[id(schema)] = schema
-            open_ += _named_by(schema, root)
+            open_ += _named_by(schema, references)
     return list(found.values())
-
-
-def target(reference: Any, root: Any) -> Any:
-    """What a `$ref` within the document names; True, the schema of all values, for any other."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return True
-    found = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            return True
-    return found
 
 
 def as_list(value: Any) -> list[Any]:
@@ -45,9 +30,9 @@ def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _named_by(schema: dict[str, Any], root: Any) -> Iterator[Any]:
+def _named_by(schema: dict[str, Any], references: References) -> Iterator[Any]:
     if "$ref" in schema:
-        yield target(schema["$ref"], root)
+        yield references.target(schema)
     for key in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
         yield from as_list(schema.get(key))
     for key in ("properties", "patternProperties"):

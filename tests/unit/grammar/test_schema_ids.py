@@ -11,6 +11,7 @@ import pytest
 import referencing.exceptions
 
 from services.common.structured_output import Constraint, StructuredOutput
+from services.grammar.endless_schema import check_ends
 from services.grammar.form_error import FormError
 from services.grammar.schema_dialect import translate
 from tests.support.dense.forms import Forms, make_vocabulary
@@ -95,3 +96,37 @@ def test_what_only_looks_like_an_id_is_none() -> None:
     constant = {"const": {"$id": "a"}, "enum": [{"$id": "a"}, {"$id": "a"}], "properties": {"$id": {"const": "a"}}}
     text = json.dumps({"$id": "a", "allOf": [constant]})
     assert translate(text) is text
+
+
+def test_a_part_without_an_end_is_found_behind_ids_and_anchors() -> None:
+    node = {"type": "object", "required": ["p"]}
+    for reference, named in (
+        ("http://h/a", {"$id": "http://h/a"}),
+        ("a", {"$id": "http://h/a"}),
+        ("#n", {"$anchor": "n"}),
+        ("#n", {"$schema": DRAFT_7, "$id": "#n"}),
+        ("urn:x:y", {"$id": "urn:x:y"}),
+        ("#", {"$id": "urn:x:y"}),
+        ("a#/definitions/x", {"$id": "http://h/a", "definitions": {"x": {"$ref": "#"}}}),
+    ):
+        value = named | node | {"properties": {"p": {"$ref": reference}}}
+        with pytest.raises(FormError, match=r"^only an endless text"):
+            check_ends(json.dumps(value))
+        check_ends(json.dumps(value | {"required": []}))
+
+
+def test_a_pointer_begins_at_the_nearest_id(forms: Forms) -> None:
+    endless = {"$ref": "#/$defs/x"}
+    inner = {"$id": "http://h/b", "$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}}
+    value = {"type": "object", "properties": {"p": inner}, "required": ["p"], "$defs": {"x": endless}}
+    for text in ('{"p":5}', '{"p":true}'):
+        is_valid = jsonschema.Draft202012Validator(value).is_valid(json.loads(text))
+        assert forms.accepts(schema(value), text) == is_valid
+    with pytest.raises(FormError, match=r"^only an endless text"):
+        check_ends(json.dumps(value | {"$schema": DRAFT_7}))  # there the id beside the reference means nothing
+
+
+def test_a_format_behind_an_anchor_is_translated(forms: Forms) -> None:
+    value = {"$ref": "#d", "$defs": {"d": {"$anchor": "d", "type": "string", "format": "date"}}}
+    assert forms.accepts(schema(value), '"2024-02-29"')
+    assert not forms.accepts(schema(value), '"2023-02-29"')
