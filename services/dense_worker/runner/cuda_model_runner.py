@@ -73,7 +73,8 @@ class CudaModelRunner(ModelRunner):
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
-        self._unsampled: _Launched | None = None
+        self._unsampled: _Launched | None = None  # a step whose grammars lack tokens of the step before
+        self._sampleable: _Launched | None = None  # it, once the step before has been collected
         if self._guessing is not None:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._guessing.warm_up()  # now, because the KV cache will take the memory that is free
@@ -101,7 +102,7 @@ class CudaModelRunner(ModelRunner):
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         super().attach(channels)
-        self._unsampled = None
+        self._unsampled = self._sampleable = None
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
@@ -139,8 +140,10 @@ class CudaModelRunner(ModelRunner):
     def launch(self, plan: StepPlan, channel: Channel) -> RunningStep:
         """Enqueues the whole step; waits for the device only to capture a graph.
 
-        If grammars need tokens of the step before, sampling is enqueued when that step is collected.
+        If grammars need tokens of the step before, sampling is enqueued later, see `sample_next`.
         """
+        self.sample_next()  # before this step's layers, and while the slots of sequences that it closes are valid
+        assert self._unsampled is None, "at most one step is launched ahead"
         stage = self._num_launched % _NUM_STAGES
         self._num_launched += 1
         with torch.cuda.stream(self._stream):
@@ -155,14 +158,25 @@ class CudaModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def sample_next(self) -> None:
-        """Enqueues the sampling of the step that waits for the tokens of the one before, if there is such a step."""
-        launched, self._unsampled = self._unsampled, None
+        """Enqueues the sampling of a step that had to wait for the tokens of the one before, if they are known now.
+
+        This finds its masks, which takes the host up to a few milliseconds, while the device runs the step's layers.
+        Not called before it must be: so the attention worker gets the plan of the next step first, and the gateways
+        get the tokens of the step before.
+        """
+        launched, self._sampleable = self._sampleable, None
         if launched is not None:
             self._finish(launched)
+
+    def note_collected(self) -> None:
+        """The oldest step in flight has been collected: the one after it can be sampled."""
+        if self._unsampled is not None:
+            self._sampleable, self._unsampled = self._unsampled, None
 
     @torch.inference_mode()
     def add_guesses(self, launched: _Launched, num_tokens: int) -> None:
         """Enqueues what guesses after the newest step."""
+        self.sample_next()
         with torch.cuda.stream(self._stream):
             launched.finish_guesses(num_tokens)
 
@@ -287,6 +301,8 @@ class _Launched:
             self._event.record()
 
     def is_done(self) -> bool:
+        if self._event is None:  # no further step has been launched
+            self._runner.sample_next()
         return self._event is not None and self._event.query()
 
     def collect(self, near_end: Callable[[], None] | None = None) -> StepResult:
@@ -295,5 +311,5 @@ class _Launched:
         result = self._tokens.read() if self._tokens is not None else StepResult(())
         if self._guess_event is not None and self._event is not None:
             result = replace(result, guess_s=self._guess_event.elapsed_time(self._event) * 1e-3)
-        self._runner.sample_next()
+        self._runner.note_collected()
         return result

@@ -70,7 +70,7 @@ class RunningStep(Protocol):
     runs_when_collected: bool  # on the thread that calls `collect`; otherwise on a device, at once
 
     def is_done(self) -> bool:
-        """Whether `collect` would return without waiting."""
+        """Whether `collect` would return without waiting. May enqueue the rest of the step."""
 
     def guess(self, num_tokens: int) -> None:
         """Asks for guesses of so many tokens after the step's, which become part of its result.

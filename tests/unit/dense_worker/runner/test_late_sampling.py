@@ -18,6 +18,7 @@ from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
 from services.dense_worker.sampling.sampler import Sampler
+from services.grammar.matcher import GrammarMatcher
 from services.step import NewSequence, PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
@@ -175,3 +176,85 @@ def test_a_new_attachment_forgets_the_step_that_waits(cuda_runner: CudaModelRunn
     cuda_runner.launch(second, CHANNEL)
     start(cuda_runner, forms, {1: FORM})
     assert len(run_ahead(cuda_runner, plans([1]))) == NUM_STEPS
+
+
+class Enqueued:
+    """Records what the runner enqueues and asks of the host, in this order: layers, and masks of so many rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._events: list[str] = []
+        first, fill_masks = RandomLogits.first, GrammarMatcher.fill_masks
+
+        def run_layers(*arguments: Any) -> torch.Tensor:
+            self._events.append("layers")
+            return first(*arguments)
+
+        def find_masks(matchers: Any, masks: Any) -> None:
+            self._events.append(f"{len(matchers)} masks")
+            fill_masks(matchers, masks)
+
+        monkeypatch.setattr(RandomLogits, "first", run_layers)
+        monkeypatch.setattr(GrammarMatcher, "fill_masks", find_masks)
+
+    def take(self) -> list[str]:
+        events, self._events = self._events, []
+        return events
+
+
+def test_masks_wait_for_the_next_plan_and_its_layers_wait_for_them(
+    cuda_runner: CudaModelRunner, forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(cuda_runner, forms, {1: FORM, 2: None, 3: FORM, 4: FORM})
+    enqueued = Enqueued(monkeypatch)
+    first, second, third = plans([1, 2, 3, 4])[:3]
+    running = cuda_runner.launch(first, CHANNEL)
+    assert enqueued.take() == ["layers", "3 masks"], "the masks are found while the layers run"
+    ahead = cuda_runner.launch(second, CHANNEL)
+    assert enqueued.take() == ["layers"]
+    running.collect()
+    assert enqueued.take() == [], "tokens and the next plan go out before the host looks for masks"
+    latest = cuda_runner.launch(third, CHANNEL)
+    assert enqueued.take() == ["3 masks", "layers"], "on the device, a step begins with the tokens of the one before"
+    ahead.collect()
+    assert latest.is_done() and enqueued.take() == ["3 masks"], "no further step is launched"
+    assert latest.is_done() and enqueued.take() == []
+
+
+def test_guesses_come_after_the_tokens_that_they_follow(
+    cuda_runner: CudaModelRunner, forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_runner, "with_guesses", lambda tokens, num_tokens: tokens)
+    start(cuda_runner, forms, {1: FORM})
+    first, second = plans([1])[:2]
+    running, ahead = cuda_runner.launch(first, CHANNEL), cuda_runner.launch(second, CHANNEL)
+    running.collect()
+    enqueued = Enqueued(monkeypatch)
+    ahead.guess(2)
+    assert enqueued.take() == ["1 masks"]
+    assert len(ahead.collect().token_ids[0]) == 1
+
+
+def test_a_plan_may_close_sequences_of_a_step_that_waits_for_its_masks(
+    cuda_runner: CudaModelRunner, forms: Forms
+) -> None:
+    """Sequence 1 ends in step 2. By then step 3 has been launched with it. Step 4 closes it; sequence 3 gets its slot."""
+    steps = [
+        StepPlan(1, (PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1))),
+        *(StepPlan(step, (PlanEntry(1, step, 1, 1), PlanEntry(2, step, 1, 1))) for step in (2, 3)),
+        StepPlan(4, (PlanEntry(2, 4, 1, 1),), close_seq_ids=(1,)),
+        StepPlan(5, (PlanEntry(2, 5, 1, 1), PlanEntry(3, 0, 2, 1))),
+        *(StepPlan(step, (PlanEntry(2, step, 1, 1), PlanEntry(3, step - 4, 1, 1))) for step in range(6, 11)),
+    ]
+    outputs: list[dict[int, list[int]]] = []
+    for runner in (cuda_runner, plain_runner()):
+        start(runner, forms, {1: StructuredOutput(Constraint.REGEX, "(a|b)c"), 2: FORM, 3: FORM})
+        is_ahead = runner is cuda_runner
+        results = run_ahead(runner, steps) if is_ahead else [runner.launch(each, CHANNEL).collect() for each in steps]
+        assert results[1].ended == {1: None}
+        output: dict[int, list[int]] = {1: [], 2: [], 3: []}
+        for plan, result in zip(steps, results, strict=True):
+            for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
+                output[entry.seq_id] += token_ids
+        outputs.append({**output, 1: output[1][:2]})  # what comes after the end of a form has no meaning
+    assert outputs[0] == outputs[1]
+    assert all(set(forms.text(outputs[0][seq_id])) <= set("abcde") for seq_id in (1, 2, 3))
