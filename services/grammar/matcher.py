@@ -22,6 +22,7 @@ MAX_ERROR_CHARACTERS = 300
 PARALLEL_FROM = 8  # masks of a step; for fewer, waking other threads takes longer
 TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
 CREDIT_S = 0.25  # what it may take beyond that
+QUICK_S = TOKEN_S / 10  # following a token costs nothing if it takes less
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # of the grammar, which clients do not know, follows a message
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
@@ -127,7 +128,7 @@ class GrammarMatcher:
             self.error = describe_error(self._matcher)
 
     def _charge(self, took_s: float) -> None:
-        """Counts time that all sequences of a step wait for. A sequence that takes too much ends."""
+        """Counts the time of a mask, which all sequences of a step wait for. A sequence that takes too much ends."""
         self._is_slow = took_s > TOKEN_S
         self._credit_s = min(CREDIT_S, self._credit_s + TOKEN_S - took_s)
         if self._credit_s < 0 and self.error is None:
@@ -136,14 +137,10 @@ class GrammarMatcher:
                 f"{1e3 * TOKEN_S:.0f} ms allowed in the mean"
             )
 
-    def _forbid_eos(self, mask: np.ndarray) -> None:
-        """Takes EOS out of a mask, unless nothing else is in it."""
-        kept = [(token_id >> 5, mask[token_id >> 5]) for token_id in self._eos_token_ids]
-        for token_id in self._eos_token_ids:
-            mask[token_id >> 5] &= _ALL ^ (1 << (token_id & 31))
-        if not mask.any():
-            for word, bits in kept:
-                mask[word] = bits
+    def _charge_token(self, took_s: float) -> None:
+        if took_s > QUICK_S:
+            self._credit_s -= took_s
+            self._is_slow = True  # so that its next mask is timed alone, and ends it if it has no credit left
 
     def _fill_forced(self, masks: np.ndarray) -> None:
         """Sets the masks of its next tokens, which are all forced."""
@@ -156,48 +153,74 @@ class GrammarMatcher:
 
     @staticmethod
     def consume(sampled: Sequence[tuple[GrammarMatcher, int]]) -> None:
-        """Each running matcher takes the token of its sequence."""
+        """Each running matcher takes the token of its sequence. One that needs long is charged for its share."""
+        begin_s, times = time.thread_time(), [time.perf_counter()]  # the former takes as long to read as a token
         for matcher, token_id in sampled:
             if matcher.is_running:
-                begin = time.thread_time()
                 matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
-                matcher._credit_s -= time.thread_time() - begin
                 matcher._note([token_id])
+            times.append(time.perf_counter())
+        took_s = time.thread_time() - begin_s
+        if took_s > QUICK_S:
+            for (matcher, _), start, end in zip(sampled, times, times[1:], strict=False):
+                matcher._charge_token(took_s * (end - start) / (times[-1] - times[0]))
 
     @staticmethod
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:
         """Sets the bit of every token that may come next. A matcher that does not run allows all.
 
-        A matcher may have several consecutive rows, at most as many as forced tokens: one for each of them.
+        A matcher may have several consecutive rows, at most as many as forced tokens: one for each of them. The
+        matchers belong to one model. Many masks are found by one call without the interpreter lock, so that other
+        threads can run.
         masks: uint32 [len(matchers), num_words], contiguous; at least the matchers' `num_words`
         """
         masks.fill(_ALL)
-        running = list[tuple[int, GrammarMatcher]]()
-        for _, rows in groupby(range(len(matchers)), key=lambda row: id(matchers[row])):
-            first, *more = rows
+        running, row = list[tuple[int, GrammarMatcher]](), 0
+        for _, group in groupby(matchers, key=id):
+            matcher, *more = group
             if more:
-                matchers[first]._fill_forced(masks[first : first + 1 + len(more)])
-            elif matchers[first].is_running:
-                running.append((first, matchers[first]))
-        address, mask_bytes = masks.ctypes.data, masks.strides[0]
-        executor = running[0][1]._executor if running else None
-        together, alone = [], running
-        if executor is not None and len(running) >= PARALLEL_FROM:
-            together = [(each._matcher, i) for i, each in running if not each._is_slow]
-            alone = [(i, each) for i, each in running if each._is_slow]
-        if executor is not None and together:
-            begin = time.monotonic()
-            executor.unsafe_compute_mask_ptr(together, address, mask_bytes, len(masks))
-            if time.monotonic() - begin > TOKEN_S:
-                for _, each in running:
-                    each._is_slow = True  # in the next step each is timed alone
-        for i, each in alone:
-            begin = time.thread_time()
-            each._matcher.unsafe_compute_mask_ptr(address + i * mask_bytes, mask_bytes)
-            each._charge(time.thread_time() - begin)
+                matcher._fill_forced(masks[row : row + 1 + len(more)])
+            elif matcher.is_running:
+                running.append((row, matcher))
+            row += 1 + len(more)
+        _find_masks(running, masks)
         for i, each in running:
-            each._note([])
+            if each._matcher.is_error():
+                each._note([])
             if each.error is not None:
                 masks[i] = _ALL
-            elif not each._may_end:
-                each._forbid_eos(masks[i])
+        if endless := [i for i, each in running if not each._may_end and each.error is None]:
+            _forbid_eos(masks, endless, running[0][1]._eos_token_ids)
+
+
+def _find_masks(running: list[tuple[int, GrammarMatcher]], masks: np.ndarray) -> None:
+    """Has llguidance write the masks of matchers, each into its row of `masks`, and charges them for the time."""
+    address, mask_bytes = masks.ctypes.data, masks.strides[0]
+    executor = running[0][1]._executor if running else None
+    together, alone = [], running
+    if executor is not None and len(running) >= PARALLEL_FROM:
+        together = [(each._matcher, i) for i, each in running if not each._is_slow]
+        alone = [(i, each) for i, each in running if each._is_slow]
+    if executor is not None and together:
+        begin = time.monotonic()
+        executor.unsafe_compute_mask_ptr(together, address, mask_bytes, len(masks))
+        if time.monotonic() - begin > TOKEN_S:
+            for _, each in running:
+                each._is_slow = True  # in the next step each is timed alone
+    for i, each in alone:
+        begin = time.thread_time()
+        each._matcher.unsafe_compute_mask_ptr(address + i * mask_bytes, mask_bytes)
+        each._charge(time.thread_time() - begin)
+
+
+def _forbid_eos(masks: np.ndarray, rows: Sequence[int], eos_token_ids: Sequence[int]) -> None:
+    """Takes EOS out of these rows of masks; a row in which nothing else is keeps it."""
+    words_and_bits = [(token_id >> 5, 1 << (token_id & 31)) for token_id in eos_token_ids]
+    with_eos = {row for word, bit in words_and_bits for row in (masks[:, word] & bit).nonzero()[0].tolist()}
+    for mask in (masks[row] for row in with_eos.intersection(rows)):
+        kept = [(word, mask[word]) for word, _ in words_and_bits]
+        for word, bit in words_and_bits:
+            mask[word] &= _ALL ^ bit
+        if not mask.any():
+            for word, bits in kept:
+                mask[word] = bits

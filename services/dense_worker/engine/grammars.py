@@ -29,16 +29,21 @@ if TYPE_CHECKING:
 NUM_THREADS = 2
 MAX_KEPT = 64  # compiled forms, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
-MAX_MASK_THREADS = 8  # which find masks; more than the engine thread's step can use
+# Threads that find masks: at most a quarter of the cores, because the attention worker and the gateway run beside them.
+# With 8 of 16 cores, 64 masks took longer than 64 times as long as one (bench/results/structured.md).
+MAX_MASK_THREADS = 4
 
 
 class Grammars:
     """Compiled forms by their values. Begins at once to read the vocabulary; `close` ends the threads."""
 
-    def __init__(self, read_vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int | None = None) -> None:
+        """`num_mask_threads`: threads that find the masks of a step; None: as many as suit the machine."""
+        num_cores = os.cpu_count() or 1
+        num_mask_threads = num_mask_threads or min(MAX_MASK_THREADS, num_cores // 4)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._turns = ClientTurns(NUM_THREADS)
-        self._loaded = self._threads.submit(_load, read_vocabulary)
+        self._loaded = self._threads.submit(_load, read_vocabulary, num_mask_threads)
         self._lock = threading.Lock()  # of all below
         self._starts: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
@@ -86,9 +91,11 @@ class Grammars:
             return start
 
 
-def _load(read_vocabulary: Callable[[], Vocabulary]) -> tuple[Vocabulary, LLTokenizer, LLExecutor | None]:
+def _load(
+    read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int
+) -> tuple[Vocabulary, LLTokenizer, LLExecutor | None]:
     from llguidance import LLExecutor
 
     vocabulary = read_vocabulary()
-    num_threads = min(MAX_MASK_THREADS, (os.cpu_count() or 1) // 2)
-    return vocabulary, vocabulary.load(), LLExecutor(num_threads) if num_threads > 1 else None
+    executor = LLExecutor(num_mask_threads) if num_mask_threads > 1 else None  # one thread: the caller's
+    return vocabulary, vocabulary.load(), executor

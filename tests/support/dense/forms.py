@@ -43,12 +43,12 @@ class Forms:
 
         self.vocabulary = vocabulary
         self.tokenizer = vocabulary.load()
-        self._executor = LLExecutor(2)
+        self.executor = LLExecutor(2)
 
     def matcher(self, form: StructuredOutput, may_end: bool = True) -> GrammarMatcher:
         """A matcher at the beginning. Raises `FormError`."""
         start = compile_grammar(self.tokenizer, lower(form, self.vocabulary.special_tokens))
-        return GrammarMatcher(start, self._executor, self.vocabulary, may_end)
+        return GrammarMatcher(start, self.executor, self.vocabulary, may_end)
 
     def accepts(self, form: StructuredOutput, text: str) -> bool:
         """Whether the form allows the text and lets it end there."""

@@ -8,7 +8,7 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import numpy as np
@@ -189,6 +189,48 @@ def test_the_walks_do_end(forms: Forms, tmp_path: Path) -> None:
         forms.walk(matcher, random.Random(seed), MAX_TOKENS)
         ends.append(matcher.is_complete)
     assert sum(ends) > 20
+
+
+def test_one_call_without_the_interpreter_lock_finds_many_masks(forms: Forms) -> None:
+    class Executor:
+        calls: ClassVar[list[list[int]]] = []
+
+        def unsafe_compute_mask_ptr(self, rows: Any, *target: int) -> None:
+            self.calls.append([row for _, row in rows])
+            forms.executor.unsafe_compute_mask_ptr(rows, *target)
+
+    patterns = ["[ab]c?", "a*", "xyz", "[0-9]{2}"] * 4
+    matchers = [forms.matcher(StructuredOutput(Constraint.REGEX, each), may_end=i % 3 > 0)
+                for i, each in enumerate(patterns)]  # fmt: skip
+    consume(matchers[0], *forms.tokens("ac"))  # complete
+    consume(matchers[6], *forms.tokens("xx"))  # does not fit
+    masks, expected = np.zeros((2, 16, matchers[0].num_words), dtype=np.uint32)
+    for row, each in enumerate(matchers):
+        GrammarMatcher.fill_masks([each], expected[row : row + 1])
+    assert not Executor.calls
+    for each in matchers:
+        each._executor = Executor()
+    GrammarMatcher.fill_masks(matchers, masks)
+    assert Executor.calls == [[row for row in range(16) if row not in (0, 6)]]
+    assert (masks == expected).all()
+    with_eos = np.flatnonzero(masks[:, EOS >> 5] >> (EOS & 31) & 1)
+    assert with_eos.tolist() == [0, 1, 5, 6, 13], "of those that run, a* where EOS ends the sequence"
+
+
+def test_a_form_whose_tokens_take_too_long_to_follow_ends_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks take the place of time: the first matcher needs 0.2 s for each token, the others nothing."""
+    matchers = [forms.matcher(StructuredOutput(Constraint.REGEX, "a*")) for _ in range(12)]
+    masks = np.zeros((12, matchers[0].num_words), dtype=np.uint32)
+    cpu = itertools.cycle([0.0, 0.2, 0.0, 0.0])  # of all tokens, and of the mask that is found alone
+    wall = itertools.cycle([0.0] + [0.4] * 12)  # before the first token, and after each
+    clocks = SimpleNamespace(thread_time=lambda: next(cpu), perf_counter=lambda: next(wall), monotonic=lambda: 0.0)
+    monkeypatch.setattr(matcher_module, "time", clocks)
+    for _ in range(2):
+        assert matchers[0].error is None
+        GrammarMatcher.consume([(each, forms.tokens("a")[0]) for each in matchers])
+        GrammarMatcher.fill_masks(matchers, masks)
+    assert matchers[0].error is not None and "at most 5 ms" in matchers[0].error
+    assert all(each.is_running for each in matchers[1:])
 
 
 def test_a_form_that_takes_too_long_for_its_tokens_ends_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
