@@ -148,12 +148,15 @@ async def measure_compiling(model: Path, is_optional: bool, num_forms: int) -> N
     print(f"first form, which starts the process: {start_s:.2f} s")
 
 
-async def measure_masks(model: Path, is_optional: bool, batch_sizes: Sequence[int], num_steps: int) -> None:
+async def measure_masks(
+    model: Path, is_optional: bool, batch_sizes: Sequence[int], num_steps: int, num_threads: int | None = None
+) -> None:
     config = load_model_config(model)
     vocabulary = read_vocabulary(model, config.vocab_size, config.eos_token_ids, is_optional)
-    grammars = Grammars(lambda: vocabulary)
+    grammars = Grammars(lambda: vocabulary, num_threads)
     form = StructuredOutput(Constraint.JSON_SCHEMA, json.dumps(ENDLESS))
     generator = np.random.default_rng(0)
+    print(f"Threads that find masks: {num_threads or 'as the server has'}\n")
     print("| matchers | masks, µs per step | tokens, µs per step | masks per second |")
     print("|---|---|---|---|")
     for batch_size in batch_sizes:
@@ -192,14 +195,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--num-forms", type=int, default=200, help="schemas to compile")
     parser.add_argument("--num-steps", type=int, default=200, help="steps of the masks alone")
+    parser.add_argument("--mask-threads", type=int, nargs="+", help="measure masks alone with these numbers of threads")
     options = parser.parse_args()
     with open_server(options, f"scheduler.max_num_seqs={max(options.streams)}") as server:
         vocab_size = load_model_config(server.model).vocab_size
         print(f"{os.cpu_count()} cores, vocabulary of {vocab_size}, shape {options.shape or server.model.name}\n")
         asyncio.run(measure_tpot(server.address, options.streams, options.rounds, options.max_tokens))
         print()
-        asyncio.run(measure_masks(server.model, options.dummy, options.streams, options.num_steps))
-        print()
+        for num_threads in options.mask_threads or [None]:
+            asyncio.run(
+                measure_masks(server.model, options.dummy, options.streams, options.num_steps, num_threads)
+            )
+            print()
         asyncio.run(measure_compiling(server.model, options.dummy, options.num_forms))
 
 
