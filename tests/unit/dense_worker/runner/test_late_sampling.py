@@ -237,7 +237,7 @@ def test_guesses_come_after_the_tokens_that_they_follow(
 def test_a_plan_may_close_sequences_of_a_step_that_waits_for_its_masks(
     cuda_runner: CudaModelRunner, forms: Forms
 ) -> None:
-    """Sequence 1 ends in step 2. By then step 3 has been launched with it. Step 4 closes it; sequence 3 gets its slot."""
+    """Sequence 1 ends in step 2. By then step 3 has been launched with it. Step 4 closes it; then 3 gets its slot."""
     steps = [
         StepPlan(1, (PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1))),
         *(StepPlan(step, (PlanEntry(1, step, 1, 1), PlanEntry(2, step, 1, 1))) for step in (2, 3)),
