@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
+from services.common.json_files.patterns import PatternError, PatternMatcher
 from services.grammar.form_error import FormError
 from services.grammar.schema_ids import References
 from services.grammar.subschemas import as_dict, as_list, subschemas
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _NONE: frozenset[str] = frozenset()
+_MAX_PATTERNS_S = 0.25  # that all patterns of a schema may take here
 
 
 def check_ends(text: str) -> None:
@@ -44,6 +45,7 @@ class _EndlessSchemas:
         self._references = References(root)
         self._schemas = subschemas(root, self._references)
         self._types: dict[int, frozenset[str]] = {}
+        self._patterns = PatternMatcher(_MAX_PATTERNS_S)
 
     def first(self) -> dict[str, Any] | None:
         """The first reference on the way from the root that endless values alone satisfy; None if there is none."""
@@ -96,7 +98,10 @@ class _EndlessSchemas:
         for name in as_list(schema.get("required")):
             if not isinstance(name, str):
                 continue  # the compiler refuses it
-            rules = [rule for pattern, rule in patterns.items() if _matches(pattern, name)]
+            try:
+                rules = [rule for pattern, rule in patterns.items() if self._patterns.search(pattern, name) is not None]
+            except PatternError:
+                continue  # whoever compiles it says what is wrong; one that takes too long counts as satisfied
             rules += [properties[name]] if name in properties else []
             if not all(map(self._of, rules or [others])):
                 return False
@@ -118,13 +123,6 @@ def _declared(schema: dict[str, Any]) -> frozenset[str]:
     given = schema.get("type")
     names: Iterable[Any] = [given] if isinstance(given, str) else given if isinstance(given, list) else _TYPES
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except (re.error, OverflowError):  # the latter for a{4294967296}
-        return False
 
 
 def _count(value: Any) -> int:

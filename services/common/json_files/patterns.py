@@ -1,4 +1,4 @@
-"""`PatternMatcher`: applies the regular expressions that a model's or an adapter's files contain, which may be hostile.
+"""`PatternMatcher`: applies regular expressions of requests and of models' and adapters' files, which may be hostile.
 
 The package regex limits the time of a match, but not what compiling takes: it repeats the parts that must occur
 several times, also those within each other. So the size of a pattern is limited before it is compiled.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 
 import regex
 
@@ -35,13 +36,22 @@ class PatternMatcher:
 
     def match(self, pattern: str, text: str) -> regex.Match[str] | None:
         """The match at the start of the text, as by `re.match`. Raises `PatternError`."""
+        return self._within_time(pattern, text, regex.Pattern.match)
+
+    def search(self, pattern: str, text: str) -> regex.Match[str] | None:
+        """The first match anywhere in the text, as by `re.search`. Raises `PatternError`."""
+        return self._within_time(pattern, text, regex.Pattern.search)
+
+    def _within_time(
+        self, pattern: str, text: str, find: Callable[..., regex.Match[str] | None]
+    ) -> regex.Match[str] | None:
         left_s = self._deadline - time.monotonic()
         try:
             if left_s > 0:
                 compiled = self._compiled.get(pattern)
                 if compiled is None:
                     compiled = self._compiled[pattern] = compile_pattern(pattern)
-                return compiled.match(text, timeout=left_s, concurrent=True)
+                return find(compiled, text, timeout=left_s, concurrent=True)
         except TimeoutError:
             pass
         raise PatternError(f"patterns take longer than {self._max_s:g} s, such as {show(pattern)}")

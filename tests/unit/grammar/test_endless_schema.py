@@ -132,6 +132,11 @@ def test_keywords_that_no_compiler_takes_are_left_to_it(forms: Forms, keywords: 
         forms.matcher(StructuredOutput(Constraint.JSON_SCHEMA, text))
 
 
+def test_a_pattern_that_never_ends_is_given_up() -> None:
+    rules = {"type": "object", "patternProperties": {"^(a+)+$": {}}, "required": ["a" * 60 + "!"]}
+    check_ends(json.dumps({"$ref": "#/$defs/a", "$defs": {"a": rules}}))
+
+
 SYSTEMS = st.fixed_dictionaries({
     name: st.recursive(
         st.sampled_from([NULL, {"type": "boolean"}, ref("a"), ref("b"), ref("c")]),
