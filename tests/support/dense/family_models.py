@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _COMMON = {
     "vocab_size": 96,
@@ -358,3 +358,18 @@ def make_family_model(path: Path, variant: str, seed: int = 0, **changes: Any) -
                 torch.nn.init.normal_(buffer, mean=0.8, std=0.2)
     model.save_pretrained(path)
     return path
+
+
+def load_true_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model by transformers on a CPU, as config.json describes it.
+
+    Version 5.17, which machines with a GPU may have, leaves the soft cap of attention out of `sdpa`, and gives the
+    experts of gpt-oss the limit 7 whatever config.json says.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.limit = model.config.swiglu_limit
+    return model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
@@ -19,7 +19,7 @@ from services.dense_worker.tensorrt.export_check import compare_with_hugging_fac
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
-from tests.support.dense.family_models import VARIANTS, make_family_model
+from tests.support.dense.family_models import VARIANTS, load_true_model, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
 
 torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def truth(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return load_true_model(path)
 
 
 @torch.inference_mode()
@@ -126,7 +126,7 @@ def test_segments_by_onnx_and_tensorrt_rtx(exported: str, tmp_path: Path) -> Non
     model = WholeModel(path, lambda weights: OnnxRuntimeBackend(export_networks(config, torch.float32), weights))
     model.open(1, PROMPT)
     (logits,) = model.step((1, len(PROMPT), 0))
-    check_logits(logits, true_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), PROMPT))
+    check_logits(logits, true_logits(load_true_model(path), PROMPT))
     cache, networks = EnginePlanCache(tmp_path / "plans"), export_networks(config, torch.bfloat16)
     builder = EnginePlanBuilder(load_tensorrt(), None, parse_profiles("1-16"), cache)
     plans = builder.find_or_build(networks, torch.bfloat16, None, lambda line: None)
@@ -149,7 +149,7 @@ def test_parts_by_the_operations_for_cuda(variant: str, tmp_path: Path) -> None:
         model = WholeModel(path, lambda weights: CudaBackend(weights, load_model_config(path), 64))
         model.open(1, PROMPT)
         rows = [model.step((1, 20, 0))[0], model.step((1, 1, 20))[0]]
-        truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        truth = load_true_model(path)
         prompt, table, expected = prompt_with_vectors(truth, model.config.vocab_size)
         model.open(2, prompt, table)
         with_vectors = model.step((2, 9, 0))[0], model.step((2, 12, 9))[0]
