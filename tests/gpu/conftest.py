@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 in the environment, kernel tests run on the CPU in Trito
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -22,6 +23,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Prints each failure at once: a run on a GPU may be cut off before pytest's summary.
+
+    An error "at setup" of a parametrized module fixture may be that of the one before, which ends then.
+    """
+    report = yield
+    if report.failed:
+        terminal = item.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.write_line(f"\nFAILED at {report.when} of {item.nodeid}\n{report.longreprtext}")
+    return report
 
 
 @pytest.fixture(scope="session")

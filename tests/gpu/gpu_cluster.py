@@ -15,7 +15,7 @@ from tests.support.cluster import Cluster, running_cluster
 DEVICE = "cuda"
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 ANSWER_TIMEOUT_S = 30.0
-END_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 60.0
 WORKERS = ("dense_worker", "attn_worker")
 
 
