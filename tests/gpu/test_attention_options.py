@@ -119,3 +119,19 @@ def test_sinks_of_an_8_bit_cache_and_of_large_groups(kernels: Kernels, num_heads
         for _ in range(2):
             for out, expected in pair.run(pair.plan({"a": 1, "b": 1})):
                 assert relative_error(out, expected) < (kernels.tolerance if cache_dtype is None else 1e-2)
+
+
+def test_keys_are_appended_from_rows_beyond_two_billion_elements(kernel_device: torch.device) -> None:
+    """As a step of 100,000 tokens has them with wide layers. Memory between the rows is never touched."""
+    append = pytest.importorskip("services.attn_worker.backends.triton_rope_append", reason="needs triton")
+    num_rows, head_dim = 3, 16
+    near = torch.randn(num_rows, 3 * head_dim).to(kernel_device, torch.float16)
+    far = torch.empty(2**31 + 3 * head_dim, dtype=torch.float16, device=kernel_device)
+    far = far.as_strided(near.shape, (2**30, 1))
+    far.copy_(near)
+    angles = torch.randn(num_rows, head_dim, device=kernel_device)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=kernel_device)
+    caches = torch.zeros(2, 2, 1, 2, 4, head_dim, dtype=torch.float16, device=kernel_device)
+    for cache, qkv in zip(caches, (near, far), strict=True):
+        append.append_prefill(qkv, cache, None, angles, rows, rows)
+    assert caches[0].any() and torch.equal(caches[0], caches[1])

@@ -118,7 +118,7 @@ def _append_kernel(
     offs = tl.arange(0, HALF)
     mask = (slot >= 0)[:, None] & (offs < half)[None, :]
 
-    head_start = qkv + (rows * qkv_stride + KEY_START + kv_head * HEAD_DIM)[:, None]
+    head_start = qkv + (rows.to(tl.int64) * qkv_stride + KEY_START + kv_head * HEAD_DIM)[:, None]
     source = head_start + offs[None, :]
     if ROTARY_DIM == HEAD_DIM and not HAS_PAIRS:
         key_1 = tl.load(source, mask=mask, other=0.0)
