@@ -22,8 +22,14 @@ WORKERS = ("dense_worker", "attn_worker")
 @contextlib.contextmanager
 def gpu_cluster(directory: Path, *overrides: str) -> Iterator[Cluster]:
     """A cluster on the first GPU, unless `overrides` say otherwise. Its MPS daemon must leave no process behind."""
-    # The default would first build TensorRT engines, and then choose the faster backend by measurement.
-    settings = (f"dense.device={DEVICE}", f"attention.device={DEVICE}", "dense.backend=torch")
+    settings = (
+        f"dense.device={DEVICE}",
+        f"attention.device={DEVICE}",
+        # The default would first build TensorRT engines, and then choose the faster backend by measurement.
+        "dense.backend=torch",
+        # The default is nine tenths of the free memory, and other tests may need some of it at the same time.
+        "attention.num_blocks=2000",
+    )
     with running_cluster(directory, *settings, *overrides) as cluster:
         pipe = pipe_of(cluster.pid_of("dense_worker"))
         yield cluster
