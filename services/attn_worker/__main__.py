@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+from services.common.process import end_at_signals
 
-from services.common.cli import parse_service_args
-from services.common.logs import configure_logs
-from services.common.process import importing
-from services.rpc.server import run_service, serve
+end_at_signals()
+
+import sys  # noqa: E402
+
+from services.common.cli import parse_service_args  # noqa: E402
+from services.common.logs import configure_logs  # noqa: E402
+from services.common.process import importing  # noqa: E402
+from services.rpc.server import run_service, serve  # noqa: E402
 
 
 def main() -> None:

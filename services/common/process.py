@@ -14,6 +14,16 @@ from collections.abc import Iterator
 _PR_SET_PDEATHSIG = 1
 
 
+def end_at_signals() -> None:
+    """Lets SIGINT and SIGTERM end this process with status 0, until `run_service` handles them.
+
+    Call it before the imports, which take seconds. By default SIGINT would raise KeyboardInterrupt within one of them.
+    Nothing is open yet, so there is nothing to close.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(0))
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Sends this process SIGINT (end at once) when its parent ends for whatever reason.
 

@@ -118,7 +118,7 @@ class Child:
         """Asks the service to stop and does not restart it. With `drains` a gateway first finishes its requests."""
         self._is_stopping = True
         if self._process is not None:
-            # SIGINT only for services that have served: before that, Python would print a traceback.
+            # SIGINT only for services that have served: before that, Python may print a traceback.
             is_soft = drains or self.role != "gateway" or not self.may_restart
             self._process.send_signal(signal.SIGTERM if is_soft else signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""A service ends when the process that started it ends."""
+"""A service ends when the process that started it ends, and at a signal, also while it starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,38 @@ def test_a_service_whose_parent_is_killed_cleans_up_and_ends(is_stopped: bool) -
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
     assert output.startswith("cleaned up\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_before_a_service_has_started_end_it_with_status_0_and_without_a_traceback(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    config = tmp_path / "config.toml"
+    os.mkfifo(config)  # a service that opens it waits for a writer
+    services = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"services.{name}", "--config", str(config)], stderr=subprocess.PIPE, text=True
+        )
+        for name in ("gateway", "dense_worker", "attn_worker")
+    ]
+    with config.open("w"):  # returns when one of them reads; the end of the file comes only after this block
+        for service in services:
+            wait_until_reading(service, config)
+            service.send_signal(number)
+        ends = [(service.communicate(timeout=60)[1], service.returncode) for service in services]
+    assert ends == [("", 0)] * 3
+
+
+def wait_until_reading(process: subprocess.Popen[str], path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not any(is_link_to(file, path) for file in Path(f"/proc/{process.pid}/fd").iterdir()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_link_to(link: Path, path: Path) -> bool:
+    try:
+        return os.readlink(link) == str(path)
+    except FileNotFoundError:  # it has just been closed
+        return False
