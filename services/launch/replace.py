@@ -26,9 +26,9 @@ from services.launch.children import Children
 from services.launch.dense_address import DenseAddress
 from services.launch.probe import compute_one_token
 from services.launch.start_deadline import StartDeadline
-from services.launch.uninterrupted import uninterrupted
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
+from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 

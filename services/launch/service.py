@@ -31,8 +31,8 @@ from services.launch.service_configs import make_own_key, service_configs
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving
 from services.launch.start_deadline import StartDeadline
-from services.launch.uninterrupted import uninterrupted
 from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
@@ -79,8 +79,8 @@ class Launcher:
         await run_until_first(self._use(), self._drained(), self._children.wait_failure(), health.run())
 
     async def stop(self) -> None:
-        """Ends first the users of the services, then the services, within `launch.stop_grace_s`. Not cancellable."""
-        await uninterrupted(self._opened.aclose())
+        """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
+        await self._opened.aclose()
 
     async def _start_control(self, run_dir: Path, replacer: DenseReplacer) -> None:
         control = make_control(run_dir, self._children, replacer)

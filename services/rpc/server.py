@@ -29,6 +29,7 @@ from services.rpc.error_details import rich_status
 from services.rpc.health import HealthServicer
 from services.rpc.reflection import add_reflection
 from services.rpc.tls import TlsFiles, warn_if_exposed
+from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
@@ -247,7 +248,7 @@ async def serve(make_service: Callable[[], Service]) -> None:
         await service.start()
         await service.run()
     finally:
-        await service.stop()
+        await uninterrupted(service.stop())  # signals that come again change nothing
 
 
 def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:

@@ -58,6 +58,30 @@ def test_a_service_that_is_cancelled_is_stopped() -> None:
     assert service.calls == ["start", "run", "stop"]
 
 
+def test_a_service_that_is_cancelled_again_while_it_stops_is_stopped_to_the_end() -> None:
+    class SlowService(RecordedService):
+        async def stop(self) -> None:
+            self._record("stop")
+            await may_end.wait()
+            self._record("stopped")
+
+    service, may_end = SlowService(), asyncio.Event()
+
+    async def cancel_it_twice() -> None:
+        serving = asyncio.create_task(serve(lambda: service))
+        for call in ("run", "stop"):
+            while call not in service.calls:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            serving.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(cancel_it_twice())
+    assert service.calls == ["start", "run", "stop", "stopped"]
+
+
 def test_a_bug_in_a_constructor_ends_the_process_like_any_other_bug() -> None:
     program = "from services.rpc.server import run_service, serve; run_service(serve(lambda: 1 / 0))"
     command = [sys.executable, "-c", program]
