@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.http.cross_origin import answer_headers
 from services.gateway.http.errors import error_body
@@ -46,6 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_headers = True  # whether headers, or nothing yet, have arrived
         self._num_frame_bytes = 0  # since the last bytes of the body: chunk sizes, chunk extensions and trailers
         self._is_refused = False  # whether an error has been sent that ends the connection
+        self._running: RequestResponseCycle | None = None  # the request whose answer began last
         self._read_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
@@ -60,6 +61,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._clear_read_deadline()
         self._clear_write_deadline()
         super().connection_lost(exc)
+        # uvicorn tells only the request that arrived last, but that one waits while an earlier one is answered.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -130,6 +135,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuses data that is not HTTP."""
         self._refuse(400, "this is not a valid HTTP request", "invalid_http")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _refuse_headers(self) -> None:
         limit = self.limits.max_header_bytes

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from services.gateway import __version__
-from tests.support.clients.http_clients import async_client, events
+from tests.support.clients.http_clients import async_client, connect, events, request_bytes
 from tests.support.clients.http_gateway import CHAT, CHATS, COMPLETIONS, MODEL, PROMPT, USER, check_error, with_client
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
@@ -160,6 +160,24 @@ def test_a_client_that_leaves_frees_its_requests(prompt: str | list[str], is_str
 
     dense = FakeDense(lambda submit: [5] * 10)  # and then no more tokens
     with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_frees_its_request_also_if_another_one_waits_behind_it(
+    tmp_path: Path, is_stream: bool
+) -> None:
+    async def body() -> None:
+        dense = FakeDense(lambda submit: [5])  # and then no more tokens
+        async with running_gateway(tmp_path, dense) as gateway:
+            _, writer = await connect(gateway.http_address)
+            fields = {"prompt": "a", "max_tokens": 50, "stream": is_stream}
+            writer.write(2 * request_bytes(COMPLETIONS, fields))
+            await until(lambda: len(dense.running) == 1)
+            writer.close()
+            await until(lambda: not dense.running)
+            assert len(dense.submits) == 1, "the request behind it is not begun for a client that is gone"
+
+    run(body())
 
 
 def test_a_second_prompt_that_is_refused_stops_the_first(tmp_path: Path) -> None:
