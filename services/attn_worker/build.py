@@ -12,7 +12,7 @@ from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.select import BackendName, select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.spec import KVCacheSpec, WindowGroup
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner
@@ -42,7 +42,7 @@ def build_engine(
     """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
-    spec = make_cache_spec(section, model)
+    spec = make_cache_spec(section, model, _limits_of_groups(section, model, limits))
     window, num_sinks = spec.window, config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
         window, num_sinks = None, 0  # it hides nothing
@@ -61,14 +61,20 @@ def build_engine(
         length_dependent_beyond=length_dependent_beyond(config.rope),
         window=window,
         num_sink_tokens=num_sinks,
+        window_group=spec.window_group,
     )
     engine = AttentionEngine(cache, _build_runner(section, model, limits, spec, max_model_len), metrics)
     engine.start()
     return engine
 
 
-def make_cache_spec(section: AttentionSection, model: ResolvedModel) -> KVCacheSpec:
-    """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU."""
+def make_cache_spec(
+    section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None
+) -> KVCacheSpec:
+    """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU.
+
+    `limits`: layers with a window get blocks of their own if that saves memory; None: no backend for that.
+    """
     device = model.device
     dtype = _STORED_DTYPES.get(resolve_kv_cache_format(section, model), model.dtype)
     one_block = replace(
@@ -81,6 +87,8 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel) -> KVCacheS
         room = int(torch.cuda.mem_get_info(device)[0] * section.kv_cache_memory_fraction)
         source = f"attention.kv_cache_memory_fraction {section.kv_cache_memory_fraction} of free memory"
     spec = replace(one_block, num_blocks=section.num_blocks or room // one_block.block_bytes)
+    if limits is not None:
+        spec = _with_window_group(spec, limits, None if section.num_blocks else room)
     if spec.num_blocks < 1:
         raise CapacityError(
             f"the KV cache has room for no block: {source} is {room} bytes, "
@@ -88,16 +96,46 @@ def make_cache_spec(section: AttentionSection, model: ResolvedModel) -> KVCacheS
         )
     if spec.num_bytes > room and device.type != "cpu":
         raise CapacityError(f"{spec.num_blocks} blocks need {spec.num_bytes} bytes, {source} is {room}")
+    of_windows = {} if spec.window_group is None else {"num_window_blocks": spec.window_group.num_blocks}
     log.info(
         "KV cache",
         num_tokens=spec.num_blocks * spec.block_size,
         num_blocks=spec.num_blocks,
+        **of_windows,
         block_size=spec.block_size,
         bytes=spec.num_bytes,
-        bytes_per_token=spec.token_bytes,
+        bytes_per_token=spec.group_token_bytes(0),
         dtype=str(spec.dtype).removeprefix("torch."),
     )
     return spec
+
+
+def _limits_of_groups(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> StepLimits | None:
+    """None: layers with a window cannot have blocks of their own."""
+    if model.config.attention.value_dim is not None:
+        return None
+    if select_backend(section, model) == "flashinfer":
+        if len({window is None for window in model.config.sliding_windows}) > 1:
+            log.warning("layers with a window keep all blocks", reason="attention.backend is flashinfer")
+        return None
+    return limits
+
+
+def _with_window_group(spec: KVCacheSpec, limits: StepLimits, room: int | None) -> KVCacheSpec:
+    """The spec with blocks of their own for layers with a window, if these are fewer than the others.
+
+    `room`: bytes for all blocks; None: the others stay as many as they are.
+    """
+    layers = spec.window_layers
+    if not layers:
+        return spec
+    window = max(window for layer in layers if (window := spec.windows[layer]) is not None)
+    num_own = Retention(spec.block_size, window).pool_blocks(limits.max_num_seqs, limits.max_num_tokens)
+    grouped = replace(spec, window_group=WindowGroup(window, num_own))
+    if room is not None:
+        num_left = room - num_own * spec.block_size * grouped.group_token_bytes(1)
+        grouped = replace(grouped, num_blocks=num_left // (spec.block_size * grouped.group_token_bytes(0)))
+    return grouped if num_own < grouped.num_blocks else spec
 
 
 def _build_runner(

@@ -131,8 +131,9 @@ class AttentionEngine:
             request_ids[fork.child_seq_id] = request_ids.get(fork.parent_seq_id, "")
         attachment.launching = plan if plan.entries else None
         try:
-            if step.block_copies:
-                self._runner.copy_blocks(step.block_copies)
+            for group, copies in enumerate((step.block_copies, step.window_block_copies)):
+                if copies:
+                    self._runner.copy_blocks(copies, group)
             running = self._launch(step, channel, start_s) if plan.entries else FinishedStep()
             attachment.running.append((running, len(step.metadata.positions)))
             self._commit_done(attachment)

@@ -16,12 +16,18 @@ from prometheus_client.metrics_core import Metric
 from services.rpc.metrics import STEP_BUCKETS_S
 
 
-class CacheCounts(Protocol):
-    """Counts of the `KVCache`. Read from another thread, so numbers may belong to two neighbouring steps."""
+class BlockCounts(Protocol):
+    """Counts of blocks. Read from another thread, so numbers may belong to two neighbouring steps."""
 
     num_blocks: int
     num_free_blocks: int  # cached ones included
     num_cached_blocks: int
+
+
+class CacheCounts(BlockCounts, Protocol):
+    """Counts of the `KVCache`."""
+
+    window_pool: BlockCounts | None  # blocks of the layers with a window, if they have their own
     num_sequences: int
     num_recovered_sequences: int
     num_recovered_tokens: int
@@ -82,16 +88,16 @@ class _CountsCollector:
         if engine is None:
             return  # an unknown cache size is not zero
         cache = engine.cache
-        num_free, num_cached = cache.num_free_blocks, cache.num_cached_blocks
-        blocks = GaugeMetricFamily(
-            "twostroke_attention_kv_blocks",
+        yield _count_blocks(
+            "kv_blocks",
             "Blocks of the KV cache: used by a sequence, cached (unused, content may be found again), or free.",
-            labels=["state"],
+            cache,
         )
-        blocks.add_metric(["used"], cache.num_blocks - num_free)
-        blocks.add_metric(["cached"], min(num_cached, num_free))
-        blocks.add_metric(["free"], max(0, num_free - num_cached))
-        yield blocks
+        yield _count_blocks(
+            "kv_window_blocks",
+            "The same for the layers with a window, if they have blocks of their own; otherwise 0.",
+            cache.window_pool,
+        )
         yield GaugeMetricFamily("twostroke_attention_sequences", "Open sequences.", cache.num_sequences)
         counters = {
             "steps": ("Steps completed.", engine.num_steps),
@@ -105,3 +111,14 @@ class _CountsCollector:
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"twostroke_attention_{name}", text, value)
+
+
+def _count_blocks(name: str, text: str, counts: BlockCounts | None) -> GaugeMetricFamily:
+    num_blocks = num_free = num_cached = 0
+    if counts is not None:
+        num_blocks, num_free, num_cached = counts.num_blocks, counts.num_free_blocks, counts.num_cached_blocks
+    blocks = GaugeMetricFamily(f"twostroke_attention_{name}", text, labels=["state"])
+    blocks.add_metric(["used"], num_blocks - num_free)
+    blocks.add_metric(["cached"], min(num_cached, num_free))
+    blocks.add_metric(["free"], max(0, num_free - num_cached))
+    return blocks

@@ -141,6 +141,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             window=cache.retention.window,
             num_sink_tokens=cache.retention.num_sink_tokens,
             max_model_len=cache.max_model_len,
+            layer_window=cache.window_group and cache.window_group.window,
         )
 
     async def _create_channel(self, request: attn_pb2.AttachRequest, attachment_id: int, lane: int) -> Channel:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.attn_worker.cache.spec import WindowGroup
+from services.common.kv_cache.retention import Retention
 from services.step import Fork, PlanEntry, StepPlan
 
 
@@ -31,3 +33,12 @@ def make_plan(
         tuple(Fork(*fork) for fork in forks),
         chosen=tuple(chosen),
     )
+
+
+def make_window_group(
+    window: int | None, block_size: int, max_num_seqs: int, max_num_step_tokens: int
+) -> WindowGroup | None:
+    """Blocks for the layers with a window, as many as these sequences and steps may need; None: without a window."""
+    if window is None:
+        return None
+    return WindowGroup(window, Retention(block_size, window).pool_blocks(max_num_seqs, max_num_step_tokens))

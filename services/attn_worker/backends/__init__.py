@@ -18,8 +18,8 @@ class AttentionBackend(Protocol):
     `torch.inference_mode`.
     """
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, given as (from, to), in every layer, in order."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+        """Copies whole blocks, given as (from, to), in every layer of a group, in order."""
         ...
 
     def use_scales(self, scales: KVScales) -> None:

@@ -112,9 +112,9 @@ class FlashInferAttention:
         """Whether every sequence has one token, so that FlashInfer's decode kernels can run the step."""
         return len(step.positions) == len(step.num_tokens)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
-        self._storage.copy_blocks(copies)
+        self._storage.copy_blocks(copies, group)
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets scales that no layer reads, because this backend refuses FP8."""

@@ -71,7 +71,15 @@ class _Rows:
     key_value: torch.Tensor  # a view; of no columns if the layers read the keys and values of others
     out_size: int  # width of attention's output
     rotations: dict[RopeConfig, _Rotation]
-    contexts: list[_Context]  # by group
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A step in the blocks of one group of layers."""
+
+    slots: torch.Tensor  # int64 [num_rows]
+    groups: list[_Group]
+    contexts: dict[int, list[_Context]]  # by the layers' kind of heads; for each padded group
 
 
 class TorchAttention:
@@ -111,16 +119,21 @@ class TorchAttention:
         }
         self._sinks: torch.Tensor | None = None  # float32 [num_layers, num_heads], of models that have them
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
-        self._windows = set(spec.windows)
+        self._layer_groups = [spec.group_of(layer) for layer in range(spec.num_layers)]
+        # By group of layers: their windows, and their kinds of heads.
+        self._group_options: tuple[tuple[set[int | None], set[int]], ...] = ((set(), set()), (set(), set()))
+        for group, window, layer_kind in zip(self._layer_groups, spec.windows, self._layer_kinds, strict=True):
+            self._group_options[group][0].add(window)
+            self._group_options[group][1].add(layer_kind)
         self._storage = BlockStorage(spec, spec.token_major_block, device)
         self._layers = [
             make_layer_cache(*pair) for pair in zip(self._storage.layers, self._storage.scales, strict=True)
         ]
         self._workspaces: dict[str, torch.Tensor] = {}
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
-        self._storage.copy_blocks(copies)
+        self._storage.copy_blocks(copies, group)
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
@@ -132,11 +145,10 @@ class TorchAttention:
 
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""
-        self._slots = self._to_device(step.slot_mapping)
         positions, rope_lens = self._to_device(step.positions), self._to_device(step.rope_lens)
         angles = {rope: embedding(positions, rope_lens) for rope, embedding in self._ropes.items()}
-        groups = build_padded_groups(step.num_tokens, step.context_lens)
-        self._groups = [self._prepare(group, step.block_tables) for group in groups]
+        parts = step.parts(self._spec.num_groups)
+        self._parts = [self._prepare_part(group, part) for group, part in enumerate(parts)]
         kinds = zip(self._kinds, self._kind_ropes, strict=True)
         self._rows = [
             self._prepare_rows(kind, len(positions), {rope: angles[rope] for rope in ropes}) for kind, ropes in kinds
@@ -157,9 +169,10 @@ class TorchAttention:
                 self._sink_rotations[rope].apply()
         if rope is not None:
             rows.rotations[rope].apply()
+        part = self._parts[self._layer_groups[layer]]
         if rows.key_value.shape[1]:
-            self._layers[layer].append(self._slots, rows.key_value)
-        for group, context in zip(self._groups, rows.contexts, strict=True):
+            self._layers[layer].append(part.slots, rows.key_value)
+        for group, context in zip(part.groups, part.contexts[self._layer_kinds[layer]], strict=True):
             self._attend(layer, group, context, rows.query, out)
 
     def _attend(
@@ -244,6 +257,14 @@ class TorchAttention:
             return (weights @ values.float() / total).to(query.dtype)
         return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)
 
+    def _prepare_part(self, group: int, step: StepMetadata) -> _Part:
+        """`group`: that of the layers, which the step is for."""
+        windows, kinds = self._group_options[group]
+        padded = build_padded_groups(step.num_tokens, step.context_lens)
+        groups = [self._prepare(each, step.block_tables, windows) for each in padded]
+        contexts = {kind: [self._prepare_context(self._kinds[kind], each) for each in groups] for kind in kinds}
+        return _Part(self._to_device(step.slot_mapping), groups, contexts)
+
     def _prepare_rows(
         self, kind: LayerHeads, num_rows: int, angles: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
     ) -> _Rows:
@@ -258,7 +279,6 @@ class TorchAttention:
             rotations={
                 rope: self._rotation(heads[..., : rope.rotary_dim], *of_rope) for rope, of_rope in angles.items()
             },
-            contexts=[self._prepare_context(kind, group) for group in self._groups],
         )
 
     def _prepare_context(self, kind: LayerHeads, group: _Group) -> _Context:
@@ -302,7 +322,7 @@ class TorchAttention:
         first, second = heads.chunk(2, dim=-1)
         return _Rotation(heads, (second, first), torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False)
 
-    def _prepare(self, group: PaddedGroup, block_tables: np.ndarray) -> _Group:
+    def _prepare(self, group: PaddedGroup, block_tables: np.ndarray, windows: set[int | None]) -> _Group:
         num_blocks = -(-group.max_context // self._block_size)
         if group.has_consecutive_rows:
             first_row = int(group.rows[0, 0])
@@ -321,10 +341,10 @@ class TorchAttention:
             max_tokens=max_tokens,
             max_context=group.max_context,
             blocks=self._to_device(block_tables[group.seqs, :num_blocks].ravel()),
-            masks=self._masks(group),
+            masks=self._masks(group, windows),
         )
 
-    def _masks(self, group: PaddedGroup) -> dict[int | None, torch.Tensor | None]:
+    def _masks(self, group: PaddedGroup, windows: set[int | None]) -> dict[int | None, torch.Tensor | None]:
         """The mask to add to the scores, [group_size, 1, max_tokens, max_context], by distinct window.
 
         With ALiBi it has all heads: [group_size, num_heads, max_tokens, max_context], or for single tokens
@@ -333,7 +353,7 @@ class TorchAttention:
         """
         is_unpadded = bool((group.query_positions == group.max_context - 1).all())
         masks: dict[int | None, torch.Tensor | None] = {}
-        for window in self._windows:
+        for window in windows:
             has_window = window is not None and window < group.max_context
             if not has_window and (group.is_causal or is_unpadded) and not len(self._slopes):
                 masks[window] = None

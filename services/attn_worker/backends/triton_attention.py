@@ -43,7 +43,7 @@ _RAGGED_TABLES_FROM = 1 << 16  # from this many entries on, padded block tables 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """The inputs of the kernels for rows of prompts."""
+    """The inputs of the kernels for rows of prompts, in the layers of one group."""
 
     items: dict[int, torch.Tensor]  # int32 [num_items, NUM_FIELDS], by the number of their rows
     slots: torch.Tensor  # int32 [num_tokens], -1 for decode rows
@@ -64,6 +64,7 @@ class _ItemKind(NamedTuple):
 
     window: int | None
     appends: bool  # whether the layers store keys and values of their own
+    group: int  # of layers
 
 
 class TritonAttention:
@@ -124,15 +125,16 @@ class TritonAttention:
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
         ]
         self._item_kinds = [
-            _ItemKind(window, heads.kv_layer is None)
-            for window, heads in zip(spec.windows, self._heads, strict=True)
+            _ItemKind(window, heads.kv_layer is None, spec.group_of(layer))
+            for layer, (window, heads) in enumerate(zip(spec.windows, self._heads, strict=True))
         ]
+        num_groups = spec.num_groups
         max_num_items = max_num_seqs + self._max_num_pieces
         num_entries = (
             len(set(self._item_kinds)) * max_num_items * NUM_FIELDS
-            + max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
+            + num_groups * max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
             # Prefill items, and arrays with one element per token.
-            + max_num_tokens * (len(set(self._kernel_kinds)) * NUM_FIELDS + 4)
+            + max_num_tokens * (num_groups * len(set(self._kernel_kinds)) * NUM_FIELDS + 3 + num_groups)
             + TABLE_SLACK
         )
         self._storage = BlockStorage(spec, spec.head_major_block, device)
@@ -164,9 +166,9 @@ class TritonAttention:
         """Whether every sequence has one token, so that one launch per layer runs the step."""
         return len(step.positions) == len(step.num_tokens)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
-        self._storage.copy_blocks(copies)
+        self._storage.copy_blocks(copies, group)
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
@@ -192,18 +194,23 @@ class TritonAttention:
         num_pieces = self._num_pieces(padded)
         num_items = padded + num_pieces
         decode_items = {kind: upload.reserve((num_items, NUM_FIELDS)) for kind in dict.fromkeys(self._item_kinds)}
-        self._block_tables, table_starts = self._write_block_tables(step)
+        parts = step.parts(self._spec.num_groups)
+        self._block_tables, table_starts = self._write_block_tables(parts)
         angle_rows = self._angles.write(step, upload)
-        decode = _decode_rows(step, table_starts, angle_rows, padded)
+        by_group = list(zip(parts, table_starts, strict=True))
+        decodes = [_decode_rows(part, starts, angle_rows, padded) for part, starts in by_group]
         self._decode_tiles = self._choose_decode_tiles(padded)
         piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
         for kind, (items, _) in decode_items.items():
-            fill_decode_items(items, decode, kind.window, num_pieces, piece_tile, appends=kind.appends)
-        self._decode_items = self._prefill = None
-        if len(decode.rows):
+            fill_decode_items(
+                items, decodes[kind.group], kind.window, num_pieces, piece_tile, appends=kind.appends
+            )
+        self._decode_items, self._prefills = None, []
+        if len(decodes[0].rows):
             self._decode_items = {kind: on_device for kind, (_, on_device) in decode_items.items()}
         if num_tokens > num_seqs:
-            self._prefill = self._write_prefill(step, table_starts, angle_rows)
+            rows = self._send(angle_rows)
+            self._prefills = [self._write_prefill(part, starts, rows) for part, starts in by_group]
         upload.send()
         self._angles.compute()
 
@@ -228,7 +235,8 @@ class TritonAttention:
                 scores,
                 pairs,
             )
-        if (prefill := self._prefill) is not None:
+        if self._prefills:
+            prefill = self._prefills[self._item_kinds[layer].group]
             rows, tiles = prefill.angle_rows, prefill.tiles[kernel_kind]
             if heads.kv_layer is None:
                 self._kernels.append(qkv, cache, scales, angles, rows, prefill.slots, pairs)
@@ -257,8 +265,11 @@ class TritonAttention:
         layers = {kind: layer for layer, kind in enumerate(kinds)}.values()
         for context_len in {min(length, max_model_len) for length in (SHORT_CONTEXT, SHORT_CONTEXT + 1)}:
             num_tokens, length = np.full(1, 2), np.full(1, context_len)
-            table = np.full((1, -(-context_len // self._block_size)), self._spec.num_blocks, np.int32)
-            self.begin_step(build_step_metadata(num_tokens, length - 2, length, table, self._block_size))
+            width, step = -(-context_len // self._block_size), None
+            for group in reversed(range(self._spec.num_groups)):
+                table = np.full((1, width), self._spec.num_blocks_of(group), np.int32)
+                step = build_step_metadata(num_tokens, length - 2, length, table, self._block_size, windows=step)
+            self.begin_step(step)
             for layer in layers:
                 self.forward(layer, qkv, out)
         torch.cuda.synchronize()  # steps run on another stream
@@ -284,23 +295,28 @@ class TritonAttention:
         most = self._max_num_pieces
         return most if num_seqs >= most else max(most - num_seqs, most // 2)
 
-    def _write_block_tables(self, step: StepMetadata) -> tuple[torch.Tensor, np.ndarray]:
-        """All block tables in one flat array on the device, and the start of each, int32 [num_seqs]."""
-        tables = step.block_tables
-        num_seqs, width = tables.shape
-        counts = -(-step.context_lens // self._block_size)
-        if tables.size > _RAGGED_TABLES_FROM and 4 * counts.sum() < tables.size:
-            is_used = np.arange(width) < counts[:, None]
-            tables, starts = tables[is_used], (np.cumsum(counts) - counts).astype(np.int32)
-        else:
-            starts = np.arange(num_seqs, dtype=np.int32) * width
+    def _write_block_tables(self, parts: Sequence[StepMetadata]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """All block tables in one flat array on the device, and for each group the start of each, int32 [num_seqs]."""
+        flat, all_starts, size = [], [], 0
+        for part in parts:
+            tables = part.block_tables
+            num_seqs, width = tables.shape
+            counts = -(-part.context_lens // self._block_size)
+            if tables.size > _RAGGED_TABLES_FROM and 4 * counts.sum() < tables.size:
+                is_used = np.arange(width) < counts[:, None]
+                tables, starts = tables[is_used], (np.cumsum(counts) - counts).astype(np.int32)
+            else:
+                starts = np.arange(num_seqs, dtype=np.int32) * width
+            flat.append(tables.reshape(-1))
+            all_starts.append(starts + np.int32(size))
+            size += tables.size
         # At least one element: an empty tensor has no address, and graphs are captured with empty steps.
-        host, device = self._upload.reserve((max(tables.size, 1),))
-        host[: tables.size] = tables.reshape(-1)
-        return device, starts
+        host, device = self._upload.reserve((max(size, 1),))
+        np.concatenate(flat, out=host[:size])
+        return device, all_starts
 
     def _write_prefill(
-        self, step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray
+        self, step: StepMetadata, table_starts: np.ndarray, angle_rows: torch.Tensor
     ) -> _Prefill:
         num_tokens = step.num_tokens
         is_prefill = num_tokens > 1
@@ -312,17 +328,18 @@ class TritonAttention:
         first_rows = np.cumsum(num_tokens) - num_tokens
         slots = np.where(np.repeat(is_prefill, num_tokens), step.slot_mapping, -1)
 
-        def send(array: np.ndarray) -> torch.Tensor:
-            host, device = self._upload.reserve(array.shape)
-            host[...] = array
-            return device
-
         def items(block_m: int) -> np.ndarray:
             sequences = (first_rows, num_tokens, step.context_lens, table_starts)
             return prefill_items(*(array[is_prefill] for array in sequences), block_m)
 
-        by_rows = {block_m: send(items(block_m)) for block_m in dict.fromkeys(each.block_m for each in tiles.values())}
-        return _Prefill(by_rows, send(slots), send(angle_rows), tiles)
+        sizes = dict.fromkeys(each.block_m for each in tiles.values())
+        return _Prefill({size: self._send(items(size)) for size in sizes}, self._send(slots), angle_rows, tiles)
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        """Puts an array into the step's upload."""
+        host, device = self._upload.reserve(array.shape)
+        host[...] = array
+        return device
 
 
 def _pairs_of(rope: RopeConfig, head_dim: int, rotates_pairs: bool) -> RotaryPairs | None:

@@ -65,11 +65,15 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes `num_blocks` blocks, each with ref count 1 and no hash. Raises CapacityError if there are too few."""
+        self.check_room(num_blocks)
+        return [self._take() for _ in range(num_blocks)]
+
+    def check_room(self, num_blocks: int) -> None:
+        """Raises CapacityError if `num_blocks` blocks cannot be allocated."""
         if num_blocks > self.num_free_blocks:
             raise CapacityError(
                 f"{num_blocks} KV blocks are needed, {self.num_free_blocks} of {self.num_blocks} are free"
             )
-        return [self._take() for _ in range(num_blocks)]
 
     def lookup(self, digest: bytes) -> int | None:
         """The block registered under `digest`; `pin` it before the next allocation."""

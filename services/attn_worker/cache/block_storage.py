@@ -12,10 +12,11 @@ from services.common.kv_cache.scales import KVScales
 
 
 class BlockStorage:
-    """One tensor per layer, with its scales if it has any. A block, also the null block, has one index for all layers.
+    """One tensor per layer, with its scales if it has any.
 
-    Layers of one dtype and shape lie in one tensor, so that one operation copies a block in all of them. A layer that
-    reads the keys of another one has that one's tensor.
+    A block, also the null block, has one index for all layers of a group. Those of one dtype and shape lie in one
+    tensor, so that one operation copies a block in all of them. A layer that reads the keys of another one has that
+    one's tensor.
     """
 
     def __init__(
@@ -25,26 +26,27 @@ class BlockStorage:
 
         Everything is zero at first: even masked elements must be finite.
         """
-        layers_of: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
+        layers_of: dict[tuple[int, torch.dtype, tuple[int, ...]], list[int]] = {}
         for layer in spec.storing_layers:
-            layers_of.setdefault((spec.dtype_of(layer), block_shape(layer)), []).append(layer)
-        num_blocks = spec.num_blocks + 1
-        self._tensors: list[torch.Tensor] = []  # [layers of one dtype and shape, num_blocks + 1, ...]
+            layers_of.setdefault((spec.group_of(layer), spec.dtype_of(layer), block_shape(layer)), []).append(layer)
+        # By group: [layers of one dtype and shape, num_blocks + 1, ...]
+        self._tensors: tuple[list[torch.Tensor], ...] = ([], [])
         by_layer: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         try:
             # float32 [num_layers, 4]: the scales of keys and of values of FP8 layers. The rest makes every address a
             # multiple of 16 bytes, so that kernels are not compiled twice.
             self._layer_scales = torch.ones(spec.num_layers, 4, dtype=SCALE_DTYPE, device=device)
-            for (dtype, shape), layers in layers_of.items():
-                blocks = self._allocate((len(layers), num_blocks, *shape), dtype, device)
+            for (group, dtype, shape), layers in layers_of.items():
+                size = (len(layers), spec.num_blocks_of(group) + 1, *shape)
+                blocks = self._allocate(group, size, dtype, device)
                 scales: Sequence[torch.Tensor | None] = [None] * len(layers)
                 if dtype == torch.int8:
-                    scales = list(self._allocate((len(layers), num_blocks, *shape[:-1]), SCALE_DTYPE, device))
+                    scales = list(self._allocate(group, size[:-1], SCALE_DTYPE, device))
                 elif dtype == torch.float8_e4m3fn:
                     scales = [self._layer_scales[layer, :2] for layer in layers]
                 by_layer |= zip(layers, zip(blocks, scales, strict=True), strict=True)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, plain RuntimeError from the CPU allocator
-            num_bytes = spec.num_bytes + spec.block_bytes
+            num_blocks, num_bytes = spec.num_blocks + 1, spec.num_bytes + spec.block_bytes
             raise CapacityError(f"{num_blocks} KV blocks need {num_bytes} bytes on {device}: {error}") from error
         of_layers = [by_layer[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
         self.layers = [blocks for blocks, _ in of_layers]  # [num_blocks + 1, *block_shape(layer)]
@@ -55,12 +57,14 @@ class BlockStorage:
         """Sets the scales of FP8 layers, in place. What was stored with others means something else from now on."""
         self._layer_scales[:, :2].copy_(torch.tensor([scales.keys, scales.values]).T)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, given as (from, to), in every layer, in order."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+        """Copies whole blocks, given as (from, to), in every layer of a group, in order."""
         for source, target in copies:
-            for tensor in self._tensors:
+            for tensor in self._tensors[group]:
                 tensor[:, target].copy_(tensor[:, source])
 
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._tensors.append(torch.zeros(shape, dtype=dtype, device=device))
-        return self._tensors[-1]
+    def _allocate(
+        self, group: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self._tensors[group].append(torch.zeros(shape, dtype=dtype, device=device))
+        return self._tensors[group][-1]

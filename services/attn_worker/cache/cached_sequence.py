@@ -25,6 +25,7 @@ class PlannedStep:
 
     metadata: StepMetadata
     block_copies: list[tuple[int, int]]  # (from, to); copy before the layers run and after all earlier steps
+    window_block_copies: list[tuple[int, int]]  # the same for blocks of `StepMetadata.windows`
     num_freed_blocks: int  # blocks freed by the sequences that this step closes, and dropped behind windows
     errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance, or were not forked
 
@@ -45,3 +46,4 @@ class CachedSequence:
     root: bytes
     token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks
+    is_orphan: bool = False  # its dense worker is gone, and nobody has opened it since

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool, root_digest
-from services.attn_worker.cache.block_tables import NO_SEQUENCE, BlockTables
 from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
+from services.attn_worker.cache.layer_groups import LayerGroups
 from services.attn_worker.cache.plan_errors import find_errors
 from services.attn_worker.cache.prefix_cache import PrefixCache
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.attn_worker.cache.sequence_rows import NO_SEQUENCE
+from services.attn_worker.cache.spec import WindowGroup
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.common.kv_cache.retention import Retention
 from services.step import Fork, PlanEntry, StepPlan
@@ -30,6 +31,8 @@ class KVCache:
     `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length
     (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `window`: no layer reads
     further back, except to the first `num_sink_tokens`, so sequences drop blocks between when a plan says so.
+    `window_group`: some layers have a window and blocks of their own, which are dropped in every plan. All counts of
+    blocks are about the other layers.
     """
 
     def __init__(
@@ -42,34 +45,43 @@ class KVCache:
         length_dependent_beyond: int | None = None,
         window: int | None = None,
         num_sink_tokens: int = 0,
+        window_group: WindowGroup | None = None,
     ) -> None:
         self.block_size = block_size
         self.retention = Retention(block_size, window, num_sink_tokens)
+        self.window_group = window_group
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks  # also the index of the null block
         self.num_recovered_sequences = 0  # total number of sequences continued after their dense worker died
         self.num_recovered_tokens = 0  # total number of their tokens that were kept
         self._weights_hash = b""
         self._length_dependent_beyond = length_dependent_beyond
-        self._pool = BlockPool(num_blocks)
         self._sequences: dict[int, CachedSequence] = {}
         self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
-        self._tables = BlockTables(self._pool, block_size, -(-max_model_len // block_size))
-        self._prefixes = PrefixCache(self._pool, self._tables, self.retention, is_enabled=enable_prefix_cache)
+        self._groups = LayerGroups(num_blocks, self.retention, window_group, -(-max_model_len // block_size))
+        self._rows = self._groups.rows
+        self._prefixes = PrefixCache(
+            self._rows, self._groups.tables, block_size, is_enabled=enable_prefix_cache
+        )
         self._sequence_of_row: dict[int, CachedSequence] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free_blocks
+        return self._groups.main.pool.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
         """Free blocks whose content a new sequence can still reuse."""
-        return self._pool.num_cached_blocks
+        return self._groups.main.pool.num_cached_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self._pool.num_used_blocks
+        return self._groups.main.pool.num_used_blocks
+
+    @property
+    def window_pool(self) -> BlockPool | None:
+        """The blocks of the layers with a window, if these are a group."""
+        return None if self._groups.windows is None else self._groups.windows.pool
 
     @property
     def num_sequences(self) -> int:
@@ -78,7 +90,7 @@ class KVCache:
     @property
     def held_blocks(self) -> dict[int, int]:
         """Number of blocks of every sequence, by seq_id; shared blocks count for each sequence."""
-        num_held = self._tables.num_held_blocks.tolist()
+        num_held = self._groups.main.num_held_blocks.tolist()
         return {seq_id: num_held[sequence.row] for seq_id, sequence in self._sequences.items()}
 
     def use_weights(self, weights_hash: bytes) -> None:
@@ -117,16 +129,16 @@ class KVCache:
             length = self._kept_length(sequence, len(ids) - 1)
         if sequence is not None and length is not None:
             num_freed = self._truncate(sequence, length)
-            sequence.token_ids = ids
+            sequence.token_ids, sequence.is_orphan = ids, False
             self.num_recovered_sequences += 1
-            self.num_recovered_tokens += int(self._tables.num_computed[sequence.row])
+            self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
             sequence = self._sequences[seq_id] = self._new_sequence(root, ids)
             num_pinned = 0 if ignores_prefix_cache else self._prefixes.pin_longest(sequence)
         row = sequence.row
-        self._tables.num_prompt_tokens[row] = num_prompt_tokens
-        num_cached, num_held = int(self._tables.num_computed[row]), int(self._tables.num_held_blocks[row])
+        self._rows.num_prompt_tokens[row] = num_prompt_tokens
+        num_cached, num_held = int(self._rows.num_computed[row]), int(self._groups.main.num_held_blocks[row])
         return OpenResult(num_cached, num_pinned, num_held, num_freed)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
@@ -143,8 +155,9 @@ class KVCache:
                 )
         self._add_tokens(plan.confirmed)
         num_freed = self.close_sequences(plan.close_seq_ids)
+        self._groups.drop_behind_windows()
         errors: dict[int, TwostrokeError] = {}
-        block_copies = [copy for fork in plan.forks if (copy := self._fork(fork, errors)) is not None]
+        copies = [pairs for fork in plan.forks if (pairs := self._fork(fork, errors))]
         self._add_tokens(plan.chosen)
 
         entries = plan.entries
@@ -152,7 +165,7 @@ class KVCache:
         num_tokens = np.array([entry.num_tokens for entry in entries], np.int64)
         positions = np.array([entry.position for entry in entries], np.int64)
         rows = np.array([self._row(seq_id) for seq_id in seq_ids], np.int64)
-        num_held = self._tables.num_computed[rows]
+        num_held = self._rows.num_computed[rows]
         found = find_errors(seq_ids, rows, num_held, num_tokens, positions, self.max_model_len)
         errors = found | errors  # a fork that failed says why its child is not open
         self._roll_back(seq_ids, rows, positions, errors)
@@ -162,9 +175,15 @@ class KVCache:
 
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
         running = rows[~has_failed]
-        self._tables.num_computed[running] = (positions + num_tokens)[~has_failed]
+        self._rows.num_computed[running] = (positions + num_tokens)[~has_failed]
         self._in_flight.append(self._note_in_flight([entry for entry in entries if entry.seq_id not in errors]))
-        return PlannedStep(self._metadata(rows, num_tokens, has_failed), block_copies, num_freed, errors)
+        return PlannedStep(
+            self._groups.metadata(rows, num_tokens, has_failed),
+            [main for main, *_ in copies],
+            [pair for _, *windows in copies for pair in windows],
+            num_freed,
+            errors,
+        )
 
     def commit_step(self) -> None:
         """Commits the tokens of the oldest planned step, which has run; makes full blocks of known tokens findable."""
@@ -173,15 +192,15 @@ class KVCache:
         open_pairs = [(each.row, length) for each, length in pairs if self._sequence_of_row.get(each.row) is each]
         if open_pairs:
             open_rows, lengths = np.array(open_pairs, np.int64).T
-            self._tables.num_committed[open_rows] = lengths
-        rows = np.flatnonzero(self._tables.num_committed // self.block_size > self._tables.num_hashed_blocks)
+            self._rows.num_committed[open_rows] = lengths
+        rows = np.flatnonzero(self._rows.num_committed // self.block_size > self._rows.num_hashed_blocks)
         for row in rows.tolist():
             self._prefixes.register(self._sequence_of_row[row])
 
     def abort_steps(self) -> int:
         """Drops all planned steps and returns to the last committed lengths. Returns num_freed_blocks.
 
-        Forgets sequences that have dropped blocks that they would need again.
+        Forgets sequences that have dropped blocks that they would need again. The others wait for a dense worker.
         """
         planned = {id(sequence) for step in self._in_flight for sequence in step.sequences}
         self._in_flight.clear()
@@ -189,6 +208,8 @@ class KVCache:
         for seq_id, sequence in [each for each in self._sequences.items() if id(each[1]) in planned]:
             length = self._kept_length(sequence, self.max_model_len)
             num_freed += self._drop(seq_id) if length is None else self._truncate(sequence, length)
+        for sequence in self._sequences.values():
+            sequence.is_orphan = True
         return num_freed
 
     def close_sequences(self, seq_ids: Iterable[int]) -> int:
@@ -204,11 +225,11 @@ class KVCache:
         """Counts everything again from the block tables; raises AssertionError on any disagreement."""
         used_rows = {sequence.row for sequence in self._sequences.values()}
         assert len(used_rows) == len(self._sequences) and used_rows == self._sequence_of_row.keys()
-        self._tables.check_integrity(used_rows)
-        assert self.num_free_blocks + self.num_used_blocks == self._pool.num_blocks
+        self._rows.check_integrity(used_rows)
+        assert self.num_free_blocks + self.num_used_blocks == self.num_blocks
         for sequence in self._sequences.values():
-            num_hashed = int(self._tables.num_hashed_blocks[sequence.row])
-            assert num_hashed * self.block_size <= self._tables.num_committed[sequence.row]
+            num_hashed = int(self._rows.num_hashed_blocks[sequence.row])
+            assert num_hashed * self.block_size <= self._rows.num_committed[sequence.row]
             assert sequence.digests == [self._prefixes.digest(sequence, index) for index in range(num_hashed)]
 
     # Opening a sequence
@@ -219,17 +240,18 @@ class KVCache:
         return root_digest(self._weights_hash, cache_salt, num_prompt_tokens if is_length_dependent else None)
 
     def _new_sequence(self, root: bytes, token_ids: array[int]) -> CachedSequence:
-        sequence = CachedSequence(self._tables.take_row(), root, token_ids, digests=[])
+        sequence = CachedSequence(self._rows.take(), root, token_ids, digests=[])
         self._sequence_of_row[sequence.row] = sequence
         return sequence
 
     def _drop(self, seq_id: int) -> int:
         """Forgets a sequence if it is known; returns how many blocks became free."""
         sequence = self._sequences.pop(seq_id, None)
-        if sequence is None:
-            return 0
-        del self._sequence_of_row[sequence.row]
-        return self._tables.free_row(sequence.row)
+        return 0 if sequence is None else self._free_row(sequence.row)
+
+    def _free_row(self, row: int) -> int:
+        del self._sequence_of_row[row]
+        return self._rows.free(row)
 
     # Planning a step
 
@@ -238,46 +260,43 @@ class KVCache:
             if (sequence := self._sequences.get(seq_id)) is not None:
                 sequence.token_ids.append(token_id)
 
-    def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> tuple[int, int] | None:
-        """Creates a sequence with another's first tokens; returns the copy of the last block if that is partial."""
+    def _fork(self, fork: Fork, errors: dict[int, TwostrokeError]) -> list[tuple[int, int]]:
+        """Creates a sequence with another's first tokens; returns the copies, by group, of a last, partial block."""
         parent, child_id = self._sequences.get(fork.parent_seq_id), fork.child_seq_id
         if parent is None:
             errors[child_id] = NotFound(f"sequence {fork.parent_seq_id}, to be forked, is not open")
-            return None
-        num_computed = int(self._tables.num_computed[parent.row])
-        has_position = 1 <= fork.position <= num_computed and self._can_return(parent, fork.position)
+            return []
+        groups, rows = self._groups, self._rows
+        num_computed = int(rows.num_computed[parent.row])
+        has_position = 1 <= fork.position <= num_computed and groups.can_return(parent.row, fork.position)
         if child_id in self._sequences or not has_position:
             errors[child_id] = RequestAborted(
                 f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
-                f" {num_computed} tokens, {self._num_dropped_tokens(parent)} of them dropped, and the other one must"
-                " be new"
+                f" {num_computed} tokens, {groups.num_dropped_tokens(parent.row)} of them dropped, and the other one"
+                " must be new"
             )
-            return None
+            return []
         child = self._new_sequence(parent.root, parent.token_ids[: fork.position])
-        tables, row = self._tables, child.row
+        row = child.row
         num_full, num_left = divmod(fork.position, self.block_size)
-        num_shared = num_full - int(tables.num_dropped_blocks[parent.row])
-        tables.share_blocks(parent.row, row, num_shared)
+        groups.share_blocks(parent.row, row, num_full)
         try:
-            tables.add_blocks(row, int(num_left > 0))
+            self._add_blocks(row, [int(num_left > 0)] * len(groups.tables))
         except CapacityError as error:
-            del self._sequence_of_row[row]
-            tables.free_row(row)
+            self._free_row(row)
             errors[child_id] = error
-            return None
+            return []
         self._sequences[child_id] = child
         child.digests = parent.digests[:num_full]
-        tables.num_prompt_tokens[row] = tables.num_prompt_tokens[parent.row]
-        tables.num_computed[row] = fork.position
-        tables.num_committed[row] = min(fork.position, int(tables.num_committed[parent.row]))
-        tables.num_hashed_blocks[row] = len(child.digests)
+        rows.num_prompt_tokens[row] = rows.num_prompt_tokens[parent.row]
+        rows.num_computed[row] = fork.position
+        rows.num_committed[row] = min(fork.position, int(rows.num_committed[parent.row]))
+        rows.num_hashed_blocks[row] = len(child.digests)
         for step in self._in_flight:  # steps that the parent waits for also concern the child
             if parent in step.sequences:
                 step.lengths.append(min(fork.position, step.lengths[step.sequences.index(parent)]))
                 step.sequences.append(child)
-        if not num_left:
-            return None
-        return int(tables.block_ids[parent.row, num_shared]), int(tables.block_ids[row, num_shared])
+        return groups.last_blocks(parent.row, row, num_full) if num_left else []
 
     def _note_in_flight(self, entries: list[PlanEntry]) -> InFlight:
         return InFlight(
@@ -296,72 +315,55 @@ class KVCache:
 
         Blocks that others may still read cannot be overwritten; that is an error of the sequence.
         """
-        for index in np.flatnonzero(self._tables.num_computed[rows] > positions).tolist():
+        for index in np.flatnonzero(self._rows.num_computed[rows] > positions).tolist():
             if seq_ids[index] in errors:
                 continue
             row, position = int(rows[index]), int(positions[index])
             sequence = self._sequence_of_row[row]
             first = position // self.block_size
-            if not self._can_return(sequence, position):
+            if not self._groups.can_return(row, position):
                 errors[seq_ids[index]] = RequestAborted(
                     f"sequence {seq_ids[index]} cannot go back to token {position}: it has dropped"
-                    f" {self._num_dropped_tokens(sequence)} tokens that are read from there"
+                    f" {self._groups.num_dropped_tokens(row)} tokens that are read from there"
                 )
                 continue
-            place = first - int(self._tables.num_dropped_blocks[row])
-            held = self._tables.block_ids[row, place : self._tables.num_held_blocks[row]].tolist()
-            if any(self._pool.ref_count(block_id) > 1 for block_id in held):
+            if self._groups.shares_blocks(row, first):
                 errors[seq_ids[index]] = RequestAborted(
                     f"sequence {seq_ids[index]} cannot go back to token {position}: it shares blocks from there on"
                 )
                 continue
-            for block_id in held[: max(0, len(sequence.digests) - first)]:
-                self._pool.unregister(block_id)
+            self._groups.unregister_blocks(row, first, len(sequence.digests))
             del sequence.digests[first:]
-            self._tables.num_hashed_blocks[row] = len(sequence.digests)
-            self._tables.num_computed[row] = position
-            self._tables.num_committed[row] = min(position, int(self._tables.num_committed[row]))
-
-    def _can_return(self, sequence: CachedSequence, position: int) -> bool:
-        """Whether the sequence has all blocks that the token at `position` reads."""
-        return self._tables.num_dropped_blocks[sequence.row] <= self.retention.num_unread_blocks(position)
-
-    def _num_dropped_tokens(self, sequence: CachedSequence) -> int:
-        return int(self._tables.num_dropped_blocks[sequence.row]) * self.block_size
+            self._rows.num_hashed_blocks[row] = len(sequence.digests)
+            self._rows.num_computed[row] = position
+            self._rows.num_committed[row] = min(position, int(self._rows.num_committed[row]))
 
     def _drop_blocks(self, entry: PlanEntry) -> int:
         """Drops the blocks that an entry's tokens and later ones do not read; returns how many became free."""
         row = self._sequences[entry.seq_id].row
-        num_more = self.retention.num_dropped_blocks(entry.position) - int(self._tables.num_dropped_blocks[row])
-        return self._tables.drop_blocks(row, num_more, behind=self.retention.num_sink_blocks) if num_more > 0 else 0
+        return self._groups.main.drop_blocks(row, self.retention.num_dropped_blocks(entry.position))
 
     def _allocate_blocks(
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
         """Gives each sequence the blocks for `lengths` tokens; sequences that do not fit are added to `errors`."""
-        num_missing = -(-lengths // self.block_size) - self._tables.num_held_blocks[rows]
-        if self.retention.window is not None:
-            num_missing -= self._tables.num_dropped_blocks[rows]
-        for index in np.flatnonzero(num_missing > 0).tolist():
+        num_missing = self._groups.num_missing_blocks(rows, lengths)
+        for index in np.flatnonzero(num_missing.any(axis=0)).tolist():
             if seq_ids[index] in errors:
                 continue
             try:
-                self._tables.add_blocks(rows[index], int(num_missing[index]))
+                self._add_blocks(int(rows[index]), num_missing[:, index].tolist())
             except CapacityError as error:
                 errors[seq_ids[index]] = error
 
-    def _metadata(self, rows: np.ndarray, num_tokens: np.ndarray, has_failed: np.ndarray) -> StepMetadata:
-        """The metadata of the step. Lengths already include it; failed sequences use only the null block."""
-        starts = np.where(has_failed, 0, self._tables.num_computed[rows] - num_tokens)
-        lengths, num_dropped = starts + num_tokens, None
-        if self.retention.window is not None:
-            num_dropped = np.where(has_failed, 0, self._tables.num_dropped_blocks[rows] * self.block_size)
-            lengths -= num_dropped
-        longest = int(lengths.max(initial=0))
-        tables = self._tables.block_ids[rows, : -(-longest // self.block_size)]
-        tables[has_failed] = self.num_blocks
-        num_prompt_tokens = self._tables.num_prompt_tokens[rows]
-        return build_step_metadata(num_tokens, starts, num_prompt_tokens, tables, self.block_size, num_dropped)
+    def _add_blocks(self, row: int, num_blocks: list[int]) -> None:
+        """Adds blocks of each group to a row, in the second one at the cost of orphans, if there are too few.
+
+        That group has room for all sequences but these; one that a dense worker claims after that begins anew.
+        """
+        orphans = (each.row for each in self._sequences.values() if each.is_orphan)
+        self._groups.drop_windows(orphans, num_blocks[-1])
+        self._groups.add_blocks(row, num_blocks)
 
     # Going back
 
@@ -373,25 +375,20 @@ class KVCache:
         blocks that the sequence has dropped.
         """
         row = sequence.row
-        num_tokens = min(int(self._tables.num_committed[row]), max_tokens)
+        num_tokens = min(int(self._rows.num_committed[row]), max_tokens)
         index, offset = divmod(num_tokens, self.block_size)
-        place = index - int(self._tables.num_dropped_blocks[row])
-        if offset and index < len(sequence.digests) and place >= 0:
-            is_shared = self._pool.ref_count(int(self._tables.block_ids[row, place])) > 1
-            num_tokens -= offset if is_shared else 0
-        return num_tokens if self._can_return(sequence, num_tokens) else None
+        if offset and index < len(sequence.digests) and self._groups.shares_blocks(row, index, index + 1):
+            num_tokens -= offset
+        return num_tokens if self._groups.can_return(row, num_tokens) else None
 
     def _truncate(self, sequence: CachedSequence, num_tokens: int) -> int:
         """Goes back to `_kept_length` tokens; returns how many blocks became free."""
-        row = sequence.row
-        index, offset = divmod(num_tokens, self.block_size)
-        num_dropped = int(self._tables.num_dropped_blocks[row])
-        if offset and index < len(sequence.digests):
-            self._pool.unregister(int(self._tables.block_ids[row, index - num_dropped]))
+        row, index, num_blocks = sequence.row, num_tokens // self.block_size, -(-num_tokens // self.block_size)
+        self._groups.unregister_blocks(row, index, min(num_blocks, len(sequence.digests)))
         del sequence.digests[index:]
-        self._tables.num_hashed_blocks[row] = len(sequence.digests)
-        self._tables.num_computed[row] = self._tables.num_committed[row] = num_tokens
-        return self._tables.release_blocks(row, first=-(-num_tokens // self.block_size) - num_dropped)
+        self._rows.num_hashed_blocks[row] = len(sequence.digests)
+        self._rows.num_computed[row] = self._rows.num_committed[row] = num_tokens
+        return self._groups.release_blocks(row, num_blocks)
 
 
 def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:

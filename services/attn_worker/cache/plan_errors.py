@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.attn_worker.cache.block_tables import NO_SEQUENCE
+from services.attn_worker.cache.sequence_rows import NO_SEQUENCE
 from services.common.errors import NotFound, RequestAborted, TwostrokeError
 
 

@@ -1,4 +1,7 @@
-"""`KVCacheSpec`: the contents and size of the paged KV cache, which the backends allocate by layer and block."""
+"""`KVCacheSpec`: the contents and size of the paged KV cache, which the backends allocate by layer and block.
+
+All layers have the same blocks, or some have a window and blocks of their own: a second group (`LayerGroups`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,14 @@ SCALE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """The layers with a window, if they have blocks of their own because other layers have none."""
+
+    window: int  # the longest of theirs
+    num_blocks: int  # and one more, the null block, with this index
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """Sizes, element types and windows of a model's keys and values.
 
@@ -21,7 +32,8 @@ class KVCacheSpec:
     values (`KVScales`), int8 with one for each token and head, which lies in the block beside the elements.
     """
 
-    num_blocks: int  # for sequences; one more block with this index, the null block, serves rows without a sequence
+    # For sequences; one more block with this index, the null block, serves rows without a sequence.
+    num_blocks: int
     block_size: int  # tokens
     num_kv_heads: int  # of every layer, if `layer_heads` does not say otherwise
     head_dim: int
@@ -30,6 +42,7 @@ class KVCacheSpec:
     exceptions: Mapping[int, torch.dtype] = field(default_factory=dict)  # layers with another dtype, from 0
     layer_heads: tuple[LayerHeads, ...] = ()  # per layer, if they differ, or if some read the keys of others
     has_values: bool = True  # False: a token's values are a part of its keys, and nothing else is stored
+    window_group: WindowGroup | None = None  # of the `window_layers`; `num_blocks` are then those of the others
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
@@ -77,6 +90,30 @@ class KVCacheSpec:
         return max(windows) if len(windows) == self.num_layers else None
 
     @property
+    def window_layers(self) -> frozenset[int]:
+        """The layers with a window whose keys no layer without a window reads; none if all layers are alike in this."""
+        readers: dict[int, list[int | None]] = {layer: [] for layer in self.storing_layers}
+        for layer, window in enumerate(self.windows):
+            readers[self.kv_layer(layer)].append(window)
+        limited = {layer for layer, windows in readers.items() if None not in windows}
+        if len(limited) == len(readers):
+            return frozenset()
+        return frozenset(layer for layer in range(self.num_layers) if self.kv_layer(layer) in limited)
+
+    def group_of(self, layer: int) -> int:
+        """1: the layer's keys and values are in the blocks of the `window_group`; 0: in all others."""
+        return int(self.window_group is not None and layer in self.window_layers)
+
+    @property
+    def num_groups(self) -> int:
+        """Of layers."""
+        return 1 if self.window_group is None else 2
+
+    def num_blocks_of(self, group: int) -> int:
+        """Number of blocks of a group; this is also the index of its null block."""
+        return self.num_blocks if self.window_group is None or group == 0 else self.window_group.num_blocks
+
+    @property
     def storing_layers(self) -> list[int]:
         """The layers that store keys and values of their own."""
         return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer]
@@ -86,6 +123,10 @@ class KVCacheSpec:
         """Bytes of one token's keys, values and scales in all layers."""
         return sum(map(self._layer_bytes, self.storing_layers))
 
+    def group_token_bytes(self, group: int) -> int:
+        """The same in the layers of one group."""
+        return sum(self._layer_bytes(layer) for layer in self.storing_layers if self.group_of(layer) == group)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
@@ -93,8 +134,9 @@ class KVCacheSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks without the null block."""
-        return self.num_blocks * self.block_bytes
+        """Bytes of all blocks without the null blocks."""
+        groups = range(self.num_groups)
+        return self.block_size * sum(self.num_blocks_of(each) * self.group_token_bytes(each) for each in groups)
 
     def token_major_block(self, layer: int) -> tuple[int, ...]:
         """The shape of a layer's part of a block in which each token has its k heads and then its v heads, if any."""

@@ -7,6 +7,7 @@ thread, on a stream of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -63,10 +64,10 @@ class CudaLayerRunner:
         return graphs
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Enqueues the copies on the stream of the steps."""
         with torch.cuda.stream(self._stream):
-            self._backend.copy_blocks(copies)
+            self._backend.copy_blocks(copies, group)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
@@ -100,7 +101,7 @@ class _Launched:
 def _empty_step() -> StepMetadata:
     """A decode step without sequences: all its rows are padding."""
     int32, int64 = np.zeros(0, np.int32), np.zeros(0, np.int64)
-    return StepMetadata(
+    empty = StepMetadata(
         num_tokens=int32,
         context_lens=int32,
         block_tables=np.zeros((0, 1), np.int32),
@@ -108,3 +109,4 @@ def _empty_step() -> StepMetadata:
         positions=int32,
         rope_lens=int32,
     )
+    return replace(empty, windows=empty)

@@ -36,8 +36,9 @@ class LayerRunner(Protocol):
         `sinks` are [num_layers][num_heads], or empty for a model without them. No step may be running.
         """
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks of the KV cache, given as (from, to), after all steps launched so far and before the next."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+        """Copies blocks of a group of layers, given as (from, to), after all steps launched so far and before the next.
+        """
 
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
         """Runs or enqueues a step on its lane's channel. May raise the errors of `Channel.wait`."""
@@ -57,9 +58,9 @@ class EagerLayerRunner:
             self._backend.use_sinks(sinks)
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies at once."""
-        self._backend.copy_blocks(copies)
+        self._backend.copy_blocks(copies, group)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:

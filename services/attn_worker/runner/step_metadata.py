@@ -28,6 +28,15 @@ class StepMetadata:
     slot_mapping: np.ndarray  # int64 [total_tokens], block * block_size + offset in the block
     positions: np.ndarray  # int32 [total_tokens]
     rope_lens: np.ndarray  # int32 [total_tokens], max(position + 1, prompt length): for length-scaled RoPE
+    # The same step for the layers with a window, if these have blocks of their own: other lengths, tables and slots.
+    windows: StepMetadata | None = None
+
+    def parts(self, num_groups: int) -> list[StepMetadata]:
+        """The step for each group of layers."""
+        if num_groups == 1:
+            return [self]
+        assert self.windows is not None, "the KV cache has two groups"
+        return [self, self.windows]
 
 
 def build_step_metadata(
@@ -37,6 +46,7 @@ def build_step_metadata(
     block_tables: np.ndarray,  # int32 [num_seqs, >= blocks needed]
     block_size: int,
     num_dropped_tokens: np.ndarray | None = None,  # int64 [num_seqs], of blocks before the tables; None: nothing
+    windows: StepMetadata | None = None,
 ) -> StepMetadata:
     """Expands counts per sequence to positions and slots per token."""
     seq_index = np.repeat(np.arange(len(num_tokens)), num_tokens)
@@ -53,4 +63,5 @@ def build_step_metadata(
         slot_mapping=blocks * block_size + places % block_size,
         positions=positions.astype(np.int32),
         rope_lens=np.maximum(positions + 1, num_prompt_tokens[seq_index]).astype(np.int32),
+        windows=windows,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -29,6 +31,23 @@ class Retention:
     def num_dropped_blocks(self, position: int) -> int:
         """Number of blocks behind the sinks that a sequence has dropped when a step begins at `position`."""
         return max(0, self.num_unread_blocks(position) - 1)
+
+    def num_dropped_blocks_of(self, positions: np.ndarray) -> np.ndarray:
+        """`num_dropped_blocks` at each of these positions, without sinks; there is a window."""
+        assert self.window is not None and not self.num_sink_tokens
+        return (positions - self.window + 1) // self.block_size - 1
+
+    def pool_blocks(self, max_num_seqs: int, max_num_step_tokens: int) -> int:
+        """The most blocks that `max_num_seqs` sequences hold together if they drop blocks by their committed tokens.
+
+        Each has the blocks from its window, and one before it, to its last committed token, and may have begun one
+        more. At most three steps are not committed: one that has just ended, the next one, and the one that is planned.
+        Two more may have left drafts behind, in as many rows as there are sequences.
+        """
+        assert self.window is not None and not self.num_sink_tokens
+        num_own = -(-(self.window - 1) // self.block_size) + 3
+        num_uncommitted = 3 * max_num_step_tokens + 2 * max_num_seqs
+        return max_num_seqs * num_own - (-num_uncommitted // self.block_size)
 
     def max_blocks(self, num_step_tokens: int) -> int | None:
         """The most blocks that a sequence holds if no step computes more tokens of it; None: the window is no limit.

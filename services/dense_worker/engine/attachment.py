@@ -26,6 +26,7 @@ class Attachment:
     max_model_len: int  # tokens of the longest sequence that the model and the cache allow
     window: int | None = None  # of the KV cache, see `Retention`
     num_sink_tokens: int = 0
+    layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
 
     def abort(self) -> None:
         """Releases all waits in the channels, for good. May be called from any thread."""

@@ -181,6 +181,7 @@ class AttentionClient:
             max_model_len=reply.max_model_len,
             window=reply.window if reply.HasField("window") else None,
             num_sink_tokens=reply.num_sink_tokens,
+            layer_window=reply.layer_window if reply.HasField("layer_window") else None,
         )
 
     async def _serve(

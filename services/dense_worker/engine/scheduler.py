@@ -199,7 +199,7 @@ class Scheduler:
         session.ledger.reserve(sequence.num_reserved_blocks)
         sequence.num_blocks = answer.num_held_blocks
         sequence.num_dropped_blocks = session.ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
-        sequence.num_computed_tokens = answer.num_cached_tokens
+        sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = answer.num_cached_tokens
         self._waiting.note_opened(sequence)

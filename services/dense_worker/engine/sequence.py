@@ -89,6 +89,7 @@ class Sequence:
     num_draft_tokens: int = 0  # drafts of a published plan; lengths are unknown until its result arrives
     num_blocks: int = 0  # blocks that it holds after all published plans have run
     num_dropped_blocks: int = 0  # its first blocks, which it has dropped, because no further token reads them
+    num_opened_tokens: int = 0  # that were in the cache when it was opened
     num_reserved_blocks: int = 0  # blocks promised to it but not allocated yet
     # On the monotonic clock. A sequence that was submitted again with tokens has no first step here.
     started_s: float | None = None  # when its first step began
@@ -151,7 +152,7 @@ class Sequence:
     def leave_cache(self) -> None:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""
         self.num_computed_tokens = self.num_draft_tokens = 0
-        self.num_blocks = self.num_dropped_blocks = self.num_reserved_blocks = 0
+        self.num_blocks = self.num_dropped_blocks = self.num_reserved_blocks = self.num_opened_tokens = 0
 
     def restart_beams(self) -> None:
         """A search that has left the cache begins with the prompt again, and will find the same answers."""

@@ -87,6 +87,7 @@ class Session:
         self.attachment = attachment
         retention = Retention(attachment.block_size, attachment.window, attachment.num_sink_tokens)
         self.ledger = BlockLedger(retention, attachment.num_blocks, attachment.num_free_blocks)
+        self.layer_retention = Retention(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have beams
         # Running sequences that are not in the cache yet, with the siblings from which they will be forked.

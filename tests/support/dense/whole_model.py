@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache, PlannedStep
-from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.spec import KVCacheSpec, WindowGroup
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend
@@ -37,13 +38,20 @@ class WholeModel:
         make_attention: Callable[..., AttentionBackend] = TorchAttention,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
+        num_window_blocks: int | None = None,
     ) -> None:
+        """`num_window_blocks`: layers with a window have as many blocks of their own; None: all have the same."""
         self.config, self.device, self.dtype = load_model_config(path), device, dtype
         self.weights = load_weights(path, self.config, dtype, device)
         self.dense = make_dense(self.weights)
         beyond = length_dependent_beyond(self.config.rope)
-        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE, max_model_len, length_dependent_beyond=beyond)
         spec = KVCacheSpec.of_model(self.config, dtype, NUM_BLOCKS, BLOCK_SIZE)
+        if num_window_blocks is not None:
+            window = max(each for each in spec.windows if each is not None)
+            spec = replace(spec, window_group=WindowGroup(window, num_window_blocks))
+        self.cache = KVCache(
+            NUM_BLOCKS, BLOCK_SIZE, max_model_len, length_dependent_beyond=beyond, window_group=spec.window_group
+        )
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
         if sinks := load_sinks(path, self.config):
             self.attention.use_sinks(sinks)
@@ -59,25 +67,45 @@ class WholeModel:
 
     @torch.inference_mode()
     def step(
-        self, *entries: tuple[int, int, int], confirmed: Iterable[tuple[int, int]] = ()
+        self,
+        *entries: tuple[int, int, int],
+        confirmed: Iterable[tuple[int, int]] = (),
+        forks: Iterable[tuple[int, int, int]] = (),
+        chosen: Iterable[tuple[int, int]] = (),
+        is_lost: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Runs (seq_id, num_tokens, position) as one batch; returns each entry's logits, [num_tokens, vocab_size]."""
-        planned, token_ids, given = self.prepare(entries, confirmed)
+        """Runs (seq_id, num_tokens, position) as one batch; returns each entry's logits, [num_tokens, vocab_size].
+
+        `is_lost`: the step has run, but is taken back.
+        """
+        planned, token_ids, given = self.prepare(entries, confirmed, forks=forks, chosen=chosen)
         self.attention.begin_step(planned.metadata)
         logits = self.run(torch.tensor(token_ids, device=self.device), given.gather())
-        self.cache.commit_step()
+        if is_lost:
+            self.cache.abort_steps()
+        else:
+            self.cache.commit_step()
+        self.cache.check_integrity()
         return logits.split([num_tokens for _, num_tokens, _ in entries])
 
     def prepare(
-        self, entries: Iterable[tuple[int, int, int]], confirmed: Iterable[tuple[int, int]], num_rows: int | None = None
+        self,
+        entries: Iterable[tuple[int, int, int]],
+        confirmed: Iterable[tuple[int, int]],
+        num_rows: int | None = None,
+        forks: Iterable[tuple[int, int, int]] = (),
+        chosen: Iterable[tuple[int, int]] = (),
     ) -> tuple[PlannedStep, list[int], GivenRowsOfStep]:
         """Plans a step and prepares the dense backend for `num_rows` rows; None: as many as there are tokens.
 
-        Returns the cache's part of the plan, and the step's token ids with the vectors that stand for some of them.
+        A fork is (parent, child, position), and `chosen` are tokens behind it. Returns the cache's part of the plan,
+        and the step's token ids with the vectors that stand for some of them.
         """
-        for seq_id, token_id in confirmed:
+        for parent, child, position in forks:
+            self._token_ids[child] = self._token_ids[parent][:position]
+        for seq_id, token_id in (*confirmed, *chosen):
             self._token_ids[seq_id].append(token_id)
-        plan = make_plan(entries, confirmed=confirmed)
+        plan = make_plan(entries, confirmed=confirmed, forks=forks, chosen=chosen)
         planned = self.cache.plan_step(plan)
         assert planned.errors == {}
         token_ids: list[int] = []
@@ -88,7 +116,9 @@ class WholeModel:
                 known = given.take(self._tables[seq_id], known, len(token_ids))
             token_ids += known
         self.dense.begin_step(plan, num_rows or len(token_ids))
-        self.attention.copy_blocks(planned.block_copies)
+        for group, copies in enumerate((planned.block_copies, planned.window_block_copies)):
+            if copies:
+                self.attention.copy_blocks(copies, group)
         return planned, token_ids, given
 
     def run(self, token_ids: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:

@@ -56,8 +56,13 @@ def is_source(sequence: Sequence, session: Session) -> bool:
     """Whether a sequence has the keys and values of its prompt, or is computing them."""
     if sequence.status not in (SequenceStatus.OPENING, SequenceStatus.RUNNING) or sequence in session.joining:
         return False
-    num_unread = session.ledger.retention.num_unread_blocks(sequence.num_prompt_tokens - 1)
-    return sequence.num_dropped_blocks <= num_unread
+    position, layers = sequence.num_prompt_tokens - 1, session.layer_retention
+    if sequence.num_dropped_blocks > session.ledger.retention.num_unread_blocks(position):
+        return False
+    # The attention worker drops these blocks by the tokens that it has computed, which are no more than were planned.
+    num_dropped = layers.num_unread_blocks(sequence.num_opened_tokens)
+    num_dropped = max(num_dropped, layers.num_dropped_blocks(sequence.num_computed_tokens))
+    return num_dropped <= layers.num_unread_blocks(position)
 
 
 def _may_join(sequence: Sequence, session: Session) -> bool:

@@ -19,11 +19,12 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
 from services.step import PlanAccepted, StepPlan, StepResult
-from tests.support.plans import make_plan
+from tests.support.plans import make_plan, make_window_group
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 STOP_TOKEN = 7
+WINDOWS = st.sampled_from([{}, *({name: n} for name in ("window", "layer_window") for n in (1, 6, 17))])  # all, or some
 
 
 def next_token(seq_id: int, position: int) -> int:
@@ -54,7 +55,7 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 def new_session(cache: KVCache) -> Session:
     """A new attachment to this cache."""
     counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
-    kept = cache.retention.window, cache.retention.num_sink_tokens
+    kept = cache.retention.window, cache.retention.num_sink_tokens, cache.window_group and cache.window_group.window
     return Session(Attachment(1, 1, {}, *counts, cache.held_blocks, cache.max_model_len, *kept))
 
 
@@ -85,10 +86,12 @@ class Cluster:
         window: int | None = None,
         num_sink_tokens: int = 0,
         enable_prefix_cache: bool = True,
+        layer_window: int | None = None,
         **limits: float,
     ) -> None:
         kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
-        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, **kept)
+        group = make_window_group(layer_window, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
+        self.cache = KVCache(num_blocks, BLOCK_SIZE, max_model_len, **kept, window_group=group)
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
@@ -169,6 +172,7 @@ class Cluster:
         self.cache.check_integrity()
         assert self.cache.num_sequences == 0
         assert self.cache.num_free_blocks == self.cache.num_blocks
+        assert self.cache.window_pool is None or self.cache.window_pool.num_used_blocks == 0
         assert self.scheduler.session.ledger.num_free_blocks == self.cache.num_blocks
         assert self.scheduler.session.ledger.num_reserved_blocks == 0
 
@@ -194,7 +198,7 @@ requests = st.lists(
     st.integers(1, 6),
     st.integers(6, 40),
     st.integers(1, 3),
-    st.sampled_from([None, 1, 6, 17]),
+    WINDOWS,
 )
 def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     arrivals: list[tuple[int, int, bool, int, int | None]],
@@ -203,9 +207,9 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     max_num_seqs: int,
     budget: int,
     answer_every: int,
-    window: int | None,
+    kept: dict[str, int],
 ) -> None:
-    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, window=window)
+    cluster = Cluster(policy, num_blocks, max_num_seqs, budget, **kept)
     sequences, cancels = [], []
     for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
         sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)
@@ -359,10 +363,8 @@ def test_if_the_attention_worker_cannot_run_a_sequence_only_that_one_fails() -> 
     assert published is not None
     outputs = cluster.scheduler.accepted(PlanAccepted(published.plan.step_id, errors={1: "no room"}))
     outputs += cluster.scheduler.update(published, StepResult([[3], [4]]))
-    assert [(output.sequence.seq_id, output.finish_reason) for output in outputs] == [
-        (1, FinishReason.ERROR),
-        (2, None),
-    ]
+    ended = [(output.sequence.seq_id, output.finish_reason) for output in outputs]
+    assert ended == [(1, FinishReason.ERROR), (2, None)]
 
 
 def test_blocks_of_a_refused_step_are_free_again() -> None:

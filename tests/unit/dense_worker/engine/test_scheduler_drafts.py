@@ -11,6 +11,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from tests.support.dense.eager_drafts import EagerDrafts
 from tests.unit.dense_worker.engine.test_scheduler import (
+    WINDOWS,
     Cluster,
     expected_output,
     make_sequence,
@@ -46,7 +47,7 @@ class Guesses(EagerDrafts):
     st.integers(1, 6),
     st.one_of(st.none(), st.integers(1, 5)),
     st.sets(st.integers(1, 40), max_size=3),
-    st.sampled_from([None, 1, 6, 17]),
+    WINDOWS,
 )
 def test_every_sequence_gets_its_tokens_with_any_drafts(
     arrivals: list[tuple[int, int, bool, int, int | None]],
@@ -57,10 +58,10 @@ def test_every_sequence_gets_its_tokens_with_any_drafts(
     num_drafts: int,
     one_wrong_in: int | None,
     resets: set[int],
-    window: int | None,
+    kept: dict[str, int],
 ) -> None:
     guesses = Guesses(num_drafts, one_wrong_in)
-    cluster = Cluster(policy, num_blocks, max_num_seqs, max(budget, max_num_seqs), drafts=guesses, window=window)
+    cluster = Cluster(policy, num_blocks, max_num_seqs, max(budget, max_num_seqs), drafts=guesses, **kept)
     sequences, num_steps = [], 0
     for seq_id, (prompt_len, max_tokens, can_stop, gap, _) in enumerate(arrivals, start=1):
         sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))

@@ -18,7 +18,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import StepPlan
 from tests.support.dense.eager_drafts import EagerDrafts
-from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, Cluster, expected_output
+from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
 from tests.unit.dense_worker.engine.test_scheduler_drafts import Guesses
 
 ID_GAP = 10  # between the first answers to two prompts
@@ -142,7 +142,7 @@ groups = st.lists(
     st.integers(6, 24),
     st.integers(1, 3),
     st.sets(st.integers(1, 30), max_size=3),
-    st.sampled_from([None, None, 1, 6, 17]),
+    WINDOWS,
     st.booleans(),
     st.sampled_from([None, None, 2]),
 )
@@ -154,7 +154,7 @@ def test_every_answer_gets_its_tokens_and_every_block_is_freed(
     budget: int,
     answer_every: int,
     resets: set[int],
-    window: int | None,
+    window: dict[str, int],
     has_prefix_cache: bool,
     num_drafts: int | None,
 ) -> None:
@@ -164,7 +164,7 @@ def test_every_answer_gets_its_tokens_and_every_block_is_freed(
         num_blocks,
         max_num_seqs,
         max(budget, max_num_seqs),
-        window=window,
+        **window,
         enable_prefix_cache=has_prefix_cache,
         drafts=None if num_drafts is None else Guesses(num_drafts, 3),
     )

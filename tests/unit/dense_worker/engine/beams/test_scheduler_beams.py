@@ -132,7 +132,7 @@ arrivals = st.lists(
     st.integers(1, 3),
     st.sets(st.integers(1, 40), max_size=3),
     st.sampled_from(EarlyStopping),
-    st.sampled_from([None, None, 6]),
+    st.sampled_from([{}, {"window": 6}, {"layer_window": 6}]),
 )
 def test_every_search_finds_its_answers_and_every_block_is_freed(
     requests: list[tuple[int, int, int, int, int | None, int]],
@@ -143,9 +143,9 @@ def test_every_search_finds_its_answers_and_every_block_is_freed(
     answer_every: int,
     resets: set[int],
     stopping: EarlyStopping,
-    window: int | None,
+    window: dict[str, int],
 ) -> None:
-    cluster = BeamCluster(policy, num_blocks, max_num_seqs, budget, window=window)
+    cluster = BeamCluster(policy, num_blocks, max_num_seqs, budget, **window)
     sequences: list[Sequence] = []
     cancels, num_steps = dict[int, list[Sequence]](), 0
     for number, (prompt_len, max_tokens, num_beams, gap, cancel_after, client) in enumerate(requests, start=1):
