@@ -42,7 +42,7 @@ def build_engine(
     """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
-    spec = make_cache_spec(section, model, _limits_of_groups(section, model, limits))
+    spec = make_cache_spec(section, model, limits_of_groups(section, model, limits))
     window, num_sinks = spec.window, config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
         window, num_sinks = None, 0  # it hides nothing
@@ -110,7 +110,7 @@ def make_cache_spec(
     return spec
 
 
-def _limits_of_groups(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> StepLimits | None:
+def limits_of_groups(section: AttentionSection, model: ResolvedModel, limits: StepLimits) -> StepLimits | None:
     """None: layers with a window cannot have blocks of their own."""
     if model.config.attention.value_dim is not None:
         return None

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.cache.kv_cache import KVCache
+from services.attn_worker.cache.spec import WindowGroup
 from services.attn_worker.metrics import AttentionMetrics
 from tests.support.plans import make_plan
 
@@ -33,6 +34,19 @@ def test_every_block_is_used_cached_or_free() -> None:
     assert registry.get_sample_value("twostroke_attention_sequences") == 1
     cache.close_sequences([1])
     assert blocks() == [0, 2, 8]  # two full blocks can be found again
+
+
+def test_blocks_of_layers_with_a_window_are_counted_by_themselves() -> None:
+    cache, registry = KVCache(10, 4, 40, window_group=WindowGroup(6, 8)), CollectorRegistry()
+    AttentionMetrics(registry, lambda: CountingEngine(cache))
+    cache.open_sequence(1, list(range(17)), 17)
+    for entry in ((1, 17, 0), (1, 1, 17)):
+        cache.plan_step(make_plan([entry]))
+        cache.commit_step()
+    name = "twostroke_attention_kv_window_blocks"
+    blocks = [registry.get_sample_value(name, {"state": state}) for state in ("used", "cached", "free")]
+    assert blocks == [3, 2, 3], "token 17 reads from token 12 on; one block before is kept, two can be found"
+    assert registry.get_sample_value("twostroke_attention_kv_blocks", {"state": "used"}) == 5
 
 
 def test_a_recovered_sequence_is_counted_with_its_kept_tokens() -> None:

@@ -252,6 +252,21 @@ def test_answers_that_come_late_are_forked_from_one_that_runs() -> None:
     assert cluster.num_prompt_tokens_computed(answers) == 21 + 4
 
 
+@pytest.mark.parametrize(("num_steps", "is_forked"), [(3, True), (30, False)])
+def test_a_late_answer_is_forked_as_long_as_the_layers_with_a_window_still_have_it(
+    num_steps: int, is_forked: bool
+) -> None:
+    """Their blocks are dropped by the attention worker alone, which refuses a fork without them."""
+    cluster = AnswerCluster(num_blocks=64, layer_window=6, enable_prefix_cache=False)
+    answers = cluster.arrive(2, 14, 40, is_first_alone=True)
+    for _ in range(num_steps):
+        cluster.step()
+    cluster.scheduler.add(answers[1])
+    cluster.run_until_idle()
+    assert any(plan.forks for plan in cluster.plans) is is_forked
+    cluster.check_answers(answers)
+
+
 @pytest.mark.parametrize("num_steps", range(6))
 def test_if_the_computing_answer_is_cancelled_the_others_get_their_tokens(num_steps: int) -> None:
     cluster = AnswerCluster(num_blocks=64, max_num_seqs=6, max_num_batched_tokens=8, enable_prefix_cache=False)
