@@ -16,7 +16,7 @@ from services.common.model_config import AttentionOptions, LayerHeads
 from services.common.resolve import ResolvedModel, resolve_model
 
 GIB, BLOCK_SIZE = 2**30, 16
-# (layers with a window, other layers, window, kv heads, head_dim), and how many times as many tokens fit.
+# Layers with a window, other layers, window, kv heads, head_dim.
 GEMMA_3_4B = (29, 5, 1024, 4, 256)
 GPT_OSS_20B = (12, 12, 128, 8, 64)
 
@@ -40,7 +40,7 @@ def model_of(embedded: ResolvedModel, shape: tuple[int, ...]) -> ResolvedModel:
     return replace(embedded, config=config, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("shape", "gain"), [(GEMMA_3_4B, (5.6, 6.3)), (GPT_OSS_20B, (1.9, 2.0))])
+@pytest.mark.parametrize(("shape", "gain"), [(GEMMA_3_4B, (5.6, 5.7)), (GPT_OSS_20B, (1.9, 2.0))])
 def test_published_models_hold_several_times_as_many_tokens(
     embedded: ResolvedModel, shape: tuple[int, ...], gain: tuple[float, float]
 ) -> None:
