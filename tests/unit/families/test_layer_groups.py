@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from services.common.kv_cache.retention import Retention
-from tests.support.dense.family_models import make_family_model
+from tests.support.dense.family_models import load_true_model, make_family_model
 from tests.support.dense.whole_model import BLOCK_SIZE, WholeModel
 from tests.support.plans import make_plan
 
@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 BOUND = 2e-5  # see `test_families.py`
 WINDOW = 6
 VARIANTS = ("gemma3", "gpt_oss", "gemma2", "gemma4", "gemma4-shared", "cohere2", "olmo3", "exaone4")
+FORKED = ("gemma3", "gpt_oss")
 CHUNK, MAX_NUM_SEQS = 13, 3
 NUM_WINDOW_BLOCKS = Retention(BLOCK_SIZE, WINDOW).pool_blocks(MAX_NUM_SEQS, 2 * CHUNK)
 generator = torch.Generator().manual_seed(7)
@@ -28,14 +29,19 @@ PROMPT = torch.randint(3, 96, (74,), generator=generator).tolist()
 OTHER = PROMPT[:41] + torch.randint(3, 96, (9,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    variants = VARIANTS if metafunc.function is test_chunks_prefixes_and_decoding_with_lost_steps else FORKED
+    metafunc.parametrize("path", variants, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(scope="module")
 def truth(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return load_true_model(path)
 
 
 @pytest.fixture
