@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -62,7 +63,8 @@ def test_the_chat_client_streams_from_a_running_gateway_and_stops_early(tmp_path
 def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(tmp_path: Path) -> None:
     """docs/operations.md promises this bound. A busy machine may take longer, but not each time."""
 
-    def stop_s() -> float:
+    def stop_s() -> float | None:
+        """How long it took; None if the stream had ended before."""
         with running_cluster(tmp_path, is_warm=True) as cluster:
             stream = cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True))
             next(stream)
@@ -70,11 +72,13 @@ def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(t
             cluster.process.send_signal(signal.SIGINT)
             assert cluster.process.wait(STOP_TIMEOUT_S) == 0
             duration_s = time.monotonic() - start
-            with pytest.raises(grpc.RpcError):
+            with contextlib.suppress(grpc.RpcError):
                 list(stream)
+                return None
         return duration_s
 
-    assert any(stop_s() < 5.0 for _ in range(MAX_ROUNDS))
+    durations_s = (stop_s() for _ in range(MAX_ROUNDS))
+    assert any(duration_s is not None and duration_s < 5.0 for duration_s in durations_s)
 
 
 def test_the_services_end_with_a_killed_launcher(tmp_path: Path) -> None:

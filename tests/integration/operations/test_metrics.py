@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import signal
 import time
 import urllib.request
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from tests.support.scrape import Scrape, read_table, read_units
 
 TIMEOUT_S = 30.0
 CLIENT_TIMEOUT_S = 100.0  # with a start of a worker, on a busy machine
+MAX_ROUNDS = 5  # on a busy machine a stream may end before the next line of a test runs
 SPAN_NAMES = ["decode", "open_sequence", "prefill", "queue", "request", "sequence"]
 
 
@@ -168,19 +167,25 @@ def test_metrics_under_load_equal_the_counts_of_the_clients(observed: Observed) 
 
 def test_gauges_follow_a_running_stream(observed: Observed) -> None:
     cluster = observed.cluster
-    settled(observed)
-    stream = cluster.gateway.GenerateStream(request("Count", 1500, ignore_eos=True))
-    next(stream)
-    now = observed.scrape()
+
+    def num_cancelled(scrape: Scrape) -> float:
+        return scrape.value("twostroke_gateway_answers_total", outcome="cancelled")
+
+    for _ in range(MAX_ROUNDS):
+        before = settled(observed)["gateway"]
+        stream = cluster.gateway.GenerateStream(request("Count", 1500, ignore_eos=True), timeout=CLIENT_TIMEOUT_S)
+        next(stream)
+        now = observed.scrape()
+        stream.cancel()
+        if num_cancelled(settled(observed)["gateway"]) == num_cancelled(before) + 1:
+            break  # so it ran while the metrics were read
+    else:
+        raise AssertionError(f"in each of {MAX_ROUNDS} rounds the stream ended before it was cancelled")
     assert now["gateway"].value("twostroke_gateway_answers_open") == 1
     assert now["gateway"].value("twostroke_gateway_answers_waiting") == 0
     assert now["dense"].value("twostroke_dense_sequences_running") == 1
     assert now["attention"].value("twostroke_attention_sequences") == 1
     assert now["attention"].value("twostroke_attention_kv_blocks", state="used") >= 1
-    cancelled_before = now["gateway"].value("twostroke_gateway_answers_total", outcome="cancelled")
-    stream.cancel()
-    after = settled(observed)["gateway"]
-    assert after.value("twostroke_gateway_answers_total", outcome="cancelled") == cancelled_before + 1
 
 
 def test_the_step_log_has_a_line_for_every_step(observed: Observed) -> None:
@@ -260,13 +265,23 @@ def test_a_trace_that_the_client_does_not_want_is_not_sent(observed: Observed) -
 
 
 def test_a_killed_dense_worker_shows_in_every_service(observed: Observed) -> None:
+    """The counters must change in the round in which the kill comes before the end of the stream."""
     cluster = observed.cluster
-    before, dense_worker = settled(observed), cluster.pid_of("dense_worker")
-    stream = cluster.gateway.GenerateStream(request("Count from 1", 1000, ignore_eos=True), timeout=CLIENT_TIMEOUT_S)
-    next(stream)
-    os.kill(dense_worker, signal.SIGKILL)
-    list(stream)
-    after = observed.scrape()
+    recovered = "twostroke_gateway_recovered_sequences_total"
+    after = settled(observed)
+    for _ in range(MAX_ROUNDS):
+        before = after
+        stream = cluster.gateway.GenerateStream(
+            request("Count from 1", 1000, ignore_eos=True), timeout=CLIENT_TIMEOUT_S
+        )
+        next(stream)
+        cluster.kill("dense_worker")
+        list(stream)
+        cluster.generate("Count", 1)  # the new worker serves now
+        cluster.wait_idle()
+        after = observed.scrape()
+        if after["gateway"].value(recovered) > before["gateway"].value(recovered):
+            break
     for service, name, labels in (
         ("launch", "restarts_total", {"role": "dense_worker"}),
         ("gateway", "recovered_sequences_total", {}),
@@ -281,4 +296,3 @@ def test_a_killed_dense_worker_shows_in_every_service(observed: Observed) -> Non
     start = "twostroke_process_start_time_seconds"
     assert after["dense"].value(start) > before["dense"].value(start)
     assert after["gateway"].value(start) == before["gateway"].value(start)
-    cluster.wait_idle()

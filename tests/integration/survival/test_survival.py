@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 
 from services.pb import gateway_pb2
-from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
+from tests.support.clients.streams import (
+    STREAM_TIMEOUT_S,
+    Collected,
+    collect,
+    collect_all,
+    messages_of_every_kind,
+)
 from tests.support.cluster import request
 from tests.support.plain_services import PlainServices, plain_services
 from tests.support.workers.faulty_attn_worker import FAULT_FILE
@@ -23,8 +31,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start and stop several times,
 
 PROMPT = "Count from 1 to 500, slowly, and tell of every number what you like about it. " * 10
 MAX_TOKENS = 150
-# An aborted step is computed again, and a token that was sampled may not have reached the gateway.
-MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE = 8
+MAX_ROUNDS = 5  # on a busy machine a stream may end before the disturbance comes
 
 
 @pytest.fixture(scope="module")
@@ -65,34 +72,39 @@ def test_streams_end_as_without_the_kill(
     for role in services.num_starts:
         assert services.num_starts[role] - starts[role] == (role in roles), services.ends
     computed = services.wait_idle().num_computed_tokens - before
-    lengths = [(message, len(ids)) for message, each in zip(messages, undisturbed, strict=True)
-               for ids in each.token_ids.values()]
     num_prompt_tokens = len(services.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
-    assert num_prompt_tokens > 10 * MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE
     if roles == ("dense_worker",):  # the attention worker lives on, and with it its counter
-        needed = sum(num_prompt_tokens + num_tokens for _, num_tokens in lengths)
-        assert computed <= needed + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE * len(lengths), "a prompt was prefilled again"
+        num_tokens = sum(len(token_ids) for each in undisturbed for token_ids in each.token_ids.values())
+        needed = len(messages) * num_prompt_tokens + num_tokens  # several answers share the work on their prompt
+        # An aborted step is computed again, as are tokens that had not reached the gateway. There are few of them.
+        assert computed < needed + num_prompt_tokens, "a prompt was prefilled again"
 
 
 def test_a_killed_gateway_breaks_its_streams_and_the_workers_close_its_sequences(
     services: PlainServices, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected]
 ) -> None:
-    starts = dict(services.num_starts)
-    long = request(PROMPT, 10 * MAX_TOKENS, ignore_eos=True)  # so that it has not ended at the kill
-    stream = services.gateway.GenerateStream(long)
-    next(stream)
-    os.kill(services.pid_of("gateway"), signal.SIGKILL)
-    with pytest.raises(grpc.RpcError) as caught:
-        list(stream)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    services.wait_idle(timeout_s=60.0)
-    assert (services.dense_status().num_running, services.dense_status().num_waiting) == (0, 0)
-    services.wait_serving(starts["gateway"] + 1)
+    starts, long = dict(services.num_starts), request(PROMPT, 10 * MAX_TOKENS, ignore_eos=True)
+    errors: list[grpc.RpcError] = []
+    num_kills = 0
+    while not errors:  # a stream may end before the kill
+        assert num_kills < MAX_ROUNDS, "each stream was whole"
+        stream = services.gateway.GenerateStream(long, wait_for_ready=True)
+        next(stream)
+        services.kill("gateway")
+        num_kills += 1
+        try:
+            list(stream)
+        except grpc.RpcError as error:
+            errors.append(error)
+        services.wait_idle(timeout_s=60.0)
+        assert (services.dense_status().num_running, services.dense_status().num_waiting) == (0, 0)
+        services.wait_serving(starts["gateway"] + num_kills)
+    assert errors[0].code() is grpc.StatusCode.UNAVAILABLE
     stream = services.gateway.GenerateStream(messages[0], wait_for_ready=True)
     token_ids = [token_id for chunk in stream for token_id in chunk.token_ids]
     assert token_ids == undisturbed[0].token_ids[0]
     assert {role: services.num_starts[role] - starts[role] for role in starts} == {
-        "attn_worker": 0, "dense_worker": 0, "gateway": 1
+        "attn_worker": 0, "dense_worker": 0, "gateway": num_kills
     }
 
 
@@ -133,20 +145,29 @@ def test_a_single_long_request_survives_two_quick_kills_of_the_attention_worker(
     """The second kill comes while prompt and tokens are computed again, which takes many steps."""
     with plain_services(tmp_path, "scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=2") as services:
         message = request([5, 6, 7, 8] * 300, 600, temperature=0.9, seed=1, ignore_eos=True)
-        [expected] = collect_all(services.gateway, [message])
-        num_restarts = services.num_starts["attn_worker"]
+        expected = collect(services.gateway, message)
 
-        def kill_twice() -> None:
-            for num_steps in (0, 1):
-                while num_attention_steps(services) < num_steps:
+        def kill_twice() -> bool:
+            """Whether the stream still ran at the second kill."""
+            has_begun = threading.Event()
+            with ThreadPoolExecutor(1) as threads:
+                stream = threads.submit(collect, services.gateway, message, has_begun.set)
+                assert has_begun.wait(STREAM_TIMEOUT_S)
+                services.kill("attn_worker")
+                while num_attention_steps(services) == 0 and not stream.done():
                     time.sleep(0.002)
-                os.kill(pid := services.pid_of("attn_worker"), signal.SIGKILL)
-                while services.pid_of("attn_worker") == pid:
-                    time.sleep(0.01)
+                is_running = not stream.done()
+                services.kill("attn_worker")
+                stream.result().assert_equals(expected)
+            return is_running
 
-        [collected] = collect_all(services.gateway, [message], kill_twice)
-        collected.assert_equals(expected)
-        assert services.num_starts["attn_worker"] == num_restarts + 2
+        num_starts, num_rounds = services.num_starts["attn_worker"], 0
+        is_running = False
+        while not is_running:
+            assert num_rounds < MAX_ROUNDS, "each stream ended before the second kill"
+            num_rounds += 1
+            is_running = kill_twice()
+        assert services.num_starts["attn_worker"] == num_starts + 2 * num_rounds
         services.wait_idle(timeout_s=60.0)
 
 
@@ -165,9 +186,19 @@ def test_an_attention_worker_whose_gpu_has_failed_ends_and_is_replaced(
     with plain_services(tmp_path, modules={"attn_worker": "tests.support.workers.faulty_attn_worker"}) as services:
         messages = [request(f"Count from {i}", 150, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
         undisturbed = collect_all(services.gateway, messages)
-        for collected, expected in zip(collect_all(services.gateway, messages, fault.touch), undisturbed, strict=True):
-            collected.assert_equals(expected)
-        assert [role for role, _ in services.ends] == ["attn_worker"] and not fault.exists()
+        for _ in range(MAX_ROUNDS):
+            disturbed = collect_all(services.gateway, messages, fault.touch)
+            for collected, expected in zip(disturbed, undisturbed, strict=True):
+                collected.assert_equals(expected)
+            services.wait_idle()
+            if not fault.exists():
+                break
+            fault.unlink()  # all streams had ended before the fault came
+        deadline = time.monotonic() + STREAM_TIMEOUT_S
+        while not services.ends:  # it may come in a step that no stream needs any more
+            assert time.monotonic() < deadline, "the worker goes on"
+            time.sleep(0.02)
+        assert [role for role, _ in services.ends] == ["attn_worker"]
         assert "an illegal memory access" in services.log("attn_worker")
 
 
