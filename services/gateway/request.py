@@ -225,7 +225,7 @@ async def read_text_or_chat(
     """Token ids of a message's text or chat, and the chat. Raises `InvalidRequest` if it is missing or unusable."""
     kind = message.WhichOneof("input")
     adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
-    if isinstance(message, gateway_pb2.TokenizeRequest) and message.HasField("add_special_tokens"):
+    if message.HasField("add_special_tokens"):
         adds_special_tokens = message.add_special_tokens
     if kind is None:
         names = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name["input"].fields)

@@ -19,6 +19,7 @@ from services.pb import gateway_pb2, sampling_pb2
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
 ALL = -1  # as in vLLM: the whole vocabulary, or as much of the prompt as fits
 SAME_FIELDS = (
+    "add_special_tokens",
     "best_of",
     "cache_salt",
     "ignore_eos",

@@ -125,7 +125,6 @@ class ChatRequest(GenerationFields):
         "prediction": (),
         "web_search_options": (),
         # vLLM
-        "add_special_tokens": (False,),
         "chat_template": (),
         "documents": ([],),
         "kv_transfer_params": (),

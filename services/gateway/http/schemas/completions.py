@@ -40,7 +40,6 @@ class CompletionRequest(GenerationFields):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationFields.unsupported,
-        "add_special_tokens": (True,),
         "kv_transfer_params": (),
         "suffix": ("",),
         "thinking_token_budget": (),

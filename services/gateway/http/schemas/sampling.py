@@ -117,6 +117,11 @@ class GenerationFields(RequestModel):
         description="Give the log-probability of each prompt token, and of this many most likely tokens; "
         "gateway.max_request_logprobs counts them once per answer",
     )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Add the special tokens that the model expects around a prompt. Default: true for texts, false for "
+        "chats, whose template writes them",
+    )
     truncate_prompt_tokens: CountOrAll | None = Field(
         None, description="Keep only this many of the prompt's last tokens; -1: as many as leave room for max_tokens"
     )

@@ -1,4 +1,5 @@
-"""`truncate_prompt_tokens` keeps the last tokens of a prompt; the tokenizer itself gives the expected ones."""
+"""`truncate_prompt_tokens` keeps the last tokens of a prompt, and `add_special_tokens` says whether special ones are
+added to it. The tokenizer itself gives the expected tokens."""
 
 from __future__ import annotations
 
@@ -79,3 +80,16 @@ def test_the_echo_of_a_truncated_text_is_its_kept_part(tmp_path: Path) -> None:
     [choice] = post(tmp_path, dense, body)["choices"]
     assert choice["text"].startswith(REFERENCE.decode(REFERENCE(TEXT)["input_ids"][-9:]))
     assert len(choice["text"]) < 100
+
+
+@pytest.mark.parametrize("adds", [None, False, True])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_special_tokens_are_added_as_asked_for(is_chat: bool, adds: bool | None, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    text = REFERENCE.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) if is_chat else "Hello"
+    plain, special = (REFERENCE(text, add_special_tokens=each)["input_ids"] for each in (False, True))
+    assert plain != special
+    dense = FakeDense(lambda submit: [5])
+    prompt = {"messages": messages} if is_chat else {"prompt": text}
+    post(tmp_path, dense, prompt | {"add_special_tokens": adds, "max_tokens": 1})
+    assert list(dense.submits[0].prompt_token_ids) == (special if adds or (adds is None and not is_chat) else plain)
