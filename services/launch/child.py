@@ -21,6 +21,7 @@ from services.rpc.client import PeerTls, read_peer_tls
 
 log = structlog.get_logger()
 
+STOPPED = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # return codes of a process that somebody has stopped
 MAX_WAITERS = 4  # threads that wait for the end of one process: to watch, drain, stop and kill it
 
 
@@ -54,7 +55,9 @@ class Child:
         self._is_stopping = False
         self._kill_reason = ""  # why the launcher killed it
         self.num_restarts = 0
-        self.may_restart = False  # before all services have served once, an end is an error that would repeat itself
+        # Before all services have served once, an end is an error that would repeat itself. Only a process that was
+        # stopped from outside is restarted then, once: clients may see that it serves before the launcher does.
+        self.may_restart = False
 
     async def watch(self) -> None:
         """Runs the service until `stop`, or until it ends after `retire`. Raises `PeerError` if it ends too often."""
@@ -73,7 +76,7 @@ class Child:
             if self._is_stopping:
                 return
             self.last_end = self._describe_end(return_code)
-            delay_s = self._back_off()
+            delay_s = self._back_off(return_code)
             log.warning("restarting", role=self.role, pid=self.pid, reason=self.last_end, delay_s=delay_s)
             await asyncio.sleep(delay_s)
             self.num_restarts += 1
@@ -156,8 +159,9 @@ class Child:
         except OSError:
             return end  # it had no time to log an error
 
-    def _back_off(self) -> float:
-        if not self.may_restart:
+    def _back_off(self, return_code: int) -> float:
+        was_stopped = return_code in STOPPED and not self._kill_reason and not self.options.is_standby
+        if not self.may_restart and (self._exits or not was_stopped):
             raise PeerError(f"{self.role} ended before the cluster could serve: {self.last_end}")
         now = time.monotonic()
         self._exits = [at for at in self._exits if now - at < self._section.restart_window_s] + [now]

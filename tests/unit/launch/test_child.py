@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +37,30 @@ def test_an_end_is_noticed_although_the_threads_of_the_event_loop_are_busy(tmp_p
 
     with pytest.raises(PeerError, match="nobody ended before the cluster could serve: exit code 1"):
         asyncio.run(watch())
+
+
+@pytest.mark.parametrize(("is_standby", "num_restarts"), [(False, 1), (True, 0)])
+def test_a_process_that_is_killed_before_the_cluster_serves_is_restarted_once_unless_it_is_to_replace_another(
+    tmp_path: Path, is_standby: bool, num_restarts: int
+) -> None:
+    async def run() -> None:
+        config, options = Config(launch=LaunchSection(restart_delay_s=0.01)), ChildOptions(is_standby=is_standby)
+        child = Child("attn", "attn_worker", config, options, run_dir=tmp_path, environment=None)
+        child.config_file.unlink()
+        os.mkfifo(child.config_file)  # the service waits for a writer until it is killed
+        watcher, killed = asyncio.create_task(child.watch()), []
+        async with asyncio.timeout(TIMEOUT_S):
+            while not watcher.done():
+                if child.is_running and child.pid not in killed:
+                    assert child.pid is not None
+                    killed.append(child.pid)
+                    os.kill(child.pid, signal.SIGKILL)
+                await asyncio.sleep(0.01)
+        with pytest.raises(PeerError, match="attn_worker ended before the cluster could serve: signal SIGKILL"):
+            watcher.result()
+        assert len(killed) == 1 + num_restarts
+
+    asyncio.run(run())
 
 
 def test_a_stop_does_not_wait_for_a_delayed_restart(tmp_path: Path) -> None:
