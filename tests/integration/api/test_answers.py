@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start, and the machine may be
 
 NUM_ANSWERS, SEED, MAX_TOKENS = 4, 40, 10
 MAX_NUM_SEQS = 6
-MAX_ROUNDS = 8  # until all answers are there before the first one ends: they are submitted one by one
+MAX_ROUNDS = 40  # until all answers are there before the first one ends: they are submitted one by one
 NUM_LONG_TOKENS = 150  # so many that a kill comes in the middle
 PROMPT = random_prompts(1, 1, seed=1)[0] + random_prompts(2, 90, seed=2)[1]
 PATTERN = "([a-f]{2} ){3}[0-9]{2,9}"

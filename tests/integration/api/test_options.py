@@ -313,7 +313,7 @@ def test_sampled_tokens_follow_the_distribution_of_hugging_face(cluster: Cluster
 
 
 def test_killed_dense_worker_gives_the_same_tokens_and_logprobs_when_it_is_back(cluster: Cluster) -> None:
-    num_tokens = 100  # enough to be killed in the middle, even if this client reads slowly on a busy machine
+    num_tokens = 100
     prompts = {1: random_prompt(60, seed=30), 2: random_prompt(130, seed=31), 3: random_prompt(20, seed=32)}
     options = {
         1: {"num_logprobs": 4, "frequency_penalty": 0.5},
@@ -354,23 +354,24 @@ def test_killed_dense_worker_gives_the_same_tokens_and_logprobs_when_it_is_back(
 
 def test_gateway_streams_the_same_logprobs_though_the_dense_worker_is_killed(cluster: Cluster) -> None:
     prompt = random_prompt(90, seed=40)
-    options = {"logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True, "bad_words": [], "repetition_penalty": 1.1}
+    options = {"logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True, "repetition_penalty": 1.1}
     options["bad_words"] = [sampling_pb2.TokenSequence(token_ids=word) for word in ([7], [8, 9])]
-    num_tokens = 200  # enough to be killed in the middle, even if this client reads slowly on a busy machine
-    chunks = []
-    killed = request(prompt, num_tokens, **options)
-    for chunk in cluster.gateway.GenerateStream(killed, timeout=RESTART_TIMEOUT_S):
-        chunks.append(chunk)
-        if len(chunks) == 3:
-            cluster.kill("dense_worker")
+    for _ in range(MAX_ROUNDS):
+        chunks = []
+        for chunk in cluster.gateway.GenerateStream(request(prompt, 200, **options), timeout=RESTART_TIMEOUT_S):
+            if not chunks:
+                cluster.kill("dense_worker")
+            chunks.append(chunk)
+        if len(chunks) > 1:
+            break
     received = ReceivedSequence()
     for chunk in chunks:
         received.token_ids += chunk.token_ids
         received.logprobs += chunk.logprobs
         received.prompt_logprobs.update(enumerate(chunk.prompt.logprobs, 1))
-    assert len(chunks) >= 3, "the dense worker was not killed"
+    assert len(chunks) > 1, "each answer came in one piece, which was not before the kill"
     assert received.token_ids == reference_tokens(
-        prompt, num_tokens, repetition_penalty=1.1, bad_words_ids=[[7], [8, 9]], eos_token_id=None
+        prompt, 200, repetition_penalty=1.1, bad_words_ids=[[7], [8, 9]], eos_token_id=None
     )
     check_received(received, prompt, num_top=3, num_prompt_top=2)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +21,7 @@ from services.pb import gateway_pb2
 from tests.support.cluster import Cluster, request
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+MAX_ROUNDS = 8  # on a busy machine a long request may end before the next line of a test runs
 
 
 def test_the_text_is_that_of_the_decoded_tokens(cluster: Cluster) -> None:
@@ -69,6 +72,15 @@ def test_min_tokens_delays_eos(cluster: Cluster) -> None:
 
 
 def test_a_late_short_request_ends_before_an_early_long_one(cluster: Cluster) -> None:
+    """On a busy machine the long one may be over before the short one is sent. Then it is tried again."""
+    ends = [ends_of_a_long_and_a_short_request(cluster)]
+    while len(ends) < MAX_ROUNDS and ends[-1] != ["short", "long goes on"]:
+        ends.append(ends_of_a_long_and_a_short_request(cluster))
+    assert ends[-1] == ["short", "long goes on"], ends
+
+
+def ends_of_a_long_and_a_short_request(cluster: Cluster) -> list[str]:
+    """What ends first. A long one that still runs when the short one has ended is cancelled."""
     ends: list[str] = []
     long_started, is_short_over = threading.Event(), threading.Event()
     call = cluster.gateway.GenerateStream(request("Count", 1500, ignore_eos=True))
@@ -90,25 +102,42 @@ def test_a_late_short_request_ends_before_an_early_long_one(cluster: Cluster) ->
     ends.append("short")
     is_short_over.set()
     thread.join(60)
-    assert ends == ["short", "long goes on"]
     cluster.wait_idle()
+    return ends
 
 
 def test_a_cancelled_request_frees_its_blocks(cluster: Cluster) -> None:
-    before = cluster.wait_idle().num_computed_tokens
-    call = cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True))
-    next(call)
-    assert cluster.attention_status().num_sequences == 1
-    call.cancel()
-    assert cluster.wait_idle().num_computed_tokens - before < 1900, "it ran to its end"
+    def cancel(call: Any) -> bool:
+        """Whether the request ran just before."""
+        next(call)
+        is_running = cluster.attention_status().num_sequences == 1
+        call.cancel()
+        return is_running
+
+    assert any(ends_early(cluster, cancel, timeout_s=60.0) for _ in range(MAX_ROUNDS)), "it ran to its end"
 
 
 def test_a_deadline_frees_the_request_too(cluster: Cluster) -> None:
+    def read(call: Any) -> bool:
+        """Whether there was time for its first token."""
+        num_chunks = 0
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in call:
+                num_chunks += 1
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        return num_chunks > 0
+
+    assert any(ends_early(cluster, read, timeout_s=0.3) for _ in range(MAX_ROUNDS)), "it ran to its end"
+
+
+def ends_early(cluster: Cluster, read: Callable[[Any], bool], timeout_s: float) -> bool:
+    """Whether a long request has begun, as `read` says, and was not computed to its end.
+
+    All its blocks must be free afterwards. A busy machine may let it end, or not begin, before it is ended.
+    """
     before = cluster.wait_idle().num_computed_tokens
-    with pytest.raises(grpc.RpcError) as error:
-        list(cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True), timeout=0.3))
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert cluster.wait_idle().num_computed_tokens - before < 1900, "it ran to its end"
+    has_run = read(cluster.gateway.GenerateStream(request("Count", 1900, ignore_eos=True), timeout=timeout_s))
+    return has_run and cluster.wait_idle().num_computed_tokens - before < 1900
 
 
 NAN, INF = float("nan"), float("inf")

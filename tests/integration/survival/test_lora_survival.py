@@ -32,7 +32,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "3": {"rank": 32, "alpha": 16, "modules": ("k_proj", "down_proj")},
 }
 MAX_LORAS = 2
-MAX_ROUNDS = 8  # until all requests are in one step: they do not come at once
+MAX_ROUNDS = 30  # until all requests are in one step: they do not come at once
 NUM_LONG_TOKENS = 300  # so many that a kill comes in the middle
 PROMPTS = random_prompts(3, 40, seed=5)
 
