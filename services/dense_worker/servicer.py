@@ -11,14 +11,12 @@ from collections.abc import Sequence as SequenceOf
 import grpc
 import structlog
 
-from services.common.beams.options import decode_beam_search
 from services.common.dense_info import dense_info_metadata
 from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
-from services.dense_worker.engine.beams.beam_group import BeamGroup
-from services.dense_worker.engine.beams.search import Hypothesis
+from services.dense_worker.beam_messages import add_beams, encode_answers, encode_search_step
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.grammars import Grammars
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
@@ -308,21 +306,8 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         group_id=submit.group_id,
     )
     if submit.HasField("beam_search"):
-        _add_beams(sequence, submit.beam_search)
+        add_beams(sequence, submit.beam_search)
     return sequence
-
-
-def _add_beams(sequence: Sequence, message: dense_pb2.BeamSearch) -> None:
-    sequence.beams = BeamGroup(
-        sequence.seq_id,
-        decode_beam_search(message.options, message.num_beams, message.num_answers),
-        sequence.max_tokens,
-        sequence.stop_token_ids,
-        sequence.sampling.min_tokens,
-        sequence.num_logprobs,
-    )
-    if message.has_run:
-        sequence.num_cached_tokens = 0  # of its first opening, which was elsewhere
 
 
 def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs:
@@ -351,27 +336,16 @@ def encode_logits(logits: Logits) -> list[dense_pb2.Logits]:
 
 def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:
     seq_id = output.sequence.seq_id
-    if output.sequence.beams is not None and output.finish_reason is None:
-        message.searching_seq_ids.append(seq_id)
-        message.searching_num_tokens.append(len(output.sequence.output_token_ids))
+    if output.search_step is not None:
+        message.searches.append(encode_search_step(output))
     for token_id in output.token_ids:
         message.seq_ids.append(seq_id)
         message.token_ids.append(token_id)
     for _, value in zip(output.token_ids, logprobs, strict=False):  # the sequence may end before the step's last token
         message.logprobs.add(seq_id=seq_id, token=encode_logprobs(value))
     if output.finish_reason is not None:
-        answers = [_encode_answer(each, output.sequence) for each in output.hypotheses]
-        end = message.ended.add(seq_id=seq_id, reason=_REASONS[output.finish_reason], answers=answers)
+        reason = _REASONS[output.finish_reason]
+        end = message.ended.add(seq_id=seq_id, reason=reason, answers=encode_answers(output))
         if output.error is not None:
             end.status_code = output.error.status_code.value[0]
             end.message = str(output.error)
-
-
-def _encode_answer(answer: Hypothesis, sequence: Sequence) -> dense_pb2.BeamAnswer:
-    has_logprobs = sequence.num_logprobs is not None
-    return dense_pb2.BeamAnswer(
-        token_ids=answer.token_ids,
-        logprobs=map(encode_logprobs, answer.logprobs) if has_logprobs else (),
-        score=answer.score,
-        reason=dense_pb2.SequenceEnd.STOP if answer.is_stopped else dense_pb2.SequenceEnd.LENGTH,
-    )

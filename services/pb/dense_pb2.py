@@ -27,7 +27,7 @@ from services.pb import sampling_pb2 as sampling__pb2
 from services.pb import stall_pb2 as stall__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\radapter.proto\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xe9\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x12@\n\x11prompt_table_part\x18\n \x01(\x0b\x32#.twostroke.dense.v1.PromptTablePartH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"/\n\x0fPromptTablePart\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"i\n\x0bPromptTable\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x05 \x01(\r\"\x93\x05\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\x06\x12\x0e\n\x06\x63lient\x18\x10 \x01(\x06\x12\x1d\n\x15return_context_logits\x18\x14 \x01(\x08\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x12&\n\x07\x61\x64\x61pter\x18( \x01(\x0b\x32\x15.twostroke.v1.Adapter\x12\x35\n\x0cprompt_table\x18\x32 \x01(\x0b\x32\x1f.twostroke.dense.v1.PromptTable\x12\x10\n\x08group_id\x18\x33 \x01(\x06\x12\x33\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x1e.twostroke.dense.v1.BeamSearchB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"p\n\nBeamSearch\x12\x11\n\tnum_beams\x18\x01 \x01(\r\x12\x13\n\x0bnum_answers\x18\x02 \x01(\r\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x0f\n\x07has_run\x18\x04 \x01(\x08\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xf4\x03\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x19\n\x11searching_seq_ids\x18< \x03(\x06\x12\x1c\n\x14searching_num_tokens\x18= \x03(\r\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xef\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12/\n\x07\x61nswers\x18< \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x95\x01\n\nBeamAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x06reason\x18\x04 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\"\x10\n\x0eGetInfoRequest\"\xc7\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\x12\x16\n\x0emax_beam_width\x18\n \x01(\r\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64\x65nse.proto\x12\x12twostroke.dense.v1\x1a\radapter.proto\x1a\x0esampling.proto\x1a\x0bstall.proto\"\xe9\x01\n\x0eGatewayMessage\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.twostroke.dense.v1.SubmitH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.twostroke.dense.v1.CancelH\x00\x12.\n\x07resumed\x18\x03 \x01(\x0b\x32\x1b.twostroke.dense.v1.ResumedH\x00\x12@\n\x11prompt_table_part\x18\n \x01(\x0b\x32#.twostroke.dense.v1.PromptTablePartH\x00\x42\t\n\x07message\"\x1a\n\x07Resumed\x12\x0f\n\x07gateway\x18\x01 \x01(\x07\"/\n\x0fPromptTablePart\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"i\n\x0bPromptTable\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x05 \x01(\r\"\x93\x05\n\x06Submit\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.twostroke.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x0b \x01(\x11\x12\x18\n\x10queue_timeout_ms\x18\x0c \x01(\r\x12\x13\n\x0bnum_crashes\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\x06\x12\x0e\n\x06\x63lient\x18\x10 \x01(\x06\x12\x1d\n\x15return_context_logits\x18\x14 \x01(\x08\x12 \n\x18return_generation_logits\x18\x15 \x01(\x08\x12&\n\x07\x61\x64\x61pter\x18( \x01(\x0b\x32\x15.twostroke.v1.Adapter\x12\x35\n\x0cprompt_table\x18\x32 \x01(\x0b\x32\x1f.twostroke.dense.v1.PromptTable\x12\x10\n\x08group_id\x18\x33 \x01(\x06\x12\x33\n\x0b\x62\x65\x61m_search\x18< \x01(\x0b\x32\x1e.twostroke.dense.v1.BeamSearchB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xc8\x01\n\nBeamSearch\x12\x11\n\tnum_beams\x18\x01 \x01(\r\x12\x13\n\x0bnum_answers\x18\x02 \x01(\r\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.twostroke.v1.BeamSearch\x12\x0f\n\x07has_run\x18\x04 \x01(\x08\x12\'\n\x05\x62\x65\x61ms\x18\x05 \x03(\x0b\x32\x18.twostroke.dense.v1.Beam\x12-\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"W\n\x04\x42\x65\x61m\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\"\xa0\x04\n\nStepOutput\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07seq_ids\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\x07started\x18\x04 \x03(\x0b\x32!.twostroke.dense.v1.SequenceStart\x12.\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1f.twostroke.dense.v1.SequenceEnd\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.twostroke.dense.v1.SequenceLogprobs\x12;\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\".twostroke.dense.v1.PromptLogprobs\x12\x10\n\x08\x61\x64mitted\x18\x08 \x03(\x06\x12.\n\x08\x66\x61rewell\x18\t \x01(\x0b\x32\x1c.twostroke.dense.v1.Farewell\x12*\n\x06logits\x18\x14 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12\x31\n\rprompt_logits\x18\x15 \x03(\x0b\x32\x1a.twostroke.dense.v1.Logits\x12.\n\x08searches\x18> \x03(\x0b\x32\x1c.twostroke.dense.v1.BeamStepJ\x04\x08<\x10=J\x04\x08=\x10>R\x11searching_seq_idsR\x14searching_num_tokens\"\xab\x01\n\x08\x42\x65\x61mStep\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06scores\x18\x04 \x03(\x01\x12-\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12,\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x1d.twostroke.dense.v1.EndedBeam\"k\n\tEndedBeam\x12\x0e\n\x06parent\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\r\n\x05score\x18\x03 \x01(\x01\x12-\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"_\n\x08\x46\x61rewell\x12\x10\n\x08is_crash\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x31\n\x07running\x18\x03 \x03(\x0b\x32 .twostroke.dense.v1.SequenceSpan\":\n\x0cSequenceSpan\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"L\n\rSequenceStart\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\"N\n\x10SequenceLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12*\n\x05token\x18\x02 \x01(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"\\\n\x0ePromptLogprobs\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12+\n\x06tokens\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\"I\n\x06Logits\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xef\x01\n\x0bSequenceEnd\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x36\n\x06reason\x18\x02 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12/\n\x07\x61nswers\x18< \x03(\x0b\x32\x1e.twostroke.dense.v1.BeamAnswer\"A\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x45RROR\x10\x03\"\x95\x01\n\nBeamAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.twostroke.v1.TokenLogprobs\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x06reason\x18\x04 \x01(\x0e\x32&.twostroke.dense.v1.SequenceEnd.Reason\"\x10\n\x0eGetInfoRequest\"\xc7\x01\n\tDenseInfo\x12\x0e\n\x06\x66\x61mily\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cweights_hash\x18\x06 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x65poch\x18\t \x01(\x06\x12\x16\n\x0emax_beam_width\x18\n \x01(\r\"\x12\n\x10GetStatusRequest\"\xd2\x02\n\x0b\x44\x65nseStatus\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x05 \x01(\x04\x12\x34\n\x05state\x18\x06 \x01(\x0e\x32%.twostroke.dense.v1.DenseStatus.State\x12\"\n\x05stall\x18\x07 \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x14\n\x0cweights_hash\x18\x08 \x01(\t\x12\x0f\n\x07loading\x18\t \x01(\t\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07LOADING\x10\x01\x12\x0b\n\x07STANDBY\x10\x02\x12\r\n\tATTACHING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"\x0e\n\x0cLeaveRequest\"\x0c\n\nLeaveReply\"\x11\n\x0fTakeOverRequest\"\x0f\n\rTakeOverReply2\xa1\x03\n\x0b\x44\x65nseWorker\x12Q\n\x07\x43onnect\x12\".twostroke.dense.v1.GatewayMessage\x1a\x1e.twostroke.dense.v1.StepOutput(\x01\x30\x01\x12L\n\x07GetInfo\x12\".twostroke.dense.v1.GetInfoRequest\x1a\x1d.twostroke.dense.v1.DenseInfo\x12R\n\tGetStatus\x12$.twostroke.dense.v1.GetStatusRequest\x1a\x1f.twostroke.dense.v1.DenseStatus\x12I\n\x05Leave\x12 .twostroke.dense.v1.LeaveRequest\x1a\x1e.twostroke.dense.v1.LeaveReply\x12R\n\x08TakeOver\x12#.twostroke.dense.v1.TakeOverRequest\x1a!.twostroke.dense.v1.TakeOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,48 +44,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTTABLE']._serialized_end=497
   _globals['_SUBMIT']._serialized_start=500
   _globals['_SUBMIT']._serialized_end=1159
-  _globals['_BEAMSEARCH']._serialized_start=1161
-  _globals['_BEAMSEARCH']._serialized_end=1273
-  _globals['_CANCEL']._serialized_start=1275
-  _globals['_CANCEL']._serialized_end=1299
-  _globals['_STEPOUTPUT']._serialized_start=1302
-  _globals['_STEPOUTPUT']._serialized_end=1802
-  _globals['_FAREWELL']._serialized_start=1804
-  _globals['_FAREWELL']._serialized_end=1899
-  _globals['_SEQUENCESPAN']._serialized_start=1901
-  _globals['_SEQUENCESPAN']._serialized_end=1959
-  _globals['_SEQUENCESTART']._serialized_start=1961
-  _globals['_SEQUENCESTART']._serialized_end=2037
-  _globals['_SEQUENCELOGPROBS']._serialized_start=2039
-  _globals['_SEQUENCELOGPROBS']._serialized_end=2117
-  _globals['_PROMPTLOGPROBS']._serialized_start=2119
-  _globals['_PROMPTLOGPROBS']._serialized_end=2211
-  _globals['_LOGITS']._serialized_start=2213
-  _globals['_LOGITS']._serialized_end=2286
-  _globals['_SEQUENCEEND']._serialized_start=2289
-  _globals['_SEQUENCEEND']._serialized_end=2528
-  _globals['_SEQUENCEEND_REASON']._serialized_start=2463
-  _globals['_SEQUENCEEND_REASON']._serialized_end=2528
-  _globals['_BEAMANSWER']._serialized_start=2531
-  _globals['_BEAMANSWER']._serialized_end=2680
-  _globals['_GETINFOREQUEST']._serialized_start=2682
-  _globals['_GETINFOREQUEST']._serialized_end=2698
-  _globals['_DENSEINFO']._serialized_start=2701
-  _globals['_DENSEINFO']._serialized_end=2900
-  _globals['_GETSTATUSREQUEST']._serialized_start=2902
-  _globals['_GETSTATUSREQUEST']._serialized_end=2920
-  _globals['_DENSESTATUS']._serialized_start=2923
-  _globals['_DENSESTATUS']._serialized_end=3261
-  _globals['_DENSESTATUS_STATE']._serialized_start=3177
-  _globals['_DENSESTATUS_STATE']._serialized_end=3261
-  _globals['_LEAVEREQUEST']._serialized_start=3263
-  _globals['_LEAVEREQUEST']._serialized_end=3277
-  _globals['_LEAVEREPLY']._serialized_start=3279
-  _globals['_LEAVEREPLY']._serialized_end=3291
-  _globals['_TAKEOVERREQUEST']._serialized_start=3293
-  _globals['_TAKEOVERREQUEST']._serialized_end=3310
-  _globals['_TAKEOVERREPLY']._serialized_start=3312
-  _globals['_TAKEOVERREPLY']._serialized_end=3327
-  _globals['_DENSEWORKER']._serialized_start=3330
-  _globals['_DENSEWORKER']._serialized_end=3747
+  _globals['_BEAMSEARCH']._serialized_start=1162
+  _globals['_BEAMSEARCH']._serialized_end=1362
+  _globals['_BEAM']._serialized_start=1364
+  _globals['_BEAM']._serialized_end=1451
+  _globals['_CANCEL']._serialized_start=1453
+  _globals['_CANCEL']._serialized_end=1477
+  _globals['_STEPOUTPUT']._serialized_start=1480
+  _globals['_STEPOUTPUT']._serialized_end=2024
+  _globals['_BEAMSTEP']._serialized_start=2027
+  _globals['_BEAMSTEP']._serialized_end=2198
+  _globals['_ENDEDBEAM']._serialized_start=2200
+  _globals['_ENDEDBEAM']._serialized_end=2307
+  _globals['_FAREWELL']._serialized_start=2309
+  _globals['_FAREWELL']._serialized_end=2404
+  _globals['_SEQUENCESPAN']._serialized_start=2406
+  _globals['_SEQUENCESPAN']._serialized_end=2464
+  _globals['_SEQUENCESTART']._serialized_start=2466
+  _globals['_SEQUENCESTART']._serialized_end=2542
+  _globals['_SEQUENCELOGPROBS']._serialized_start=2544
+  _globals['_SEQUENCELOGPROBS']._serialized_end=2622
+  _globals['_PROMPTLOGPROBS']._serialized_start=2624
+  _globals['_PROMPTLOGPROBS']._serialized_end=2716
+  _globals['_LOGITS']._serialized_start=2718
+  _globals['_LOGITS']._serialized_end=2791
+  _globals['_SEQUENCEEND']._serialized_start=2794
+  _globals['_SEQUENCEEND']._serialized_end=3033
+  _globals['_SEQUENCEEND_REASON']._serialized_start=2968
+  _globals['_SEQUENCEEND_REASON']._serialized_end=3033
+  _globals['_BEAMANSWER']._serialized_start=3036
+  _globals['_BEAMANSWER']._serialized_end=3185
+  _globals['_GETINFOREQUEST']._serialized_start=3187
+  _globals['_GETINFOREQUEST']._serialized_end=3203
+  _globals['_DENSEINFO']._serialized_start=3206
+  _globals['_DENSEINFO']._serialized_end=3405
+  _globals['_GETSTATUSREQUEST']._serialized_start=3407
+  _globals['_GETSTATUSREQUEST']._serialized_end=3425
+  _globals['_DENSESTATUS']._serialized_start=3428
+  _globals['_DENSESTATUS']._serialized_end=3766
+  _globals['_DENSESTATUS_STATE']._serialized_start=3682
+  _globals['_DENSESTATUS_STATE']._serialized_end=3766
+  _globals['_LEAVEREQUEST']._serialized_start=3768
+  _globals['_LEAVEREQUEST']._serialized_end=3782
+  _globals['_LEAVEREPLY']._serialized_start=3784
+  _globals['_LEAVEREPLY']._serialized_end=3796
+  _globals['_TAKEOVERREQUEST']._serialized_start=3798
+  _globals['_TAKEOVERREQUEST']._serialized_end=3815
+  _globals['_TAKEOVERREPLY']._serialized_start=3817
+  _globals['_TAKEOVERREPLY']._serialized_end=3832
+  _globals['_DENSEWORKER']._serialized_start=3835
+  _globals['_DENSEWORKER']._serialized_end=4252
 # @@protoc_insertion_point(module_scope)

@@ -99,16 +99,30 @@ class Submit(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ..., num_crashes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., adapter: _Optional[_Union[_adapter_pb2.Adapter, _Mapping]] = ..., prompt_table: _Optional[_Union[PromptTable, _Mapping]] = ..., group_id: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ...) -> None: ...
 
 class BeamSearch(_message.Message):
-    __slots__ = ("num_beams", "num_answers", "options", "has_run")
+    __slots__ = ("num_beams", "num_answers", "options", "has_run", "beams", "ended")
     NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
     NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     HAS_RUN_FIELD_NUMBER: _ClassVar[int]
+    BEAMS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     num_beams: int
     num_answers: int
     options: _sampling_pb2.BeamSearch
     has_run: bool
-    def __init__(self, num_beams: _Optional[int] = ..., num_answers: _Optional[int] = ..., options: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., has_run: _Optional[bool] = ...) -> None: ...
+    beams: _containers.RepeatedCompositeFieldContainer[Beam]
+    ended: _containers.RepeatedCompositeFieldContainer[BeamAnswer]
+    def __init__(self, num_beams: _Optional[int] = ..., num_answers: _Optional[int] = ..., options: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., has_run: _Optional[bool] = ..., beams: _Optional[_Iterable[_Union[Beam, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
+
+class Beam(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "score")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
+    score: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("seq_id",)
@@ -117,7 +131,7 @@ class Cancel(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell", "logits", "prompt_logits", "searching_seq_ids", "searching_num_tokens")
+    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "prompt_logprobs", "admitted", "farewell", "logits", "prompt_logits", "searches")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -129,8 +143,7 @@ class StepOutput(_message.Message):
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGITS_FIELD_NUMBER: _ClassVar[int]
-    SEARCHING_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
-    SEARCHING_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEARCHES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -142,9 +155,36 @@ class StepOutput(_message.Message):
     farewell: Farewell
     logits: _containers.RepeatedCompositeFieldContainer[Logits]
     prompt_logits: _containers.RepeatedCompositeFieldContainer[Logits]
-    searching_seq_ids: _containers.RepeatedScalarFieldContainer[int]
-    searching_num_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., prompt_logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., searching_seq_ids: _Optional[_Iterable[int]] = ..., searching_num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    searches: _containers.RepeatedCompositeFieldContainer[BeamStep]
+    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., prompt_logits: _Optional[_Iterable[_Union[Logits, _Mapping]]] = ..., searches: _Optional[_Iterable[_Union[BeamStep, _Mapping]]] = ...) -> None: ...
+
+class BeamStep(_message.Message):
+    __slots__ = ("seq_id", "parents", "token_ids", "scores", "logprobs", "ended")
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    seq_id: int
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
+    ended: _containers.RepeatedCompositeFieldContainer[EndedBeam]
+    def __init__(self, seq_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedBeam, _Mapping]]] = ...) -> None: ...
+
+class EndedBeam(_message.Message):
+    __slots__ = ("parent", "token_id", "score", "logprobs")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    parent: int
+    token_id: int
+    score: float
+    logprobs: _sampling_pb2.TokenLogprobs
+    def __init__(self, parent: _Optional[int] = ..., token_id: _Optional[int] = ..., score: _Optional[float] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class Farewell(_message.Message):
     __slots__ = ("is_crash", "reason", "running")

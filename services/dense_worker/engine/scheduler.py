@@ -286,7 +286,7 @@ class Scheduler:
         assert beams is not None, "only a search has beams"
         sequence.num_pending_tokens -= 1
         if sequence.status is not SequenceStatus.RUNNING:
-            return None  # it has ended, or begins again
+            return None  # it has ended, or has left the cache: the same beams are computed again
         dead = beams.advance(result.logprobs)
         self._suspects.clear(sequence)
         sequence.output_token_ids[:] = beams.best_token_ids
@@ -294,7 +294,7 @@ class Scheduler:
             self._finish(sequence)
             return SequenceOutput(sequence, (), FinishReason.STOP, hypotheses=beams.hypotheses)
         self.session.dead_beams += dead
-        return SequenceOutput(sequence, (), None)
+        return SequenceOutput(sequence, (), None, search_step=beams.last_step)
 
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
@@ -354,7 +354,7 @@ class Scheduler:
     def _push(self, sequence: Sequence) -> None:
         self._waiting.push(sequence, is_parked=not self._adapters.is_ready(sequence))
         if sequence.beams is not None:
-            sequence.restart_beams()
+            sequence.beams.leave_cache()
             held = self.session.held_blocks.keys() - {sequence.seq_id}  # beams from before the attachment
             self.session.close_held(held & set(sequence.beams.seq_ids))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from services.common.errors import TwostrokeError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.beams.beam_group import BeamGroup
-from services.dense_worker.engine.beams.search import Hypothesis
+from services.dense_worker.engine.beams.search import Hypothesis, SearchStep
 from services.dense_worker.engine.fairness.flows import Flow
 from services.grammar.matcher import GrammarMatcher
 from services.lora.adapter import Adapter
@@ -154,18 +154,21 @@ class Sequence:
         self.num_computed_tokens = self.num_draft_tokens = 0
         self.num_blocks = self.num_dropped_blocks = self.num_reserved_blocks = self.num_opened_tokens = 0
 
-    def restart_beams(self) -> None:
-        """A search that has left the cache begins with the prompt again, and will find the same answers."""
-        if self.beams is not None:
-            self.beams.restart()
-            self.output_token_ids.clear()
+    @property
+    def num_tokens_before_fork(self) -> int:
+        """Its first tokens, which are computed once even if it has beams."""
+        return self.num_tokens if self.beams is None else self.num_prompt_tokens + len(self.beams.shared_token_ids)
 
     def describe(self) -> NewSequence:
-        """The sequence with its present tokens, for the workers; without the form of its output, which may be long."""
+        """The sequence with its present tokens, for the workers; without the form of its output, which may be long.
+
+        Of a search, with those that all its beams share.
+        """
+        output_token_ids = self.output_token_ids if self.beams is None else self.beams.shared_token_ids
         return NewSequence(
             seq_id=self.seq_id,
             request_id=self.request_id,
-            token_ids=(*self.prompt_token_ids, *self.output_token_ids),
+            token_ids=(*self.prompt_token_ids, *output_token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling if self.grammar is None else replace(self.sampling, structured_output=None),
             stop_token_ids=tuple(sorted(self.stop_token_ids)),
@@ -188,10 +191,11 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of a sequence, its end, or both. A beam search has no tokens before its end."""
+    """New tokens of a sequence, its end, or both. A beam search has no tokens before its end, but steps."""
 
     sequence: Sequence
     token_ids: SequenceOf[int]
     finish_reason: FinishReason | None
     error: TwostrokeError | None = None
     hypotheses: SequenceOf[Hypothesis] = ()  # the answers of a beam search that has ended, the best one first
+    search_step: SearchStep | None = None  # of a search that goes on

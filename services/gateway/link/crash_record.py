@@ -8,8 +8,8 @@ was alone in two consecutive crashes needs no third one.
 Only crashes count, not a broken stream of a living worker and not an end that a worker announced. They count only for
 sequences that a running step was computing. After an attention worker's crash its dense worker reports these sequences
 and their positions: text that was computed before without a crash, and is only computed again, is not the cause. A dead
-dense worker cannot report, so all sequences that it had admitted count, but not those in its queue. A beam search
-begins again after a crash, so it counts only where it was in the crash before. Runs in the gateway's event loop.
+dense worker cannot report, so all sequences that it had admitted count, but not those in its queue. A step of a beam
+search clears it as a token does. Runs in the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ class CrashRecord:
         """`spans`: what running steps were computing, by seq_id; None if unknown."""
         log.warning("a worker crashed", running=len(present) if spans is None else len(spans), admitted=len(present))
         for entry in present:
-            if entry.request.beam_search is not None and entry.note_search_crash():
-                continue
             if spans is None:
                 entry.crash_start = 0
             else:

@@ -91,13 +91,16 @@ def _encode_table(request: GenerationRequest) -> dense_pb2.PromptTable | None:
 
 def _encode_beam_search(entry: JournalEntry) -> dense_pb2.BeamSearch | None:
     options = entry.request.beam_search
-    if options is None:
+    if options is None or entry.search is None:
         return None
+    beams, ended = entry.search.encode()
     return dense_pb2.BeamSearch(
         num_beams=options.num_beams,
         num_answers=options.num_answers,
         options=encode_beam_search(options),
         has_run=entry.queue_s is not None,
+        beams=beams,
+        ended=ended,
     )
 
 
@@ -145,10 +148,10 @@ def keep_output(sequences: StreamSequences, output: dense_pb2.StepOutput) -> Non
         entry = find(seq_id)
         if entry is not None:
             entry.append(token_id, now)
-    for seq_id, num_tokens in zip(output.searching_seq_ids, output.searching_num_tokens, strict=True):
-        entry = find(seq_id)
+    for step in output.searches:
+        entry = find(step.seq_id)
         if entry is not None:
-            entry.note_search(num_tokens)
+            entry.add_search_step(step)
     for end in output.ended:
         entry = find(end.seq_id)
         if entry is None or entry.is_ended:

@@ -1,7 +1,8 @@
 """`JournalEntry`: one open sequence, with everything that is needed to continue it after a worker died.
 
-That is its request and all tokens so far. The reader of the dense worker's stream appends tokens, and the request's
-handler takes them. Both run in the gateway's event loop, so there are no locks.
+That is its request and all tokens so far, or what a beam search has found so far. The reader of the dense worker's
+stream appends tokens, and the request's handler takes them. Both run in the gateway's event loop, so there are no
+locks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from services.common.errors import TwostrokeError
 from services.common.sampling_params import MAX_SEED, SamplingParams
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.link.logits import LogitRows
+from services.gateway.link.search_record import SearchRecord
 from services.gateway.request import GenerationRequest
-
-MAX_UNSEEN_TOKENS = 4  # of a search in a crash, which the worker could not report any more
+from services.pb import dense_pb2
 
 
 class FinishReason(Enum):
@@ -78,13 +79,12 @@ class JournalEntry:
         "logprobs",
         "num_cached_tokens",
         "num_crashes",
-        "num_searched_in_crash",
-        "num_searched_tokens",
         "output_token_ids",
         "prompt_logprobs",
         "queue_s",
         "request",
         "sampling",
+        "search",
         "seq_id",
         "updates",
     )
@@ -123,8 +123,8 @@ class JournalEntry:
         self.followers: list[JournalEntry] = []
         self.is_follower = False
         self.beam_score: float | None = None
-        self.num_searched_tokens = 0  # that the beams of a search have now
-        self.num_searched_in_crash = 0  # that they had in the last crash of a worker
+        num_beams = 0 if request.beam_search is None else request.beam_search.num_beams
+        self.search = SearchRecord(num_beams) if num_beams else None  # None: its tokens are sampled
         self._on_start = on_start
         self._num_taken_tokens = 0  # by the request's handler
         self.updates = updates
@@ -177,20 +177,11 @@ class JournalEntry:
         if not self._is_in_updates:
             self._put_in_updates()
 
-    def note_search(self, num_tokens: int) -> None:
-        """Notes how many tokens the beams of a search have. Beyond the place of the last crash it is no suspect."""
-        self.num_searched_tokens = num_tokens
-        if num_tokens > self.num_searched_in_crash + MAX_UNSEEN_TOKENS:
-            self.num_crashes = 0
-
-    def note_search_crash(self) -> bool:
-        """Notes that a worker crashed, after which the search begins again.
-
-        Returns whether it had not come to the place of the crash before: then this one has another cause.
-        """
-        last = self.num_searched_in_crash
-        self.num_searched_in_crash, self.num_searched_tokens = self.num_searched_tokens, 0
-        return self.num_searched_in_crash + MAX_UNSEEN_TOKENS < last
+    def add_search_step(self, step: dense_pb2.BeamStep) -> None:
+        """Adds a token to each beam of a search."""
+        assert self.search is not None, "only a search has beams"
+        self.num_crashes = 0
+        self.search.add(step)
 
     def set_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Stores log-probabilities of prompt tokens from index `start` on. A span may arrive again after a crash."""

@@ -52,15 +52,16 @@ def check_beams(sequence: Sequence, ledger: BlockLedger, limits: SchedulerLimits
         )
 
 
-def take_beam_blocks(session: Session, sequence: Sequence) -> list[int] | None:
-    """Takes the blocks for the next token of each beam; how many for each row. None: there are too few.
+def take_beam_blocks(session: Session, sequence: Sequence, num_tokens: int) -> list[int] | None:
+    """Takes the blocks for the next tokens of each beam; how many for each row. None: there are too few.
 
     A new block begins for all beams at once. Within a block, each beam that is forked needs a copy of it.
     """
     assert sequence.beams is not None, "only a sequence with beams has rows"
     ledger, position = session.ledger, sequence.num_computed_tokens
-    is_new_block = position % ledger.block_size == 0
-    num_taken = [int(is_new_block or row.parent_seq_id is not None) for row in sequence.beams.rows]
+    num_after, num_full = ledger.blocks_for(position + num_tokens), position // ledger.block_size
+    num_present = ledger.blocks_for(position)
+    num_taken = [num_after - (num_present if row.parent_seq_id is None else num_full) for row in sequence.beams.rows]
     num_blocks = sum(num_taken)
     num_reserved = min(num_blocks, sequence.num_reserved_blocks)
     if num_blocks - num_reserved > ledger.num_available_blocks:
@@ -68,5 +69,5 @@ def take_beam_blocks(session: Session, sequence: Sequence) -> list[int] | None:
     ledger.unreserve(num_reserved)
     ledger.take(num_blocks)
     sequence.num_reserved_blocks -= num_reserved
-    sequence.num_blocks = blocks_of_beams(ledger, sequence, position + 1)
+    sequence.num_blocks = blocks_of_beams(ledger, sequence, position + num_tokens)
     return num_taken

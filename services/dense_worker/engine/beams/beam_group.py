@@ -13,21 +13,24 @@ from typing import NamedTuple
 
 from services.common.beams.options import BeamSearchOptions
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis
+from services.dense_worker.engine.beams.search import BeamSearch, Hypothesis, SearchState, SearchStep
 
 
 class BeamRow(NamedTuple):
-    """The part of a beam in the next step: one token."""
+    """The part of a beam in the next step: the last token that was chosen for it, or after a restart several."""
 
     seq_id: int
     parent_seq_id: int | None  # the beam to fork; None: this one goes on
-    token_id: int
+    token_ids: tuple[int, ...]  # that the KV cache's sequence does not have yet; the step computes the first ones
 
 
 class BeamGroup:
     """The search of one sequence, and the ids of its beams.
 
     Between `advance` and `note_planned` the new beams exist only here.
+
+    A search that has left the KV cache goes on from its beams: the prompt is computed with the tokens that all of them
+    begin with, then the others are forked, and all compute the rest of their tokens together, as many in each step.
     """
 
     def __init__(
@@ -38,20 +41,29 @@ class BeamGroup:
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         num_logprobs: int | None = None,
+        state: SearchState | None = None,
     ) -> None:
-        """The options are those of the sequence."""
+        """The options are those of the sequence. `state`: what the search has found; None: it begins."""
         self.options = options
         self._seq_id = seq_id
-        self._arguments = (options, max_tokens, stop_token_ids, min_tokens, num_logprobs or 0)
+        self._search = BeamSearch(options, max_tokens, stop_token_ids, min_tokens, num_logprobs or 0, state)
         self._num_logprobs = num_logprobs or 0
-        self.restart()
+        self.last_step: SearchStep | None = None  # of `advance`
+        self.leave_cache()
 
-    def restart(self) -> None:
-        """Begins with the prompt again: the KV cache has lost the beams. The search will find the same answers."""
-        self._search = BeamSearch(*self._arguments)
-        self._seq_ids = [self._seq_id]  # aligned with the search's beams
-        self.rows: list[BeamRow] = []  # of the next step; none before the prompt is computed
+    def leave_cache(self) -> None:
+        """The KV cache has no beam any more. The prompt comes first again, with `shared_token_ids`."""
+        beams = self._search.beams
+        self._seq_ids = list(self.seq_ids[: len(beams)])  # aligned with the search's beams
         self.open_seq_ids = {self._seq_id}  # of beams in the KV cache
+        num_shared = max(0, min(_num_common([beam.token_ids for beam in beams]), self.num_tokens - 1))
+        self.shared_token_ids = beams[0].token_ids[:num_shared]  # output tokens that are computed with the prompt
+        self.rows: list[BeamRow] = []  # of the next step after the prompt; none before the first token
+        if self.num_tokens:
+            self.rows = [
+                BeamRow(seq_id, None if seq_id == self._seq_id else self._seq_id, tuple(beam.token_ids[num_shared:]))
+                for seq_id, beam in zip(self._seq_ids, beams, strict=True)
+            ]
 
     @property
     def seq_ids(self) -> range:
@@ -73,6 +85,11 @@ class BeamGroup:
         return self._search.hypotheses
 
     @property
+    def num_tokens(self) -> int:
+        """Output tokens of each beam."""
+        return len(self._search.beams[0].token_ids)
+
+    @property
     def best_token_ids(self) -> list[int]:
         """The output tokens of the best beam; all beams have as many."""
         return self._search.beams[0].token_ids
@@ -82,10 +99,10 @@ class BeamGroup:
 
         logprobs: by id of a beam, those of its next token
         """
-        indexes = self._search.advance([logprobs[seq_id][0] for seq_id in self._seq_ids])
+        self.last_step = self._search.advance([logprobs[seq_id][0] for seq_id in self._seq_ids])
         if self.is_done:
             return []
-        parents = [self._seq_ids[index] for index in indexes]
+        parents = [self._seq_ids[index] for index in self.last_step.parents]
         continued = set(parents)
         dead = [seq_id for seq_id in self._seq_ids if seq_id not in continued]
         self.open_seq_ids.difference_update(dead)
@@ -94,13 +111,20 @@ class BeamGroup:
         for parent, beam in zip(parents, self._search.beams, strict=True):
             if parent in continued:  # the first beam that continues it takes its place
                 continued.remove(parent)
-                row = BeamRow(parent, None, beam.token_ids[-1])
+                row = BeamRow(parent, None, (beam.token_ids[-1],))
             else:
-                row = BeamRow(unused.pop(0), parent, beam.token_ids[-1])
+                row = BeamRow(unused.pop(0), parent, (beam.token_ids[-1],))
             self.rows.append(row)
         self._seq_ids = [row.seq_id for row in self.rows]
         return dead
 
     def note_planned(self) -> None:
-        """Notes that the rows are part of a plan: the KV cache has all beams."""
+        """Notes that the rows are part of a plan: the KV cache has all beams, and knows their tokens."""
         self.open_seq_ids.update(self._seq_ids)
+        self.rows = [BeamRow(seq_id, None, ()) for seq_id in self._seq_ids]
+
+
+def _num_common(token_ids: SequenceOf[list[int]]) -> int:
+    """How many first tokens all have in common."""
+    columns = enumerate(zip(*token_ids, strict=True))
+    return next((index for index, column in columns if len(set(column)) > 1), len(token_ids[0]))

@@ -33,6 +33,23 @@ class Hypothesis:
 
 
 @dataclass(frozen=True, slots=True)
+class SearchState:
+    """What a search has found so far. With it another one goes on and finds the same answers."""
+
+    beams: list[Beam]  # the best one first; all have as many tokens, at least one
+    ended: list[Hypothesis]  # the best one first
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStep:
+    """What one token more has changed. A beam's parent is the index of the beam before that it continues."""
+
+    beams: list[Beam]  # the best one first; unchanged if the search is done
+    parents: list[int]  # aligned with them
+    ended: list[tuple[int, Hypothesis]]  # answers that have ended, with their parents
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     """A beam and a token that may follow."""
 
@@ -52,8 +69,12 @@ class BeamSearch:
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         num_logprobs: int = 0,
+        state: SearchState | None = None,
     ) -> None:
-        """`min_tokens`: shorter answers do not end; `num_logprobs`: most likely tokens to keep of each position."""
+        """`min_tokens`: shorter answers do not end; `num_logprobs`: most likely tokens to keep of each position.
+
+        `state`: of a search with the same options, which goes on here
+        """
         self._options = options
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
@@ -61,6 +82,8 @@ class BeamSearch:
         self._num_logprobs = num_logprobs
         self.beams = [Beam([], [], 0.0)]  # the best one first; only one before the first token
         self._ended: list[Hypothesis] = []  # the best one first
+        if state is not None:
+            self.beams, self._ended = state.beams, list(state.ended)
         self.is_done = False
 
     @property
@@ -76,8 +99,8 @@ class BeamSearch:
         """The best answers, when the search is done."""
         return self._ended[: self._options.num_answers]
 
-    def advance(self, rows: Sequence[TokenLogprobs]) -> list[int]:
-        """Adds a token to the beams. Returns, for each new beam, the index of the old one that it continues.
+    def advance(self, rows: Sequence[TokenLogprobs]) -> SearchStep:
+        """Adds a token to the beams, unless the search is done.
 
         rows: aligned with the beams; `top` has the `num_candidates` most likely tokens, the most likely one first
         """
@@ -85,6 +108,7 @@ class BeamSearch:
         num_tokens = len(self.beams[0].token_ids) + 1
         is_last = num_tokens == self._max_tokens
         next_beams: list[_Candidate] = []
+        ended: list[tuple[int, Hypothesis]] = []
         for rank, candidate in enumerate(self._candidates(rows)):
             is_stopped = candidate.token_id in self._stop_token_ids
             if not (is_stopped or is_last):
@@ -92,14 +116,14 @@ class BeamSearch:
             elif rank < options.num_beams:
                 tokens, logprobs = self._continue(candidate, rows)
                 score = candidate.score / num_tokens**options.length_penalty
-                self._ended.append(Hypothesis(tokens, logprobs, score, is_stopped))
+                ended.append((candidate.beam, Hypothesis(tokens, logprobs, score, is_stopped)))
+        self._ended += [hypothesis for _, hypothesis in ended]
         self._ended.sort(key=lambda each: each.score, reverse=True)
         del self._ended[options.num_beams :], next_beams[options.num_beams :]
         self.is_done = is_last or not next_beams or not self._may_improve(next_beams[0].score, num_tokens)
-        if self.is_done:
-            return []
-        self.beams = [Beam(*self._continue(each, rows), each.score) for each in next_beams]
-        return [each.beam for each in next_beams]
+        if not self.is_done:
+            self.beams = [Beam(*self._continue(each, rows), each.score) for each in next_beams]
+        return SearchStep(self.beams, [each.beam for each in next_beams], ended)
 
     def _candidates(self, rows: Sequence[TokenLogprobs]) -> list[_Candidate]:
         is_too_short = len(self.beams[0].token_ids) < self._min_tokens

@@ -56,19 +56,20 @@ class PlanBuilder:
         self.seq_ids.add(source.seq_id)
         self.add(sequence, 1, (), 1, num_blocks, has_dropped)
 
-    def add_beams(self, sequence: Sequence, num_blocks: Iterable[int]) -> None:
-        """Adds an entry for the next token of each beam; `num_blocks`: blocks taken for each."""
+    def add_beams(self, sequence: Sequence, num_tokens: int, num_blocks: Iterable[int]) -> None:
+        """Adds an entry for the next tokens of each beam; `num_blocks`: blocks taken for each."""
         assert sequence.beams is not None, "only a sequence with beams has rows"
-        position = sequence.num_computed_tokens
-        for (seq_id, parent_seq_id, token_id), num_taken in zip(sequence.beams.rows, num_blocks, strict=True):
+        rows, position = sequence.beams.rows, sequence.num_computed_tokens
+        is_last = num_tokens == sequence.num_remaining_tokens
+        for (seq_id, parent_seq_id, token_ids), num_taken in zip(rows, num_blocks, strict=True):
             if parent_seq_id is not None:
                 self.forks.append(Fork(parent_seq_id, seq_id, position))
-            self.chosen.append((seq_id, token_id))
-            self.entries.append(PlanEntry(seq_id, position, 1, 1))
+            self.chosen += [(seq_id, token_id) for token_id in token_ids]
+            self.entries.append(PlanEntry(seq_id, position, num_tokens, int(is_last)))
             self.planned.append(PlannedEntry(sequence, num_taken))
         self.seq_ids.add(sequence.seq_id)
-        self.num_tokens -= len(sequence.beams.rows)
-        self.num_logits -= len(sequence.beams.rows)
-        sequence.num_computed_tokens += 1
-        sequence.num_pending_tokens += 1
+        self.num_tokens -= num_tokens * len(rows)
+        self.num_logits -= len(rows) * is_last
+        sequence.num_computed_tokens += num_tokens
+        sequence.num_pending_tokens += is_last
         sequence.beams.note_planned()

@@ -62,7 +62,7 @@ class StepPlanner:
                 continue  # the result of its last step decides which beams go on
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1:
-                prefills.append((sequence, num_remaining))
+                prefills.append((sequence, _num_to_compute(sequence)))
             elif num_remaining == 1:
                 decodes.append(sequence)
         shares = None  # how many tokens each prompt gets; None: as many as are left
@@ -85,20 +85,21 @@ class StepPlanner:
         if session.joining and suspect is None:
             self._plan_forks(step)
         for sequence in decodes:
-            self._plan(step, sequence, 1, is_last=True)
+            self._plan(step, sequence, 1)
         if is_shared and prefills:
             shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
         for sequence, num_remaining in prefills:
             num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
             if num_tokens:
-                self._plan(step, sequence, num_tokens, is_last=num_tokens == num_remaining)
+                self._plan(step, sequence, num_tokens)
         return step
 
-    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
+    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
-        if sequence.beams is not None and sequence.beams.rows:
-            self._plan_beams(step, sequence)
+        if _has_forked(sequence):
+            self._plan_beams(step, sequence, num_tokens)
             return
+        is_last = num_tokens == sequence.num_remaining_tokens
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
             room = room_for_drafts(sequence, self._session, step)
@@ -126,13 +127,17 @@ class StepPlanner:
                 num_blocks = session.share_blocks(source, sequence)
                 step.add_fork(sequence, source, num_blocks, session.drop_blocks(sequence))
 
-    def _plan_beams(self, step: PlanBuilder, sequence: Sequence) -> None:
-        """Adds a token of every beam, or nothing: all beams are in the same step."""
+    def _plan_beams(self, step: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
+        """Adds as many tokens of every beam, at least one, or nothing: all beams are in the same step.
+
+        num_tokens: how many of all beams together are wanted
+        """
         if sequence.num_beams > min(step.num_tokens, step.num_logits) or sequence.status is not SequenceStatus.RUNNING:
             return
-        num_blocks = take_beam_blocks(self._session, sequence)
+        num_each = max(1, num_tokens // sequence.num_beams)
+        num_blocks = take_beam_blocks(self._session, sequence, num_each)
         if num_blocks is not None:
-            step.add_beams(sequence, num_blocks)
+            step.add_beams(sequence, num_each, num_blocks)
         elif not self._session.awaits_beam_blocks:
             self._give_up_blocks(step)
 
@@ -146,3 +151,16 @@ class StepPlanner:
             self._preempt(victim)
         elif not step.seq_ids:  # otherwise the scheduled sequences advance
             self._drop_held_blocks()
+
+
+def _has_forked(sequence: Sequence) -> bool:
+    """Whether the next step computes tokens of each beam."""
+    beams = sequence.beams
+    return bool(beams and beams.rows) and sequence.num_computed_tokens >= sequence.num_tokens_before_fork
+
+
+def _num_to_compute(sequence: Sequence) -> int:
+    """How many tokens the next steps may compute of a sequence that needs more than one: those of all its beams."""
+    if _has_forked(sequence):
+        return sequence.num_beams * sequence.num_remaining_tokens
+    return sequence.num_tokens_before_fork - sequence.num_computed_tokens

@@ -129,7 +129,7 @@ class Cluster:
             sequence = self._opening.popleft()
             result = self.cache.open_sequence(
                 sequence.seq_id,
-                sequence.prompt_token_ids + sequence.output_token_ids,
+                sequence.describe().token_ids,
                 sequence.num_prompt_tokens,
             )
             self.scheduler.opened(describe_opened(sequence.seq_id, result))

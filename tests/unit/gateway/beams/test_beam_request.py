@@ -89,18 +89,3 @@ def test_the_beams_of_a_search_have_ids_of_their_own() -> None:
     [other] = journal.open(read(IDS), UpdateQueue())
     assert second.seq_id == first.seq_id + 1 and second.is_follower and not first.is_follower
     assert other.seq_id == first.seq_id + 4
-
-
-def test_only_a_crash_at_the_place_of_the_last_one_counts_against_a_search() -> None:
-    [entry] = Journal().open(read({**IDS, **SEARCH}), UpdateQueue())
-    entry.note_search(50)
-    assert not entry.note_search_crash()
-    entry.num_crashes = 1
-    entry.note_search(10)
-    assert entry.num_crashes == 1
-    assert entry.note_search_crash(), "it was not yet where it was in the last crash"
-    entry.note_search(11)
-    assert entry.num_crashes == 1
-    assert not entry.note_search_crash(), "twice at the same place"
-    entry.note_search(20)
-    assert entry.num_crashes == 0, "it has passed that place"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.beams.options import BeamSearchOptions
 from services.common.errors import RequestAborted
 from services.gateway.link.crash_record import CrashRecord
 from services.gateway.link.journal import Journal
@@ -19,9 +20,9 @@ from tests.support.clients.generation_requests import make_request, open_entry
 class Story:
     """Simulates the streams of a gateway, event by event. After every `crash` a worker with a new epoch connects."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, **options: object) -> None:
         journal = Journal()
-        self.entries = [open_entry(journal, make_request(f"r{i}")) for i in range(num_requests)]
+        self.entries = [open_entry(journal, make_request(f"r{i}", **options)) for i in range(num_requests)]
         sequences = journal.new_stream()
         for entry in self.entries:
             journal.assign(entry, sequences)
@@ -77,6 +78,18 @@ def test_a_token_between_crashes_clears_a_sequence() -> None:
         story.admit(*story.entries)
         story.entries[0].append(5, 0.0)
     assert story.failed == []
+
+
+def test_a_step_of_a_beam_search_between_crashes_clears_it() -> None:
+    story = Story(2, beam_search=BeamSearchOptions(2, 2))
+    searching, stuck = story.entries
+    for number in range(3):
+        story.admit(searching, stuck)
+        step = dense_pb2.BeamStep(parents=[0, number and 1], token_ids=[5, 6], scores=[-1.0, -2.0])
+        searching.add_search_step(step)
+        story.crash()
+    assert [entry.num_crashes for entry in story.entries] == [1, 3]
+    assert story.failed == [1]
 
 
 @pytest.mark.parametrize("culprit", range(5))

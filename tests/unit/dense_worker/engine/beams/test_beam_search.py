@@ -56,7 +56,7 @@ def search(model: torch.nn.Module, prompt: tuple[int, ...], search: BeamSearch, 
             for row in zip(token_ids.tolist(), values.tolist(), strict=True)
         ]
         before = search.beams
-        parents = search.advance(rows)
+        parents = search.advance(rows).parents
         if not search.is_done:
             assert [before[parent].token_ids for parent in parents] == [each.token_ids[:-1] for each in search.beams]
     return search.hypotheses

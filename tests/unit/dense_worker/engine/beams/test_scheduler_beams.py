@@ -64,7 +64,7 @@ class BeamCluster(Cluster):
     def answer_opens(self) -> None:
         for sequence in self._opening:
             if sequence.beams is not None:
-                self.tokens[sequence.seq_id] = list(sequence.prompt_token_ids)
+                self.tokens[sequence.seq_id] = list(sequence.describe().token_ids)
         super().answer_opens()
 
     def _complete(self, published: PublishedPlan) -> None:
@@ -73,6 +73,9 @@ class BeamCluster(Cluster):
         assert not step.errors, "both sides must agree on lengths and blocks"
         self.cache.commit_step()
         logprobs = self.follow(plan)
+        for entry in plan.entries:
+            if entry.seq_id in self.tokens:
+                assert list(self.cache._sequences[entry.seq_id].token_ids) == self.tokens[entry.seq_id]
         if plan.frees_blocks:
             self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
         self.outputs += self.scheduler.update(published, StepResult(sample(plan).token_ids, logprobs))

@@ -1,0 +1,96 @@
+"""Beam searches in the messages of `protos/dense.proto`: their options and beams, their steps, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from services.common.beams.options import decode_beam_search
+from services.common.errors import InvalidRequest
+from services.common.token_logprobs import TokenLogprobs, decode_logprobs, encode_logprobs
+from services.dense_worker.engine.beams.beam_group import BeamGroup
+from services.dense_worker.engine.beams.search import Beam, Hypothesis, SearchState
+from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.pb import dense_pb2, sampling_pb2
+
+NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported
+
+
+def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch) -> None:
+    """Makes a new sequence a search. Raises `InvalidRequest` for beams of different lengths, or too many or long ones.
+    """
+    state = _decode_state(message, sequence.max_tokens)
+    sequence.beams = BeamGroup(
+        sequence.seq_id,
+        decode_beam_search(message.options, message.num_beams, message.num_answers),
+        sequence.max_tokens,
+        sequence.stop_token_ids,
+        sequence.sampling.min_tokens,
+        sequence.num_logprobs,
+        state,
+    )
+    sequence.output_token_ids = list(sequence.beams.best_token_ids)
+    if message.has_run:
+        sequence.num_cached_tokens = 0  # of its first opening, which was elsewhere
+
+
+def _decode_state(message: dense_pb2.BeamSearch, max_tokens: int) -> SearchState | None:
+    if not message.beams:
+        return None
+    for name, found in (("beams", message.beams), ("ended answers", message.ended)):
+        if len(found) > message.num_beams:
+            raise InvalidRequest(f"a search has {len(found)} {name}, num_beams is {message.num_beams}")
+    lengths = {len(beam.token_ids) for beam in message.beams}
+    if len(lengths) > 1 or not 1 <= max(lengths) < max_tokens:
+        raise InvalidRequest(
+            f"the beams of a search have {sorted(lengths)} tokens, all must have as many, from 1 to max_tokens - 1, "
+            f"which is {max_tokens - 1}"
+        )
+    return SearchState(
+        [Beam(list(each.token_ids), _decode_logprobs(each), each.score) for each in message.beams],
+        [Hypothesis(list(each.token_ids), _decode_logprobs(each), each.score, True) for each in message.ended],
+    )
+
+
+def _decode_logprobs(message: dense_pb2.Beam | dense_pb2.BeamAnswer) -> list[TokenLogprobs]:
+    return [decode_logprobs(each) for each in message.logprobs] or [NO_LOGPROBS] * len(message.token_ids)
+
+
+def encode_search_step(output: SequenceOutput) -> dense_pb2.BeamStep:
+    """The last step of a search that goes on."""
+    step = output.search_step
+    assert step is not None, "the output is of a search that goes on"
+    has_logprobs = output.sequence.num_logprobs is not None
+    return dense_pb2.BeamStep(
+        seq_id=output.sequence.seq_id,
+        parents=step.parents,
+        token_ids=[beam.token_ids[-1] for beam in step.beams],
+        scores=[beam.score for beam in step.beams],
+        logprobs=[encode_logprobs(beam.logprobs[-1]) for beam in step.beams] if has_logprobs else (),
+        ended=[
+            dense_pb2.EndedBeam(
+                parent=parent,
+                token_id=answer.token_ids[-1],
+                score=answer.score,
+                logprobs=encode_logprobs(answer.logprobs[-1]) if has_logprobs else None,
+            )
+            for parent, answer in step.ended
+        ],
+    )
+
+
+def encode_answers(output: SequenceOutput) -> list[dense_pb2.BeamAnswer]:
+    """The answers of a search that has ended; of other outputs none."""
+    has_logprobs = output.sequence.num_logprobs is not None
+    return [
+        dense_pb2.BeamAnswer(
+            token_ids=answer.token_ids,
+            logprobs=_encode_all(answer.logprobs) if has_logprobs else (),
+            score=answer.score,
+            reason=dense_pb2.SequenceEnd.STOP if answer.is_stopped else dense_pb2.SequenceEnd.LENGTH,
+        )
+        for answer in output.hypotheses
+    ]
+
+
+def _encode_all(logprobs: SequenceOf[TokenLogprobs]) -> list[sampling_pb2.TokenLogprobs]:
+    return [encode_logprobs(each) for each in logprobs]

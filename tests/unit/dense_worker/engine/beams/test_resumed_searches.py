@@ -1,0 +1,158 @@
+"""Beam searches that lose the KV cache, or their dense worker, and go on from their beams."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.beams.options import EarlyStopping, encode_beam_search
+from services.common.errors import InvalidRequest
+from services.dense_worker.beam_messages import add_beams, encode_search_step
+from services.dense_worker.engine.beams.beam_group import BeamGroup
+from services.dense_worker.engine.scheduler import Scheduler
+from services.dense_worker.engine.sequence import Sequence
+from services.gateway.link.search_record import SearchRecord
+from services.pb import dense_pb2
+from tests.unit.dense_worker.engine.beams.test_scheduler_beams import (
+    BeamCluster,
+    expected_hypotheses,
+    make_search,
+)
+from tests.unit.dense_worker.engine.test_scheduler import make_sequence, new_session
+
+
+class LossyCluster(BeamCluster):
+    """One search whose steps a gateway records, and whose dense worker or KV cache dies."""
+
+    def __init__(self, search: Sequence, *, num_logprobs: int | None = None, **limits: object) -> None:
+        self._new_cluster = lambda: BeamCluster(num_blocks=128, max_num_seqs=8, **limits)
+        super().__init__(num_blocks=128, max_num_seqs=8, **limits)
+        self.search = search
+        assert search.beams is not None
+        self.options = search.beams.options
+        search.num_logprobs = num_logprobs
+        search.beams = BeamGroup(
+            search.seq_id, self.options, search.max_tokens, search.stop_token_ids, num_logprobs=num_logprobs
+        )
+        self.record = SearchRecord(self.options.num_beams)
+        self.num_recorded = 0
+        self.scheduler.add(search)
+
+    def record_steps(self) -> None:
+        for output in self.outputs[self.num_recorded :]:
+            if output.search_step is not None:
+                self.record.add(encode_search_step(output))
+        self.num_recorded = len(self.outputs)
+
+    def replace_worker(self, *, is_cache_lost: bool) -> None:
+        """A new dense worker gets the search as the gateway knows it; the other one's plan in flight is lost."""
+        self.record_steps()
+        self.in_flight = None
+        self._opening.clear()
+        if is_cache_lost:
+            self.cache = self._new_cluster().cache
+        self.tokens.clear()
+        self.scheduler = Scheduler(self.limits)
+        self.scheduler.begin(new_session(self.cache))
+        beams, ended = self.record.encode()
+        old = self.search
+        self.search = make_sequence(old.seq_id, old.num_prompt_tokens, old.max_tokens)
+        self.search.stop_token_ids, self.search.num_logprobs = old.stop_token_ids, old.num_logprobs
+        message = dense_pb2.BeamSearch(
+            num_beams=self.options.num_beams,
+            num_answers=self.options.num_answers,
+            options=encode_beam_search(self.options),
+            has_run=True,
+            beams=beams,
+            ended=ended,
+        )
+        add_beams(self.search, dense_pb2.BeamSearch.FromString(message.SerializeToString()))
+        self.scheduler.add(self.search)
+        self.scheduler.close_unclaimed()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 14),
+    st.integers(2, 12),
+    st.integers(2, 4),
+    st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=4),
+    st.integers(4, 24),
+    st.sampled_from(EarlyStopping),
+    st.sampled_from([None, 6]),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+)
+def test_a_search_finds_the_same_answers_in_whatever_workers_it_runs(
+    prompt_len: int,
+    max_tokens: int,
+    num_beams: int,
+    deaths: list[tuple[int, bool]],
+    budget: int,
+    stopping: EarlyStopping,
+    window: int | None,
+    enable_prefix_cache: bool,
+    num_logprobs: int | None,
+) -> None:
+    search = make_search(0, prompt_len, max_tokens, num_beams, early_stopping=stopping)
+    expected = expected_hypotheses(search)
+    limits = {"max_num_batched_tokens": budget, "window": window, "enable_prefix_cache": enable_prefix_cache}
+    cluster = LossyCluster(search, num_logprobs=num_logprobs, **limits)
+    for num_steps, is_cache_lost in deaths:
+        for _ in range(num_steps):
+            cluster.step()
+        if any(output.finish_reason is not None for output in cluster.outputs):
+            break
+        cluster.replace_worker(is_cache_lost=is_cache_lost)
+    cluster.run_until_idle()
+    [end] = [output for output in cluster.outputs if output.finish_reason is not None]
+    assert [(each.token_ids, each.is_stopped) for each in end.hypotheses] == [
+        (each.token_ids, each.is_stopped) for each in expected
+    ]
+    assert [each.score for each in end.hypotheses] == [each.score for each in expected]
+    if num_logprobs is not None:
+        found = [[logprobs.logprob for logprobs in each.logprobs] for each in end.hypotheses]
+        assert found == [pytest.approx([logprobs.logprob for logprobs in each.logprobs]) for each in expected]
+        assert {len(logprobs.top) for each in end.hypotheses for logprobs in each.logprobs} == {num_logprobs}
+
+
+@pytest.mark.parametrize("is_cache_lost", [True, False])
+def test_no_step_of_a_search_is_repeated(is_cache_lost: bool) -> None:
+    """After it has lost everything, its tokens are computed in few steps with many tokens each."""
+    search = make_search(0, 9, 30, 4, early_stopping=EarlyStopping.NEVER, length_penalty=2.0)
+    search.stop_token_ids = frozenset()
+    cluster = LossyCluster(search, max_num_batched_tokens=64)
+    while len(cluster.outputs) < 20:
+        cluster.step()
+    cluster.replace_worker(is_cache_lost=is_cache_lost)
+    first = len(cluster.plans)
+    while len(cluster.outputs) < 21:
+        cluster.step()
+    plans = [plan for plan in cluster.plans[first:] if plan.entries]
+    most = 9 + 4 * 20  # the prompt, and the tokens of each beam
+    assert sum(plan.num_tokens for plan in plans) <= most and len(plans) <= 4
+    cluster.run_until_idle()
+    assert sum(output.search_step is not None for output in cluster.outputs) == 29, "each token was chosen once"
+
+
+@pytest.mark.parametrize(
+    ("beams", "num_ended", "words"),
+    [
+        ([[1], [2, 3]], 0, r"have \[1, 2\] tokens, all must have as many, from 1 to max_tokens - 1, which is 7"),
+        ([[], []], 0, r"have \[0\] tokens"),
+        ([[1] * 8, [2] * 8], 0, r"have \[8\] tokens"),
+        ([[1], [2], [3]], 0, "a search has 3 beams, num_beams is 2"),
+        ([[1], [2]], 3, "a search has 3 ended answers, num_beams is 2"),
+    ],
+)
+def test_beams_that_no_search_has_are_refused(beams: list[list[int]], num_ended: int, words: str) -> None:
+    message = dense_pb2.BeamSearch(
+        num_beams=2,
+        num_answers=2,
+        options={"early_stopping": "EARLY_STOPPING_NEVER"},
+        beams=[dense_pb2.Beam(token_ids=token_ids) for token_ids in beams],
+        ended=[dense_pb2.BeamAnswer(token_ids=[1])] * num_ended,
+    )
+    with pytest.raises(InvalidRequest, match=words):
+        add_beams(make_sequence(1, 4, 8), message)
