@@ -16,8 +16,7 @@ NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are no
 
 
 def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch) -> None:
-    """Makes a new sequence a search. Raises `InvalidRequest` for beams of different lengths, or too many or long ones.
-    """
+    """Makes a new sequence a search. Raises `InvalidRequest` for beams that no search has."""
     state = _decode_state(message, sequence.max_tokens)
     sequence.beams = BeamGroup(
         sequence.seq_id,
