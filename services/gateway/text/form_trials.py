@@ -34,8 +34,16 @@ MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of forms and their grammars
 START_TIMEOUT_S = 60.0  # to read the vocabulary
 TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
+# A form ends the process by other signals; these come from outside, at any moment. The kernel sends SIGKILL if the
+# machine has no memory left.
+_KILLED_BY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+_MAX_KILLS = 2  # of the process, for one form
 _MAX_LINE_BYTES = 8 * 2**20
 _MODULE, _ROOT = "services.grammar.trial", Path(__file__).parents[3]
+
+
+class _KilledError(Exception):
+    """The process was killed from outside, and no form is to blame."""
 
 
 class FormTrials:
@@ -108,13 +116,7 @@ class FormTrials:
             return known if known is not None else await self._try_now(form)
 
     async def _try_now(self, form: StructuredOutput) -> StructuredOutput:
-        limit_s = TRIAL_TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TRIAL_TIMEOUT_S
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await self._ask(form)
-        except TimeoutError:
-            await self._end_process()
-            raise CapacityError(f"the form has not been compiled within {limit_s:g} s") from None
+        answer = await self._ask_in_time(form)
         if "error" in answer:
             error = FormError(answer["error"], answer.get("origin"))
             self._keep(form, error)
@@ -122,6 +124,19 @@ class FormTrials:
         compiled = StructuredOutput(Constraint.GRAMMAR, answer["grammar"])
         self._keep(form, compiled)
         return compiled
+
+    async def _ask_in_time(self, form: StructuredOutput) -> dict[str, str]:
+        for _ in range(_MAX_KILLS):
+            limit_s = TRIAL_TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TRIAL_TIMEOUT_S
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self._ask(form)
+            except TimeoutError:
+                await self._end_process()
+                raise CapacityError(f"the form has not been compiled within {limit_s:g} s") from None
+            except _KilledError:
+                continue
+        raise CapacityError(f"the process that tries forms was killed {_MAX_KILLS} times before it had tried the form")
 
     async def _ask(self, form: StructuredOutput) -> dict[str, str]:
         """The process's answer; an error in its stead if the form has ended the process."""
@@ -144,7 +159,9 @@ class FormTrials:
             return {"error": f"its grammar has more than {_MAX_LINE_BYTES} bytes"}
         self._process = None
         status = await asyncio.to_thread(_close, process)
-        log.warning("a form has ended the process that tries forms", status=status)
+        log.warning("the process that tries forms has ended", status=status)
+        if status in _KILLED_BY:
+            raise _KilledError
         if status >= 0:
             raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
         if status == -signal.SIGXCPU:

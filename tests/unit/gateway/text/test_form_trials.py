@@ -140,6 +140,41 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
     run(test)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_process_that_is_killed_is_no_fault_of_the_form(number: signal.Signals, is_busy: bool) -> None:
+    async def test(made: FormTrials) -> None:
+        await made.compile(GOOD)
+        assert made._process is not None
+        pid = made._process.pid
+        if is_busy:
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            os.kill(pid, number)
+        waiting = asyncio.create_task(made.compile(regex("b+")))
+        if is_busy:
+            await asyncio.sleep(0)
+            for each in (number, signal.SIGCONT):
+                os.kill(pid, each)
+        assert (await waiting).constraint is Constraint.GRAMMAR
+        assert made._process.pid != pid
+
+    run(test)
+
+
+def test_a_form_whose_process_is_always_killed_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: FormTrials) -> None:
+        await made.compile(GOOD)
+        assert made._process is not None
+        os.kill(made._process.pid, signal.SIGKILL)
+        with pytest.raises(CapacityError, match="killed 1 times"):
+            await made.compile(regex("b+"))
+        assert await made.compile(regex("b+"))
+
+    monkeypatch.setattr(form_trials, "_MAX_KILLS", 1)
+    run(test)
+
+
 def test_a_process_that_cannot_start_is_no_fault_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(made: FormTrials) -> None:
         for _ in range(2):
