@@ -66,7 +66,7 @@ def test_a_newcomer_does_not_wait_for_the_streams_of_another_client(few_places: 
         expected = [answer.token_ids for answer in undisturbed]
     expected += [few_places.generate(short_prompt, SHORT, ignore_eos=True).token_ids] * NUM_QUEUED
     expected.append(few_places.generate(other_prompt, SHORT, ignore_eos=True).token_ids)
-    max_steps: list[int] = []  # of the others until the newcomer's first token, in each round
+    max_steps: list[int] = []  # of the others until the newcomer's first token
 
     async def until(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -103,14 +103,17 @@ def test_a_newcomer_does_not_wait_for_the_streams_of_another_client(few_places: 
         reasons = {stream.finish and stream.finish.reason for stream in streams}
         assert reasons == {gateway_pb2.FINISH_REASON_LENGTH}
 
+    rounds = []
     for _ in range(MAX_ROUNDS):
         num_preemptions = few_places.dense_status().num_preemptions
+        max_steps.clear()
         asyncio.run(test())
         few_places.wait_idle()
-        if any(steps < MAX_STEPS for steps in max_steps):
-            break
-    assert min(max_steps, default=LONG) < MAX_STEPS, f"steps until the newcomer's first token: {max_steps}"
-    assert few_places.dense_status().num_preemptions > num_preemptions, "no stream gave its place up"
+        num_preemptions = few_places.dense_status().num_preemptions - num_preemptions
+        rounds.append((list(max_steps), num_preemptions))
+        if min(max_steps, default=LONG) < MAX_STEPS and num_preemptions:  # a stream gave its place up
+            return
+    raise AssertionError(f"steps until the newcomer's first token, and streams that gave way to it: {rounds}")
 
 
 def test_a_client_that_fills_the_queue_leaves_room_for_another_one(few_places: Cluster) -> None:

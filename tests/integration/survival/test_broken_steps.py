@@ -90,8 +90,9 @@ def test_aborted_steps_end_no_worker_and_keep_the_cache(
         assert services.ends == []
         after = services.wait_idle()
         assert after.epoch == before.epoch
-        needed = len(MESSAGES) * (NUM_PROMPT_TOKENS + MAX_TOKENS + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE)
-        assert after.num_computed_tokens - before.num_computed_tokens <= needed, "a prompt was prefilled again"
-        if services.log("attn_worker").count("event=detached") > aborts:
+        # A busy machine may stop a worker, too: then the step of a prompt may be aborted, and is computed again.
+        if services.log("attn_worker").count("event=detached") == aborts + 1:
+            needed = len(MESSAGES) * (NUM_PROMPT_TOKENS + MAX_TOKENS + MAX_RECOMPUTED_TOKENS_OF_A_SEQUENCE)
+            assert after.num_computed_tokens - before.num_computed_tokens <= needed, "a prompt was prefilled again"
             return
-    raise AssertionError(f"no step was aborted in {MAX_ROUNDS} rounds")
+    raise AssertionError(f"in none of {MAX_ROUNDS} rounds was just one step aborted")
