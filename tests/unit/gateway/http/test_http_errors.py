@@ -131,7 +131,7 @@ def test_an_error_within_a_stream_is_its_last_event(tmp_path: Path) -> None:
         assert "[DONE]" not in text  # so no client mistakes this for a whole answer
 
     dense = FakeDense(lambda submit: [70] * 3)
-    with_client(tmp_path, dense, test, connect_timeout_s=0.5)
+    with_client(tmp_path, dense, test, connect_timeout_s=1.5)
 
 
 def test_a_waiting_stream_gets_its_status_in_bounded_time(tmp_path: Path) -> None:

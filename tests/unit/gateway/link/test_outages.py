@@ -51,14 +51,14 @@ def test_streams_fail_when_the_dense_worker_does_not_return(tmp_path: Path) -> N
         running = asyncio.create_task(stream(gateway))
         await until(lambda: len(dense.running) == 1)
         await dense.kill()
-        expected = rf"no dense worker at {gateway.dense_address} within 0.5 s: UNAVAILABLE: "
+        expected = rf"no dense worker at {gateway.dense_address} within 1.5 s: UNAVAILABLE: "
         with pytest.raises(grpc.aio.AioRpcError, match=expected) as caught:
             await running
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert not gateway.service.done()
 
     dense = FakeDense(say(ids("word " * 1000)), step_s=0.001)
-    with_gateway(tmp_path, dense, test, connect_timeout_s=0.5)
+    with_gateway(tmp_path, dense, test, connect_timeout_s=1.5)
 
 
 def test_without_a_dense_worker_the_gateway_reports_it_and_gives_up(tmp_path: Path) -> None:

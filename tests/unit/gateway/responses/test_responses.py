@@ -197,7 +197,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_told(tmp_path: Path) -> None:
         assert [event.sequence_number for event in events] == list(range(len(events)))
 
     dense = FakeDense(lambda submit: ids(" one") * 100, step_s=0.02)
-    with_api(tmp_path, dense, test, connect_timeout_s=0.5)
+    with_api(tmp_path, dense, test, connect_timeout_s=1.5)
 
 
 def test_a_worker_that_dies_in_the_middle_changes_nothing(tmp_path: Path) -> None:
