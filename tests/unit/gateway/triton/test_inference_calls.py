@@ -220,12 +220,14 @@ def test_an_idle_stream_ends_and_a_busy_one_does_not(tmp_path: Path) -> None:
             yield message("ensemble", {**ASK, "stream": np.array([[True]])})
             await asyncio.sleep(100)
 
-        call, num_responses = stub.ModelStreamInfer(one_request()), 0
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                num_responses += 1
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert num_responses > 3
+        nums_responses: list[int] = []
+        while max(nums_responses, default=0) <= 3:  # a busy machine may stop this process for as long as the limit
+            assert len(nums_responses) < 5, nums_responses
+            nums_responses.append(0)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.ModelStreamInfer(one_request()):
+                    nums_responses[-1] += 1
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     dense = FakeDense(lambda submit: TOKENS, step_s=0.3)  # longer than the limit, all together
     with_gateway(tmp_path, dense, body, grpc_idle_timeout_s=1.2)
