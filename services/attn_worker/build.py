@@ -12,7 +12,8 @@ from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.backends.select import BackendName, select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.spec import KVCacheSpec, WindowGroup
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.window_group import WindowGroup
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.attn_worker.cache.spec import WindowGroup
+from services.attn_worker.cache.window_group import WindowGroup
 from services.common.kv_cache.retention import Retention
 from services.step import Fork, PlanEntry, StepPlan
 

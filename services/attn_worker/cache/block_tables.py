@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool
@@ -21,6 +23,7 @@ class BlockTables:
         self.pool = BlockPool(num_blocks)
         self.retention = retention
         self.null_block = num_blocks
+        self._num_sink_blocks = retention.num_sink_blocks
         self.block_ids = np.empty((0, max_num_blocks), np.int32)
         self.num_held_blocks = np.zeros(0, np.int64)
         self.num_dropped_blocks = np.zeros(0, np.int64)
@@ -77,6 +80,15 @@ class BlockTables:
         """
         return any(self.pool.ref_count(block_id) > 1 for block_id in self._blocks(row, first, end))
 
+    def register_blocks(self, row: int, digests: Sequence[bytes], first: int) -> None:
+        """Makes the blocks from `first` on findable under the digests of a row's sequence, as far as it has them."""
+        num_sinks, num_dropped = self._num_sink_blocks, int(self.num_dropped_blocks[row])
+        for index in range(first, len(digests)):
+            if index < num_sinks:
+                self.pool.register_hash(int(self.block_ids[row, index]), digests[index])
+            elif index >= num_sinks + num_dropped:
+                self.pool.register_hash(int(self.block_ids[row, index - num_dropped]), digests[index])
+
     def unregister_blocks(self, row: int, first: int, end: int) -> None:
         """Forgets the hashes of the blocks `first` to `end` of a row's sequence, as far as it has them."""
         for block_id in self._blocks(row, first, end):
@@ -87,7 +99,7 @@ class BlockTables:
         num_more = num_dropped - int(self.num_dropped_blocks[row])
         if num_more <= 0:
             return 0
-        blocks = self.block_ids[row, self.retention.num_sink_blocks : self.num_held_blocks[row]]
+        blocks = self.block_ids[row, self._num_sink_blocks : self.num_held_blocks[row]]
         num_freed = self.pool.release(blocks[:num_more].tolist())
         blocks[:-num_more] = blocks[num_more:].copy()
         blocks[-num_more:] = self.null_block

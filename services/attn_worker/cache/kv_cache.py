@@ -19,7 +19,7 @@ from services.attn_worker.cache.layer_groups import LayerGroups
 from services.attn_worker.cache.plan_errors import find_errors
 from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.sequence_rows import NO_SEQUENCE
-from services.attn_worker.cache.spec import WindowGroup
+from services.attn_worker.cache.window_group import WindowGroup
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.common.kv_cache.retention import Retention
 from services.step import Fork, PlanEntry, StepPlan
@@ -347,12 +347,11 @@ class KVCache:
         self, seq_ids: list[int], rows: np.ndarray, lengths: np.ndarray, errors: dict[int, TwostrokeError]
     ) -> None:
         """Gives each sequence the blocks for `lengths` tokens; sequences that do not fit are added to `errors`."""
-        num_missing = self._groups.num_missing_blocks(rows, lengths)
-        for index in np.flatnonzero(num_missing.any(axis=0)).tolist():
+        for index, num_blocks in self._groups.missing_blocks(rows, lengths):
             if seq_ids[index] in errors:
                 continue
             try:
-                self._add_blocks(int(rows[index]), num_missing[:, index].tolist())
+                self._add_blocks(int(rows[index]), num_blocks)
             except CapacityError as error:
                 errors[seq_ids[index]] = error
 
@@ -361,8 +360,9 @@ class KVCache:
 
         That group has room for all sequences but these; one that a dense worker claims after that begins anew.
         """
-        orphans = (each.row for each in self._sequences.values() if each.is_orphan)
-        self._groups.drop_windows(orphans, num_blocks[-1])
+        if self.window_group is not None:
+            orphans = (each.row for each in self._sequences.values() if each.is_orphan)
+            self._groups.drop_windows(orphans, num_blocks[-1])
         self._groups.add_blocks(row, num_blocks)
 
     # Going back

@@ -6,13 +6,13 @@ others have none, those with a window are a second group, whose blocks are dropp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from services.attn_worker.cache.block_tables import BlockTables
 from services.attn_worker.cache.sequence_rows import SequenceRows
-from services.attn_worker.cache.spec import WindowGroup
+from services.attn_worker.cache.window_group import WindowGroup
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.kv_cache.retention import Retention
 
@@ -79,17 +79,23 @@ class LayerGroups:
         """The block `index` of the sequences of both rows, in each group."""
         return [tables.last_blocks(row, other_row, index) for tables in self.tables]
 
-    def num_missing_blocks(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Number of blocks that each of `rows` lacks for as many tokens, int64 [num_groups, num_rows], at least 0."""
-        num_missing = np.stack([tables.num_missing_blocks(rows, lengths) for tables in self.tables])
-        return np.maximum(num_missing, 0)
+    def missing_blocks(self, rows: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, list[int]]]:
+        """The indexes of `rows` that lack blocks for as many tokens, with the number of blocks in each group."""
+        num_missing = [tables.num_missing_blocks(rows, lengths) for tables in self.tables]
+        is_short = num_missing[0] > 0
+        for each in num_missing[1:]:
+            is_short |= each > 0
+        for index in np.flatnonzero(is_short).tolist():
+            yield index, [max(0, int(each[index])) for each in num_missing]
 
     def add_blocks(self, row: int, num_blocks: Sequence[int]) -> None:
         """Adds blocks of each group to a row. Raises CapacityError, and takes none, if one of them has too few."""
-        for tables, count in zip(self.tables, num_blocks, strict=True):
-            tables.pool.check_room(count)
-        for tables, count in zip(self.tables, num_blocks, strict=True):
-            tables.add_blocks(row, count)
+        if self.windows is None:
+            self.main.add_blocks(row, num_blocks[0])
+            return
+        self.windows.pool.check_room(num_blocks[1])
+        self.main.add_blocks(row, num_blocks[0])
+        self.windows.add_blocks(row, num_blocks[1])
 
     def release_blocks(self, row: int, first: int) -> int:
         """Releases the blocks of a row's sequence from `first` on; returns how many of the first group became free."""

@@ -53,15 +53,11 @@ class PrefixCache:
             return
         row = sequence.row
         num_known = min(int(self._rows.num_committed[row]), len(sequence.token_ids))
-        for index in range(len(sequence.digests), num_known // self._block_size):
-            digest = self.digest(sequence, index)
-            for tables in self._groups:
-                num_sinks, num_dropped = tables.retention.num_sink_blocks, int(tables.num_dropped_blocks[row])
-                if index < num_sinks:
-                    tables.pool.register_hash(int(tables.block_ids[row, index]), digest)
-                elif index >= num_sinks + num_dropped:
-                    tables.pool.register_hash(int(tables.block_ids[row, index - num_dropped]), digest)
-            sequence.digests.append(digest)
+        first = len(sequence.digests)
+        for index in range(first, num_known // self._block_size):
+            sequence.digests.append(self.digest(sequence, index))
+        for tables in self._groups:
+            tables.register_blocks(row, sequence.digests, first)
         self._rows.num_hashed_blocks[row] = len(sequence.digests)
 
     def digest(self, sequence: CachedSequence, index: int) -> bytes:

@@ -10,17 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.attn_worker.cache.window_group import WindowGroup
 from services.common.model_config import LayerHeads, ModelConfig
 
 SCALE_DTYPE = torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class WindowGroup:
-    """The layers with a window, if they have blocks of their own because other layers have none."""
-
-    window: int  # the longest of theirs
-    num_blocks: int  # and one more, the null block, with this index
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from services.attn_worker.backends import AttentionBackend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache, PlannedStep
-from services.attn_worker.cache.spec import KVCacheSpec, WindowGroup
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.window_group import WindowGroup
 from services.common.attention.rope import length_dependent_beyond
 from services.common.model_config import load_model_config
 from services.dense_worker.backends import DenseBackend

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.spec import WindowGroup
+from services.attn_worker.cache.window_group import WindowGroup
 from services.attn_worker.metrics import AttentionMetrics
 from tests.support.plans import make_plan
 

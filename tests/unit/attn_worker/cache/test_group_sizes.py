@@ -10,7 +10,8 @@ import torch
 
 from services.attn_worker.build import StepLimits, make_cache_spec
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.spec import KVCacheSpec, WindowGroup
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.window_group import WindowGroup
 from services.common.config import AttentionSection, ModelSection
 from services.common.model_config import AttentionOptions, LayerHeads
 from services.common.resolve import ResolvedModel, resolve_model

@@ -6,7 +6,7 @@ import pytest
 
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.spec import WindowGroup
+from services.attn_worker.cache.window_group import WindowGroup
 from services.common.errors import CapacityError, RequestAborted
 from tests.support.plans import make_plan, make_window_group
 
