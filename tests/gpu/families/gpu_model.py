@@ -16,7 +16,9 @@ NUM_ROWS = 4  # of the graph; those beyond the step's sequences are padding
 class GpuModel(WholeModel):
     """A model with the kernels for CUDA. On a CPU, Triton's interpreter runs them without a graph."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, num_window_blocks: int | None = None
+    ) -> None:
         from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
@@ -26,6 +28,7 @@ class GpuModel(WholeModel):
             make_attention=partial(TritonAttention, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS),
             device=device,
             dtype=dtype,
+            num_window_blocks=num_window_blocks,
         )
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_token_ids = torch.zeros(NUM_ROWS, dtype=torch.int64, device=device)
