@@ -80,7 +80,7 @@ class LossyCluster(BeamCluster):
     st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=4),
     st.integers(4, 24),
     st.sampled_from(EarlyStopping),
-    st.sampled_from([None, 6]),
+    st.sampled_from([{}, {"window": 6}, {"layer_window": 6}]),
     st.booleans(),
     st.sampled_from([None, 2]),
 )
@@ -91,13 +91,13 @@ def test_a_search_finds_the_same_answers_in_whatever_workers_it_runs(
     deaths: list[tuple[int, bool]],
     budget: int,
     stopping: EarlyStopping,
-    window: int | None,
+    window: dict[str, int],
     enable_prefix_cache: bool,
     num_logprobs: int | None,
 ) -> None:
     search = make_search(0, prompt_len, max_tokens, num_beams, early_stopping=stopping)
     expected = expected_hypotheses(search)
-    limits = {"max_num_batched_tokens": budget, "window": window, "enable_prefix_cache": enable_prefix_cache}
+    limits = {"max_num_batched_tokens": budget, **window, "enable_prefix_cache": enable_prefix_cache}
     cluster = LossyCluster(search, num_logprobs=num_logprobs, **limits)
     for num_steps, is_cache_lost in deaths:
         for _ in range(num_steps):
