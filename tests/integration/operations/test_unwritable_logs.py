@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.clients.http_clients import client
 from tests.support.cluster import START_TIMEOUT_S, STOP_TIMEOUT_S, children_of
@@ -41,13 +39,18 @@ def closed_pipe() -> Iterator[int]:
 
 @contextlib.contextmanager
 def launcher(directory: Path, stderr: int) -> Iterator[WarmProcess]:
-    """A launcher that serves at sockets in `directory`. At the end it must stop without an error."""
-    command = [sys.executable, "-m", "services.launch"]
+    """A launcher that serves at sockets in `directory`. At the end it must stop without an error.
+
+    It answers a prompt when it has noticed that all services serve. From then on it starts killed ones again.
+    """
+    command = [sys.executable, "-m", "services.launch", "--sample-prompt", "San Francisco is a", "--max-tokens", "4"]
     for key, name in (("gateway.address", "gateway"), ("gateway.http_address", "http")):
         command += ["--set", f"{key}=unix:{directory}/{name}.sock"]
-    process = WarmProcess(warm_server(), command, stderr=stderr)
+    answer = directory / "answer"
+    with answer.open("w") as stdout:
+        process = WarmProcess(warm_server(), command, stdout=stdout.fileno(), stderr=stderr)
     try:
-        wait_until(lambda: is_serving(directory, process))
+        wait_until(lambda: has_answered(answer, process))
         yield process
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_TIMEOUT_S) == 0
@@ -57,12 +60,9 @@ def launcher(directory: Path, stderr: int) -> Iterator[WarmProcess]:
             process.wait(STOP_TIMEOUT_S)
 
 
-def is_serving(directory: Path, process: WarmProcess) -> bool:
+def has_answered(answer: Path, process: WarmProcess) -> bool:
     assert process.poll() is None, f"the launcher ended with {process.returncode}"
-    with grpc.insecure_channel(f"unix:{directory}/gateway.sock") as channel, contextlib.suppress(grpc.RpcError):
-        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=START_TIMEOUT_S)
-        return reply.status == health_pb2.HealthCheckResponse.SERVING
-    return False
+    return answer.read_text().endswith("\n")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
