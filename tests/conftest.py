@@ -13,7 +13,9 @@ import torch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the services under test need the other cores
 # No test may depend on how fast the machine is.
-hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any machine")
 
 # What is imported lives as long as this process. To look for garbage in it again and again takes a tenth of the time.

@@ -171,19 +171,20 @@ def _check_idle(arena: Arena) -> None:
 def _check_block_counts(arena: Arena) -> None:
     """Checks the scheduler's counts of blocks, which the step log of a single request shows."""
     log = arena.directory / STEP_LOG
-    size_before = log.stat().st_size
+    size_before, start = log.stat().st_size, time.time()
     prompt = list(range(5, 5 + BLOCK_SIZE))  # without repetition, so that the second step is planned ahead
     collect(arena.cluster.gateway, request(prompt, 3, ignore_eos=True, cache_salt=str(time.monotonic_ns())))
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         with log.open() as file:
             file.seek(size_before)
-            lines = file.read().splitlines()
-        if lines:
+            steps = [json.loads(line) for line in file.read().split("\n")[:-1]]
+        # Lines of earlier steps may be written late.
+        if own := [step for step in steps if step["timestamp"] >= start and step["num_seqs"]]:
             break
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    first = json.loads(lines[0])
+    first = own[0]
     assert first["num_blocks"] == NUM_BLOCKS
     assert first["num_free_blocks"] == NUM_BLOCKS - 2, f"the scheduler has lost blocks: {first}"
     assert first["num_reserved_blocks"] == 0, f"blocks are reserved for no sequence: {first}"

@@ -224,16 +224,22 @@ def free_port() -> int:
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = FIRST_PORT + secrets.randbelow(max(first_outgoing - FIRST_PORT, 1000))
-        reservation = socket.socket(socket.AF_UNIX)
-        try:
-            reservation.bind(f"\0twostroke-test-port-{port}")  # the name of no file; it ends with the process
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-        except OSError:
-            reservation.close()
-        else:
-            RESERVATIONS.append(reservation)
+        if reserve_port(port):
             return port
+
+
+def reserve_port(port: int) -> bool:
+    """Whether no process listens at this port, and no other test gets it until this process ends."""
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        reservation.bind(f"\0twostroke-test-port-{port}")  # the name of no file; it ends with the process
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    except OSError:
+        reservation.close()
+        return False
+    RESERVATIONS.append(reservation)
+    return True
 
 
 def stale_regions() -> set[Path]:

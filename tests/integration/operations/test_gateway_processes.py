@@ -18,7 +18,7 @@ import pytest
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.clients.streams import collect
-from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
+from tests.support.cluster import Cluster, children_of, free_port, request, reserve_port, running_cluster
 from tests.support.scrape import Scrape
 
 PROMPT = "San Francisco is a"
@@ -30,13 +30,9 @@ pytestmark = pytest.mark.timeout(400)  # processes start and stop several times,
 
 def free_metrics_ports() -> int:
     """The first of two free ports with the distance that the metrics of two gateways have."""
-    while True:
-        port = free_port()
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port + 10}", timeout=1.0):
-                pass
-        except OSError:
-            return port
+    while not reserve_port((port := free_port()) + 10):
+        pass
+    return port
 
 
 @pytest.fixture
