@@ -232,4 +232,4 @@ class TwoGroups(RuleBasedStateMachine):
 
 
 TestTwoGroups = TwoGroups.TestCase
-TestTwoGroups.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoGroups.settings = settings(max_examples=40, stateful_step_count=35, deadline=None)

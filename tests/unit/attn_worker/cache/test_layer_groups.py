@@ -157,3 +157,12 @@ def test_a_sequence_whose_window_went_to_others_begins_anew() -> None:
     assert (result.num_cached_tokens, result.num_freed_blocks) == (0, 3)
     run(cache, (1, 14, 0))
     assert cache.num_recovered_sequences == 1
+
+
+def test_other_weights_empty_both_groups_and_find_nothing() -> None:
+    cache = make_cache()
+    cache.use_weights(b"one")
+    prefill(cache, 1, 41)
+    cache.use_weights(b"other")
+    assert cache.num_used_blocks == cache.window_pool.num_used_blocks == cache.num_sequences == 0
+    assert prefill(cache, 2, 41) == 0
