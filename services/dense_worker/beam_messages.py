@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 
 from services.common.beams.options import decode_beam_search
@@ -15,9 +16,9 @@ from services.pb import dense_pb2, sampling_pb2
 NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported
 
 
-def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch) -> None:
-    """Makes a new sequence a search. Raises `InvalidRequest` for beams that no search has."""
-    state = _decode_state(message, sequence.max_tokens)
+def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> None:
+    """Makes a new sequence a search. Raises `InvalidRequest` for beams or ended answers that no search has."""
+    state = _decode_state(sequence, message, vocab_size)
     sequence.beams = BeamGroup(
         sequence.seq_id,
         decode_beam_search(message.options, message.num_beams, message.num_answers),
@@ -32,8 +33,11 @@ def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch) -> None:
         sequence.num_cached_tokens = 0  # of its first opening, which was elsewhere
 
 
-def _decode_state(message: dense_pb2.BeamSearch, max_tokens: int) -> SearchState | None:
+def _decode_state(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> SearchState | None:
+    max_tokens = sequence.max_tokens
     if not message.beams:
+        if message.ended:
+            raise InvalidRequest(f"a search has {len(message.ended)} ended answers, without beams it must have none")
         return None
     for name, found in (("beams", message.beams), ("ended answers", message.ended)):
         if len(found) > message.num_beams:
@@ -44,10 +48,30 @@ def _decode_state(message: dense_pb2.BeamSearch, max_tokens: int) -> SearchState
             f"the beams of a search have {sorted(lengths)} tokens, all must have as many, from 1 to max_tokens - 1, "
             f"which is {max_tokens - 1}"
         )
+    for answer in message.ended:
+        if not 1 <= len(answer.token_ids) <= max(lengths):
+            raise InvalidRequest(
+                f"an ended answer of a search has {len(answer.token_ids)} tokens, it must have from 1 to as many as "
+                f"its beams, which is {max(lengths)}"
+            )
+    for each in (*message.beams, *message.ended):
+        _check_values(each, vocab_size, has_logprobs=sequence.num_logprobs is not None)
     return SearchState(
         [Beam(list(each.token_ids), _decode_logprobs(each), each.score) for each in message.beams],
         [Hypothesis(list(each.token_ids), _decode_logprobs(each), each.score, True) for each in message.ended],
     )
+
+
+def _check_values(message: dense_pb2.Beam | dense_pb2.BeamAnswer, vocab_size: int, *, has_logprobs: bool) -> None:
+    if (largest := max(message.token_ids)) >= vocab_size:
+        raise InvalidRequest(f"a beam of a search has token id {largest}, the vocabulary has {vocab_size} tokens")
+    if not math.isfinite(message.score):
+        raise InvalidRequest(f"a beam of a search has score {message.score}, it must be finite")
+    num_expected = len(message.token_ids) if has_logprobs else 0
+    if len(message.logprobs) != num_expected:
+        raise InvalidRequest(
+            f"a beam of a search has {len(message.logprobs)} log-probabilities, it must have {num_expected}"
+        )
 
 
 def _decode_logprobs(message: dense_pb2.Beam | dense_pb2.BeamAnswer) -> list[TokenLogprobs]:

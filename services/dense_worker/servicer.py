@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from services.common.dense_info import dense_info_metadata
-from services.common.errors import PeerError, RequestAborted, TwostrokeError
+from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
@@ -139,7 +139,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         engine, info = self._require_ready()
         await context.send_initial_metadata(dense_info_metadata(info))
         outbox: _Outbox = asyncio.Queue()
-        reader = asyncio.create_task(self._read(requests, engine, outbox))
+        reader = asyncio.create_task(self._read(requests, engine, outbox, info.vocab_size))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         self._streams.add(outbox)
@@ -212,14 +212,16 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             raise PeerError(f"the dense worker does not serve now: it is {state}")
         return self._engine, self._info
 
-    async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox) -> None:
+    async def _read(
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox, vocab_size: int
+    ) -> None:
         try:
-            await self._handle_all(requests, engine, outbox)
+            await self._handle_all(requests, engine, outbox, vocab_size)
         except Exception as error:  # no one awaits the reader task
             outbox.put_nowait(error)
 
     async def _handle_all(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox
+        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: Engine, outbox: _Outbox, vocab_size: int
     ) -> None:
         received = ReceivedTable()
         async for request in until_over(requests):
@@ -227,7 +229,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 return
             kind = request.WhichOneof("message")
             if kind == "submit":
-                sequence = decode_sequence(request.submit)
+                try:
+                    sequence = decode_sequence(request.submit, vocab_size)
+                except InvalidRequest as error:  # it concerns no other sequence of the stream
+                    outbox.put_nowait(_refusal(request.submit.seq_id, error))
+                    continue
                 log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
                 if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
@@ -281,8 +287,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             engine.submit(sequence)
 
 
-def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
-    """The sequence of a gateway's message, which the gateway has validated."""
+def decode_sequence(submit: dense_pb2.Submit, vocab_size: int) -> Sequence:
+    """The sequence of a gateway's message, which the gateway has validated.
+
+    Raises `InvalidRequest` for beams that no search has; their token ids must be below `vocab_size`.
+    """
     sequence = Sequence(
         seq_id=submit.seq_id,
         request_id=submit.request_id,
@@ -306,8 +315,18 @@ def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
         group_id=submit.group_id,
     )
     if submit.HasField("beam_search"):
-        add_beams(sequence, submit.beam_search)
+        add_beams(sequence, submit.beam_search, vocab_size)
     return sequence
+
+
+def _refusal(seq_id: int, error: TwostrokeError) -> dense_pb2.StepOutput:
+    end = dense_pb2.SequenceEnd(
+        seq_id=seq_id,
+        reason=dense_pb2.SequenceEnd.ERROR,
+        status_code=error.status_code.value[0],
+        message=str(error),
+    )
+    return dense_pb2.StepOutput(ended=[end])
 
 
 def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import pytest
 
 from services.dense_worker.engine.grammars import Grammars
@@ -15,7 +16,7 @@ from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
-from services.pb import dense_pb2
+from services.pb import dense_pb2, sampling_pb2
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from tests.support.clients.dense_stream import submit
@@ -68,6 +69,30 @@ def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None
         await old.close()
         await new.close()
         assert engine.cancel.call_count == 2, "the old stream must not cancel the sequence again"
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> None:
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        engine = Mock(submit=submitted.put_nowait)
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), Mock(spec=Grammars))
+        servicer.set_engine(engine, Mock(), Mock())
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        stream = Stream(servicer)
+        message = submit(1, [5, 6], 4)
+        message.beam_search.num_beams = message.beam_search.num_answers = 2
+        message.beam_search.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
+        message.beam_search.beams.add(token_ids=[50])
+        stream.send(message)
+        [end] = (await stream.next).ended
+        assert (end.seq_id, end.reason) == (1, dense_pb2.SequenceEnd.ERROR)
+        assert end.status_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert end.message == "a beam of a search has token id 50, the vocabulary has 50 tokens"
+        stream.send(submit(2, [5, 6], 4))
+        assert (await submitted.get()).seq_id == 2, "the stream still takes sequences"
+        await stream.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from services.dense_worker.engine.sequence import Sequence
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
 from tests.unit.dense_worker.engine.beams.test_scheduler_beams import (
+    NUM_TOKENS,
     BeamCluster,
     expected_hypotheses,
     make_search,
@@ -67,7 +70,7 @@ class LossyCluster(BeamCluster):
             beams=beams,
             ended=ended,
         )
-        add_beams(self.search, dense_pb2.BeamSearch.FromString(message.SerializeToString()))
+        add_beams(self.search, dense_pb2.BeamSearch.FromString(message.SerializeToString()), NUM_TOKENS)
         self.scheduler.add(self.search)
         self.scheduler.close_unclaimed()
 
@@ -155,4 +158,55 @@ def test_beams_that_no_search_has_are_refused(beams: list[list[int]], num_ended:
         ended=[dense_pb2.BeamAnswer(token_ids=[1])] * num_ended,
     )
     with pytest.raises(InvalidRequest, match=words):
-        add_beams(make_sequence(1, 4, 8), message)
+        add_beams(make_sequence(1, 4, 8), message, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("beam", "num_logprobs", "words"),
+    [
+        ({"token_ids": [5, NUM_TOKENS]}, None, f"has token id {NUM_TOKENS}, the vocabulary has {NUM_TOKENS} tokens"),
+        ({"token_ids": [5, 6], "score": -math.inf}, None, "has score -inf, it must be finite"),
+        ({"token_ids": [5, 6], "score": math.nan}, None, "has score nan, it must be finite"),
+        ({"token_ids": [5, 6]}, 0, "has 0 log-probabilities, it must have 2"),
+        ({"token_ids": [5, 6], "logprobs": [{}]}, 0, "has 1 log-probabilities, it must have 2"),
+        ({"token_ids": [5, 6], "logprobs": [{}, {}]}, None, "has 2 log-probabilities, it must have 0"),
+    ],
+)
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_values_that_no_beam_has_are_refused(
+    beam: dict[str, object], num_logprobs: int | None, words: str, has_ended: bool
+) -> None:
+    logprobs = [] if num_logprobs is None else [{}, {}]
+    beams = [dense_pb2.Beam(token_ids=[5, 6], logprobs=logprobs)] * 2
+    message = dense_pb2.BeamSearch(num_beams=2, num_answers=2, options={"early_stopping": "EARLY_STOPPING_NEVER"})
+    if has_ended:
+        message.beams.extend(beams)
+        message.ended.append(dense_pb2.BeamAnswer(**beam))
+    else:
+        message.beams.extend([beams[0], dense_pb2.Beam(**beam)])
+    sequence = make_sequence(1, 4, 8)
+    sequence.num_logprobs = num_logprobs
+    with pytest.raises(InvalidRequest, match=words):
+        add_beams(sequence, message, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("num_beam_tokens", "num_ended_tokens", "words"),
+    [
+        (2, 0, "has 0 tokens, it must have from 1 to as many as its beams, which is 2"),
+        (2, 3, "has 3 tokens, it must have from 1 to as many as its beams, which is 2"),
+        (0, 1, "a search has 1 ended answers, without beams it must have none"),
+    ],
+)
+def test_ended_answers_that_no_search_has_are_refused(
+    num_beam_tokens: int, num_ended_tokens: int, words: str
+) -> None:
+    message = dense_pb2.BeamSearch(
+        num_beams=2,
+        num_answers=2,
+        options={"early_stopping": "EARLY_STOPPING_NEVER"},
+        beams=[dense_pb2.Beam(token_ids=[5] * num_beam_tokens)] * 2 if num_beam_tokens else [],
+        ended=[dense_pb2.BeamAnswer(token_ids=[5] * num_ended_tokens)],
+    )
+    with pytest.raises(InvalidRequest, match=words):
+        add_beams(make_sequence(1, 4, 8), message, NUM_TOKENS)
