@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from services.common.token_logprobs import TokenLogprobs, decode_logprobs, encode_logprobs
-from services.pb import dense_pb2, sampling_pb2
+from services.pb import dense_pb2
+
+_Message = TypeVar("_Message", dense_pb2.Beam, dense_pb2.BeamAnswer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,7 @@ class _Token:
 
     parent: _Token | None  # the token before it
     token_id: int
-    logprobs: TokenLogprobs | None  # None: not requested
+    logprobs: bytes | None  # a `TokenLogprobs` message, which nobody here reads; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,42 +36,37 @@ class SearchRecord:
     def add(self, step: dense_pb2.BeamStep) -> None:
         """Adds what a step has found."""
         before: list[_Token | None] = [beam.last for beam in self._beams] or [None]
-        logprobs = list(map(decode_logprobs, step.logprobs)) or [None] * len(step.parents)
+        logprobs = [each.SerializeToString() for each in step.logprobs] or [None] * len(step.parents)
         columns = zip(step.parents, step.token_ids, step.scores, logprobs, strict=True)
         self._beams = [
             _Beginning(_Token(before[parent], token_id, each), score) for parent, token_id, score, each in columns
         ]
         for each in step.ended:
-            logprob = decode_logprobs(each.logprobs) if each.HasField("logprobs") else None
+            logprob = each.logprobs.SerializeToString() if each.HasField("logprobs") else None
             self._ended.append(_Beginning(_Token(before[each.parent], each.token_id, logprob), each.score))
         self._ended.sort(key=lambda each: each.score, reverse=True)
         del self._ended[self._num_beams :]
 
     def encode(self) -> tuple[list[dense_pb2.Beam], list[dense_pb2.BeamAnswer]]:
         """The beams, and the answers that have ended."""
-        beams, answers = [], []
-        for each in self._beams:
-            token_ids, logprobs = _tokens_of(each)
-            beams.append(dense_pb2.Beam(token_ids=token_ids, logprobs=logprobs, score=each.score))
-        for each in self._ended:
-            token_ids, logprobs = _tokens_of(each)
-            answers.append(
-                dense_pb2.BeamAnswer(
-                    token_ids=token_ids, logprobs=logprobs, score=each.score, reason=dense_pb2.SequenceEnd.STOP
-                )
-            )
+        beams = [_fill(dense_pb2.Beam(score=each.score), each.last) for each in self._beams]
+        answers = [
+            _fill(dense_pb2.BeamAnswer(score=each.score, reason=dense_pb2.SequenceEnd.STOP), each.last)
+            for each in self._ended
+        ]
         return beams, answers
 
 
-def _tokens_of(beginning: _Beginning) -> tuple[list[int], list[sampling_pb2.TokenLogprobs]]:
-    token_ids: list[int] = []
-    logprobs: list[sampling_pb2.TokenLogprobs] = []
-    token: _Token | None = beginning.last
+def _fill(message: _Message, last: _Token) -> _Message:
+    """Adds the tokens up to the last one to a message."""
+    tokens: list[_Token] = []
+    token: _Token | None = last
     while token is not None:
-        token_ids.append(token.token_id)
-        if token.logprobs is not None:
-            logprobs.append(encode_logprobs(token.logprobs))
+        tokens.append(token)
         token = token.parent
-    token_ids.reverse()
-    logprobs.reverse()
-    return token_ids, logprobs
+    tokens.reverse()
+    message.token_ids.extend([each.token_id for each in tokens])
+    for each in tokens:
+        if each.logprobs is not None:
+            message.logprobs.add().MergeFromString(each.logprobs)
+    return message
