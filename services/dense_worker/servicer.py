@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from services.common.dense_info import dense_info_metadata
-from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
+from services.common.errors import PeerError, RequestAborted, TwostrokeError
 from services.common.process import resident_bytes
 from services.common.sampling_messages import decode_sampling
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
@@ -229,11 +229,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 return
             kind = request.WhichOneof("message")
             if kind == "submit":
-                try:
-                    sequence = decode_sequence(request.submit, vocab_size)
-                except InvalidRequest as error:  # it concerns no other sequence of the stream
-                    outbox.put_nowait(_refusal(request.submit.seq_id, error))
-                    continue
+                sequence = decode_sequence(request.submit)
                 log.debug("submitted", request_id=sequence.request_id, seq_id=f"{sequence.seq_id:x}")
                 if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
@@ -243,6 +239,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 preparations: list[Awaitable[None]] = []
                 if sequence.sampling.structured_output is not None:
                     preparations.append(self._grammars.prepare(sequence))
+                if request.submit.HasField("beam_search"):  # one that goes on may have millions of log-probabilities
+                    preparations.append(asyncio.to_thread(add_beams, sequence, request.submit.beam_search, vocab_size))
                 if request.submit.HasField("prompt_table"):
                     preparations.append(self._load_table(sequence, request.submit.prompt_table, received))
                 if preparations:
@@ -272,7 +270,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def _submit_prepared(
         self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: Engine
     ) -> None:
-        """Submits a sequence when its grammar and prompt table are ready. An error ends only this sequence."""
+        """Submits a sequence when its grammar, beams and prompt table are ready. An error ends only this sequence."""
         try:
             for result in await asyncio.gather(*preparations, return_exceptions=True):
                 if result is not None:
@@ -280,19 +278,16 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         except Exception as error:  # whatever a form or a table does, it concerns no other sequence
             if not isinstance(error, TwostrokeError):
                 log.exception("a sequence cannot be prepared", request_id=sequence.request_id)
-                error = RequestAborted(f"the form of the output or the prompt cannot be used: {error}")
+                error = RequestAborted(f"the form of the output, the beams or the prompt cannot be used: {error}")
             self.deliver(StepReport(0, outputs=[SequenceOutput(sequence, (), FinishReason.ERROR, error)]))
             return
         if self._outbox_of(sequence) is not None:
             engine.submit(sequence)
 
 
-def decode_sequence(submit: dense_pb2.Submit, vocab_size: int) -> Sequence:
-    """The sequence of a gateway's message, which the gateway has validated.
-
-    Raises `InvalidRequest` for beams that no search has; their token ids must be below `vocab_size`.
-    """
-    sequence = Sequence(
+def decode_sequence(submit: dense_pb2.Submit) -> Sequence:
+    """The sequence of a gateway's message, which the gateway has validated; without beams: see `add_beams`."""
+    return Sequence(
         seq_id=submit.seq_id,
         request_id=submit.request_id,
         prompt_token_ids=list(submit.prompt_token_ids),
@@ -314,19 +309,6 @@ def decode_sequence(submit: dense_pb2.Submit, vocab_size: int) -> Sequence:
         num_crashes=submit.num_crashes,
         group_id=submit.group_id,
     )
-    if submit.HasField("beam_search"):
-        add_beams(sequence, submit.beam_search, vocab_size)
-    return sequence
-
-
-def _refusal(seq_id: int, error: TwostrokeError) -> dense_pb2.StepOutput:
-    end = dense_pb2.SequenceEnd(
-        seq_id=seq_id,
-        reason=dense_pb2.SequenceEnd.ERROR,
-        status_code=error.status_code.value[0],
-        message=str(error),
-    )
-    return dense_pb2.StepOutput(ended=[end])
 
 
 def encode_prompt_logprobs(logprobs: PromptLogprobs) -> dense_pb2.PromptLogprobs:

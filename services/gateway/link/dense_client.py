@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from services.common.config import PeerSection
-from services.common.errors import PeerError
+from services.common.errors import CapacityError, PeerError
 from services.gateway.link.crash_record import CrashRecord
 from services.gateway.link.dense_messages import (
     encode_submit,
@@ -190,7 +190,10 @@ class DenseClient:
         await self._owner.note_connection(self, False)
 
     async def _write(self, call: grpc.aio.StreamStreamCall, outbox: _Outbox) -> None:
-        """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond."""
+        """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond.
+
+        A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
+        """
         table_hash = ""  # of the prompt table that the worker has
         while True:
             message = await outbox.get()
@@ -204,7 +207,13 @@ class DenseClient:
                     for part in table_parts(table):
                         await _write_message(call, part)
                     table_hash = table.hash
-                message = encode_submit(message)
+                if message.search is None:
+                    message = encode_submit(message)
+                else:
+                    entry, message = message, await asyncio.to_thread(encode_submit, message)
+                    if (error := self._check_size(message)) is not None:
+                        entry.fail(error)
+                        continue
             await _write_message(call, message)
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
@@ -223,6 +232,15 @@ class DenseClient:
         except grpc.aio.AioRpcError as error:
             raise peer_error(error) from error
         raise PeerError("the dense worker ended the stream")
+
+    def _check_size(self, message: dense_pb2.GatewayMessage) -> CapacityError | None:
+        num_bytes, most = message.ByteSize(), self._peers.max_message_bytes
+        if num_bytes <= most:
+            return None
+        return CapacityError(
+            f"this beam search has lost its worker and cannot go on in another one: its beams and their "
+            f"log-probabilities have {num_bytes} bytes, peers.max_message_bytes is {most}"
+        )
 
     def _limit_wait(self, entry: JournalEntry) -> None:
         def give_up() -> None:

@@ -39,7 +39,10 @@ MAX_DECODED_TOKENS = 512  # prompt tokens with log-probabilities in one iteratio
 
 
 def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
-    """The message that starts a sequence or continues it after its tokens. A long prompt takes a millisecond."""
+    """The message that starts a sequence or continues it after its tokens. A long prompt takes a millisecond.
+
+    What a search has found so far may take a second: then call it in a thread.
+    """
     request = entry.request
     return dense_pb2.GatewayMessage(
         submit=dense_pb2.Submit(

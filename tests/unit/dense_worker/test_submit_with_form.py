@@ -1,13 +1,18 @@
-"""A sequence with a form reaches the engine when its grammar is ready; until then others do not wait for it."""
+"""A sequence with a form, or with beams, reaches the engine when these are ready; others do not wait for it."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from services.common.errors import InvalidRequest
+from services.dense_worker import servicer
+from services.dense_worker.beam_messages import add_beams
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
@@ -16,6 +21,7 @@ from services.pb import dense_pb2, sampling_pb2
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from tests.support.clients.dense_stream import submit
+from tests.support.running_gateway import until
 
 TIMEOUT_S = 60.0
 GATEWAY = 7
@@ -38,12 +44,12 @@ class Front:
     def __init__(self) -> None:
         self.grammars, self.engine = LateGrammars(), Mock()
         grammars: Any = self.grammars
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), grammars)
-        servicer.set_engine(self.engine, Mock(), Mock())
-        servicer.set_info(dense_pb2.DenseInfo())
+        dense = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), grammars)
+        dense.set_engine(self.engine, Mock(), Mock())
+        dense.set_info(dense_pb2.DenseInfo(vocab_size=32))
         self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
         context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)
-        self.outputs = servicer.Connect(self._read(), context)
+        self.outputs = dense.Connect(self._read(), context)
         self.next = asyncio.create_task(anext(self.outputs))
 
     async def send(self, **message: Any) -> None:
@@ -131,6 +137,47 @@ def test_a_resumed_gateway_claims_the_blocks_of_sequences_that_wait_for_grammars
         front.engine.close_unclaimed.assert_called_once_with(GATEWAY)
         names = [call[0] for call in front.engine.method_calls]
         assert names.index("submit") < names.index("close_unclaimed")
+
+    run(test)
+
+
+def test_the_beams_of_a_search_are_read_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(front: Front) -> None:
+        started, may_end, threads = threading.Event(), threading.Event(), list[threading.Thread]()
+
+        def slow(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> None:
+            threads.append(threading.current_thread())
+            started.set()
+            assert may_end.wait(TIMEOUT_S)
+            add_beams(sequence, message, vocab_size)
+
+        monkeypatch.setattr(servicer, "add_beams", slow)
+        options = {"early_stopping": "EARLY_STOPPING_NEVER"}
+        beams = [dense_pb2.Beam(token_ids=[token_id]) for token_id in (7, 8)]
+        search = dense_pb2.BeamSearch(num_beams=2, num_answers=2, options=options, beams=beams)
+        await front.send(submit=submit(1, [5, 6], 4, beam_search=search))
+        await front.send(submit=submit(2, [5, 6], 4))
+        assert await asyncio.to_thread(started.wait, TIMEOUT_S) and front.submitted == [2]
+        may_end.set()
+        await until(lambda: len(front.submitted) == 2)
+        assert front.submitted == [2, 1] and threads[0] is not threading.current_thread()
+        assert front.engine.submit.call_args.args[0].output_token_ids == [7]
+
+    run(test)
+
+
+def test_beams_that_no_search_has_fail_their_sequence_alone() -> None:
+    async def test(front: Front) -> None:
+        beams = [dense_pb2.Beam(token_ids=[7] * length) for length in (1, 2)]
+        search = dense_pb2.BeamSearch(
+            num_beams=2, num_answers=2, options={"early_stopping": "EARLY_STOPPING_NEVER"}, beams=beams
+        )
+        await front.send(submit=submit(1, [5, 6], 4, beam_search=search))
+        [end] = (await front.next).ended
+        front.next = asyncio.create_task(anext(front.outputs))
+        assert (end.seq_id, end.reason) == (1, dense_pb2.SequenceEnd.ERROR) and "[1, 2] tokens" in end.message
+        await front.send(submit=submit(2, [5, 6], 4))
+        assert front.submitted == [2]
 
     run(test)
 
