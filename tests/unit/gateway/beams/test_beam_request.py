@@ -31,6 +31,11 @@ def test_scores_and_end_are_options() -> None:
     assert request.beam_search == BeamSearchOptions(4, 1, -0.5, EarlyStopping.NEVER)
 
 
+def test_log_probabilities_of_all_beams_count_towards_the_limit_of_a_request() -> None:
+    request = read({**IDS, **SEARCH, "n": 1, "logprobs": 3})
+    assert request.max_num_logprobs == 4 * 8 * (1 + 3), "beams, tokens, and the token with the most likely ones"
+
+
 def test_a_single_beam_is_greedy_sampling() -> None:
     request = read({**IDS, "beam_search": {}})
     assert request.beam_search is None and request.sampling.is_greedy
