@@ -104,7 +104,7 @@ def test_an_image_without_arguments_serves_the_embedded_model(tmp_path: Path) ->
 def test_the_containers_of_the_kubernetes_pod_serve(tmp_path: Path) -> None:
     [deployment] = manifests_of(BASE / "deployment.yaml")
     with running_pod(deployment, tmp_path) as bare:
-        wait_ready(bare, httpx2.Client())
+        wait_ready(bare, httpx2.Client(timeout=REQUEST_TIMEOUT_S))
         info, text = ask(bare)
         assert (info.model, text) == ("tiny-llama", ANSWER)
 
@@ -121,7 +121,7 @@ def test_pods_with_mutual_tls_serve(tmp_path: Path) -> None:
     # The name of all dense workers leads to the only one here.
     paths = {"/run/secrets/peers": tmp_path / "secrets", "dns:///twostroke-dense:50052": Path("ipv4:0.0.0.0:50052")}
     with running_pod(rendered("replicas")["Deployment/twostroke"], tmp_path, paths) as bare:
-        wait_ready(bare, httpx2.Client())
+        wait_ready(bare, httpx2.Client(timeout=REQUEST_TIMEOUT_S))
         assert ask(bare)[1] == ANSWER
         with grpc.insecure_channel(bare.local("0.0.0.0:50052")) as channel, pytest.raises(grpc.FutureTimeoutError):
             grpc.channel_ready_future(channel).result(timeout=1.0)
