@@ -344,10 +344,11 @@ def test_nothing_is_cut_off_at_any_width(page: Page, width: int) -> None:
     page.wait_answered()
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
     assert page.run("const s = document.getElementById('scroll'); return s.scrollWidth <= s.clientWidth")
-    for selector in ("#send", "#prompt", "#toggle-options", "#new-chat", "#kv-usage"):
-        box = page.find(selector).rect
-        assert box["x"] >= 0 and box["x"] + box["width"] <= width, selector
-        assert box["y"] >= 0 and box["y"] + box["height"] <= 640, selector
+    selectors = ("#send", "#prompt", "#toggle-options", "#new-chat", "#kv-usage")
+    for state in ("connecting", "ready", "not ready", "no answer"):
+        boxes = dict(zip(selectors, page.boxes(state, *selectors), strict=True))
+        for left, top, right, bottom in boxes.values():
+            assert 0 <= left < right <= width and 0 <= top < bottom <= 640, (state, boxes)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

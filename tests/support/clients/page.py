@@ -31,6 +31,8 @@ class Page:
         self.browser.get(self.url)
         self.browser.execute_script("sessionStorage.clear()")
         self.browser.get(self.url)
+        # The browser would complain of a click that comes before this.
+        self.wait(lambda: self.run("return document.activeElement.id") == "prompt", "the field has no focus")
         console_messages(self.browser)
 
     def find(self, selector: str) -> WebElement:
@@ -39,6 +41,22 @@ class Page:
     def last(self, selector: str) -> WebElement:
         """The first matching element of the newest turn."""
         return self.browser.find_elements(By.CSS_SELECTOR, f".turn:last-child {selector}")[0]
+
+    def boxes(self, state: str, *selectors: str) -> list[list[float]]:
+        """Left, top, right and bottom of the elements, with this state of the server in the live view."""
+        return self.run(
+            """
+            const [state, selectors] = arguments;
+            document.getElementById('state').textContent = state;
+            document.getElementById('kv-usage').textContent = '9.9 %';
+            return selectors.map((selector) => {
+              const box = document.querySelector(selector).getBoundingClientRect();
+              return [box.left, box.top, box.right, box.bottom];
+            });
+            """,
+            state,
+            selectors,
+        )
 
     def run(self, script: str, *arguments: object) -> Any:
         return self.browser.execute_script(script, *arguments)
