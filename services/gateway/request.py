@@ -117,10 +117,7 @@ class GenerationRequest:
 
     @property
     def max_num_logprobs(self) -> int:
-        """Log-probabilities that its answers may have, each of which may show those of the prompt, too.
-
-        A search has those of all its beams: a dense worker that continues it after a crash gets them in one message.
-        """
+        """Those of its answers, each of which may show the prompt's, too; of a search, those of all its beams."""
         of_prompt = _num_logprobs(len(self.prompt_token_ids), self.num_prompt_logprobs)
         return self.best_of * (of_prompt + _num_logprobs(self.max_tokens, self.num_computed_logprobs))
 
