@@ -88,6 +88,8 @@ class StepPlanner:
             self._plan(step, sequence, 1)
         if is_shared and prefills:
             shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
+            # A search may have a share of less than one token for each beam: it needs the rest from those behind it.
+            prefills = [*prefills[:1], *sorted(prefills[1:], key=lambda each: not _has_forked(each[0]))]
         for sequence, num_remaining in prefills:
             num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
             if num_tokens:

@@ -12,6 +12,7 @@ from services.common.beams.options import EarlyStopping, encode_beam_search
 from services.common.errors import InvalidRequest
 from services.dense_worker.beam_messages import add_beams, encode_search_step
 from services.dense_worker.engine.beams.beam_group import BeamGroup
+from services.dense_worker.engine.beams.search import BeamSearch, SearchState
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.gateway.link.search_record import SearchRecord
@@ -20,6 +21,7 @@ from tests.unit.dense_worker.engine.beams.test_scheduler_beams import (
     NUM_TOKENS,
     BeamCluster,
     expected_hypotheses,
+    logprobs_after,
     make_search,
 )
 from tests.unit.dense_worker.engine.test_scheduler import make_sequence, new_session
@@ -198,9 +200,7 @@ def test_values_that_no_beam_has_are_refused(
         (0, 1, "a search has 1 ended answers, without beams it must have none"),
     ],
 )
-def test_ended_answers_that_no_search_has_are_refused(
-    num_beam_tokens: int, num_ended_tokens: int, words: str
-) -> None:
+def test_ended_answers_that_no_search_has_are_refused(num_beam_tokens: int, num_ended_tokens: int, words: str) -> None:
     message = dense_pb2.BeamSearch(
         num_beams=2,
         num_answers=2,
@@ -210,3 +210,25 @@ def test_ended_answers_that_no_search_has_are_refused(
     )
     with pytest.raises(InvalidRequest, match=words):
         add_beams(make_sequence(1, 4, 8), message, NUM_TOKENS)
+
+
+def test_a_search_that_goes_on_catches_up_beside_long_prompts_of_other_clients() -> None:
+    """Its share of a step, 4 tokens, is less than one for each of its 8 beams."""
+    cluster = BeamCluster(num_blocks=1000, max_num_seqs=16, max_num_batched_tokens=16, max_model_len=1000)
+    streams = [make_sequence(number, 600, 4) for number in (1, 2, 3)]
+    search = make_search(0, 4, 40, 8, early_stopping=EarlyStopping.NEVER, length_penalty=2.0)
+    search.stop_token_ids = frozenset()
+    assert search.beams is not None
+    found = BeamSearch(search.beams.options, search.max_tokens)
+    for _ in range(20):
+        found.advance([logprobs_after(search.prompt_token_ids + beam.token_ids) for beam in found.beams])
+    search.beams = BeamGroup(search.seq_id, search.beams.options, search.max_tokens, state=SearchState(found.beams, []))
+    search.output_token_ids = list(search.beams.best_token_ids)
+    for number, sequence in enumerate((*streams, search)):
+        sequence.client = number
+        cluster.scheduler.add(sequence)
+    while not cluster.outputs:
+        cluster.step()
+    assert cluster.outputs[0].search_step is not None, "it chooses its next tokens before a prompt is computed"
+    cluster.run_until_idle()
+    cluster.check_answers([search])
