@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as SequenceOf
 
 from services.common.beams.options import decode_beam_search
 from services.common.errors import InvalidRequest
@@ -11,9 +10,9 @@ from services.common.token_logprobs import TokenLogprobs, decode_logprobs, encod
 from services.dense_worker.engine.beams.beam_group import BeamGroup
 from services.dense_worker.engine.beams.search import Beam, Hypothesis, SearchState
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.pb import dense_pb2, sampling_pb2
+from services.pb import dense_pb2
 
-NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported
+_NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported
 
 
 def add_beams(sequence: Sequence, message: dense_pb2.BeamSearch, vocab_size: int) -> None:
@@ -75,7 +74,7 @@ def _check_values(message: dense_pb2.Beam | dense_pb2.BeamAnswer, vocab_size: in
 
 
 def _decode_logprobs(message: dense_pb2.Beam | dense_pb2.BeamAnswer) -> list[TokenLogprobs]:
-    return [decode_logprobs(each) for each in message.logprobs] or [NO_LOGPROBS] * len(message.token_ids)
+    return [decode_logprobs(each) for each in message.logprobs] or [_NO_LOGPROBS] * len(message.token_ids)
 
 
 def encode_search_step(output: SequenceOutput) -> dense_pb2.BeamStep:
@@ -107,13 +106,9 @@ def encode_answers(output: SequenceOutput) -> list[dense_pb2.BeamAnswer]:
     return [
         dense_pb2.BeamAnswer(
             token_ids=answer.token_ids,
-            logprobs=_encode_all(answer.logprobs) if has_logprobs else (),
+            logprobs=map(encode_logprobs, answer.logprobs) if has_logprobs else (),
             score=answer.score,
             reason=dense_pb2.SequenceEnd.STOP if answer.is_stopped else dense_pb2.SequenceEnd.LENGTH,
         )
         for answer in output.hypotheses
     ]
-
-
-def _encode_all(logprobs: SequenceOf[TokenLogprobs]) -> list[sampling_pb2.TokenLogprobs]:
-    return [encode_logprobs(each) for each in logprobs]

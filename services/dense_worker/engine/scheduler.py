@@ -287,14 +287,14 @@ class Scheduler:
         sequence.num_pending_tokens -= 1
         if sequence.status is not SequenceStatus.RUNNING:
             return None  # it has ended, or has left the cache: the same beams are computed again
-        dead = beams.advance(result.logprobs)
+        step, dead = beams.advance(result.logprobs)
         self._suspects.clear(sequence)
         sequence.output_token_ids[:] = beams.best_token_ids
         if beams.is_done:
             self._finish(sequence)
             return SequenceOutput(sequence, (), FinishReason.STOP, hypotheses=beams.hypotheses)
         self.session.dead_beams += dead
-        return SequenceOutput(sequence, (), None, search_step=beams.last_step)
+        return SequenceOutput(sequence, (), None, search_step=step)
 
     def close_unclaimed(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""

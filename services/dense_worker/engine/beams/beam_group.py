@@ -48,7 +48,6 @@ class BeamGroup:
         self._seq_id = seq_id
         self._search = BeamSearch(options, max_tokens, stop_token_ids, min_tokens, num_logprobs or 0, state)
         self._num_logprobs = num_logprobs or 0
-        self.last_step: SearchStep | None = None  # of `advance`
         self.leave_cache()
 
     def leave_cache(self) -> None:
@@ -94,15 +93,15 @@ class BeamGroup:
         """The output tokens of the best beam; all beams have as many."""
         return self._search.beams[0].token_ids
 
-    def advance(self, logprobs: Mapping[int, SequenceOf[TokenLogprobs]]) -> list[int]:
-        """Chooses the next beams. Returns the ids of beams in the KV cache that nothing continues.
+    def advance(self, logprobs: Mapping[int, SequenceOf[TokenLogprobs]]) -> tuple[SearchStep, list[int]]:
+        """Chooses the next beams. Returns the step, and the ids of beams in the KV cache that nothing continues.
 
         logprobs: by id of a beam, those of its next token
         """
-        self.last_step = self._search.advance([logprobs[seq_id][0] for seq_id in self._seq_ids])
+        step = self._search.advance([logprobs[seq_id][0] for seq_id in self._seq_ids])
         if self.is_done:
-            return []
-        parents = [self._seq_ids[index] for index in self.last_step.parents]
+            return step, []
+        parents = [self._seq_ids[index] for index in step.parents]
         continued = set(parents)
         dead = [seq_id for seq_id in self._seq_ids if seq_id not in continued]
         self.open_seq_ids.difference_update(dead)
@@ -116,7 +115,7 @@ class BeamGroup:
                 row = BeamRow(unused.pop(0), parent, (beam.token_ids[-1],))
             self.rows.append(row)
         self._seq_ids = [row.seq_id for row in self.rows]
-        return dead
+        return step, dead
 
     def note_planned(self) -> None:
         """Notes that the rows are part of a plan: the KV cache has all beams, and knows their tokens."""
