@@ -64,9 +64,9 @@ class DenseMetrics:
         """Adds the loads of experts by layer; `read_loads` is called on the scraper's thread."""
         self._registry.register(_ExpertCollector(read_loads))
 
-    def on_submitted(self, sequence: Sequence) -> None:
-        """Counts a recovered sequence that a gateway has submitted. Called on the event loop."""
-        if sequence.output_token_ids:
+    def on_submitted(self, *, is_recovered: bool) -> None:
+        """Counts the sequences that gateways have submitted again with tokens. Called on the event loop."""
+        if is_recovered:
             self._recovered.inc()
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:

@@ -234,8 +234,9 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 if sequence.seq_id in self._owned:
                     engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
                 self._owned[sequence.seq_id] = sequence, outbox
-                self._metrics.on_submitted(sequence)
-                self._tracer.begin(sequence, request.submit.traceparent)
+                is_recovered = bool(request.submit.output_token_ids or request.submit.beam_search.beams)
+                self._metrics.on_submitted(is_recovered=is_recovered)
+                self._tracer.begin(sequence, request.submit.traceparent, is_recovered=is_recovered)
                 preparations: list[Awaitable[None]] = []
                 if sequence.sampling.structured_output is not None:
                     preparations.append(self._grammars.prepare(sequence))

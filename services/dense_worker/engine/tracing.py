@@ -19,8 +19,11 @@ class SequenceTracer:
         self._tracer = tracer
         self._open: dict[int, tuple[Sequence, Span]] = {}  # by seq_id
 
-    def begin(self, sequence: Sequence, traceparent: str) -> None:
-        """Starts the span of an arrived sequence in the gateway's trace and stores its context in the sequence."""
+    def begin(self, sequence: Sequence, traceparent: str, *, is_recovered: bool) -> None:
+        """Starts the span of an arrived sequence in the gateway's trace and stores its context in the sequence.
+
+        `is_recovered`: it was submitted again with tokens
+        """
         if not self._tracer.is_enabled:
             return
         self.end(sequence.seq_id, "replaced")
@@ -31,7 +34,7 @@ class SequenceTracer:
             request_id=sequence.request_id,
             seq_id=f"{sequence.seq_id:x}",
             num_prompt_tokens=sequence.num_prompt_tokens,
-            is_recovered=bool(sequence.output_token_ids),
+            is_recovered=is_recovered,
         )
         sequence.traceparent = span.traceparent
         self._open[sequence.seq_id] = sequence, span

@@ -114,7 +114,7 @@ def test_sequence_time_is_queue_prefill_and_decode(registry: CollectorRegistry, 
 
 def test_a_recovered_sequence_has_no_queue_and_no_prefill(registry: CollectorRegistry, metrics: DenseMetrics) -> None:
     sequence = make_sequence(arrival_s=time.monotonic(), output_token_ids=[3, 4])
-    metrics.on_submitted(sequence)
+    metrics.on_submitted(is_recovered=True)
     now_s = time.monotonic()
     run_step(metrics, sequence, now_s, now_s)
     run_step(metrics, sequence, now_s, now_s, finish_reason=FinishReason.STOP)

@@ -97,6 +97,29 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
+def test_sequences_with_tokens_or_beams_count_as_recovered() -> None:
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        registry = new_registry("dense")
+        servicer = DenseServicer(DenseMetrics(registry), SequenceTracer(NoTracer()), Mock(spec=Grammars))
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), Mock())
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        stream = Stream(servicer)
+        search = submit(1, [5, 6], 4)
+        search.beam_search.num_beams = search.beam_search.num_answers = 2
+        search.beam_search.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
+        again = dense_pb2.Submit.FromString(search.SerializeToString())
+        again.seq_id = 5
+        again.beam_search.beams.add(token_ids=[7])
+        for message in (search, again):
+            stream.send(message)
+            await submitted.get()
+        assert registry.get_sample_value("twostroke_dense_recovered_sequences_total") == 1
+        await stream.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
 def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
     """Otherwise the gateway would wait for ever, because no task reads its messages."""
 
