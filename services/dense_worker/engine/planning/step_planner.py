@@ -85,7 +85,7 @@ class StepPlanner:
         if session.joining and suspect is None:
             self._plan_forks(step)
         for sequence in decodes:
-            self._plan(step, sequence, 1)
+            self._plan(step, sequence, 1, is_last=True)
         if is_shared and prefills:
             shares = divide_prefills(prefills, [entry.sequence for entry in step.planned], step.num_tokens)
             # A search may have a share of less than one token for each beam: it needs the rest from those behind it.
@@ -93,15 +93,14 @@ class StepPlanner:
         for sequence, num_remaining in prefills:
             num_tokens = min(num_remaining if shares is None else shares[sequence], step.num_tokens)
             if num_tokens:
-                self._plan(step, sequence, num_tokens)
+                self._plan(step, sequence, num_tokens, is_last=num_tokens == sequence.num_remaining_tokens)
         return step
 
-    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
+    def _plan(self, step: PlanBuilder, sequence: Sequence, num_tokens: int, *, is_last: bool) -> None:
         """Adds an entry for `num_tokens` known or pending tokens; with the last one, also for drafts if they fit."""
-        if _has_forked(sequence):
+        if sequence.beams is not None and _has_forked(sequence):
             self._plan_beams(step, sequence, num_tokens)
             return
-        is_last = num_tokens == sequence.num_remaining_tokens
         drafts: tuple[int, ...] = ()
         if is_last and self._drafts is not None:
             room = room_for_drafts(sequence, self._session, step)

@@ -41,7 +41,7 @@ def begin() -> tuple[SequenceTracer, Sequence, RecordingTracer]:
     tracer = RecordingTracer()
     sequences = SequenceTracer(tracer)
     sequence = Sequence(1, "r", [5], SamplingParams(), max_tokens=3, arrival_s=time.monotonic() - 10)
-    sequences.begin(sequence, "parent")
+    sequences.begin(sequence, "parent", is_recovered=False)
     return sequences, sequence, tracer
 
 
@@ -73,7 +73,7 @@ def test_only_known_sequences_end_and_only_once() -> None:
 
 def test_a_resubmitted_sequence_replaces_the_first_one() -> None:
     sequences, sequence, tracer = begin()
-    sequences.begin(sequence, "parent")
+    sequences.begin(sequence, "parent", is_recovered=False)
     assert [len(span.ends) for span in tracer.spans] == [1, 0]
     assert tracer.spans[0].ends[0][1]["outcome"] == "replaced"
 
@@ -81,6 +81,6 @@ def test_a_resubmitted_sequence_replaces_the_first_one() -> None:
 def test_without_tracing_nothing_is_kept() -> None:
     sequences = SequenceTracer(NoTracer())
     sequence = Sequence(1, "r", [5], SamplingParams(), max_tokens=3)
-    sequences.begin(sequence, "parent")
+    sequences.begin(sequence, "parent", is_recovered=False)
     assert sequence.traceparent == ""
     sequences.end(1, "stop")
