@@ -130,9 +130,12 @@ def test_a_form_that_needs_too_much_time_ends_the_process_and_not_the_next_form(
     async def test(made: FormTrials) -> None:
         await made.compile(GOOD)
         assert made._process is not None
+        pid = made._process.pid
+        os.kill(pid, signal.SIGSTOP)  # so that it does not answer before its end
         waiting = asyncio.create_task(made.compile(regex("b+")))
         await asyncio.sleep(0)
-        os.kill(made._process.pid, signal.SIGXCPU)  # as the limit of CPU time does
+        os.kill(pid, signal.SIGXCPU)  # as the limit of CPU time does
+        os.kill(pid, signal.SIGCONT)
         with pytest.raises(FormError, match="too long to compile"):
             await waiting
         assert await made.compile(regex("c+"))
