@@ -5,7 +5,6 @@ Prompts run in chunks and on a cached prefix, decode steps in a CUDA graph.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,14 +34,9 @@ TOKENS = torch.randint(3, 96, (28,), generator=torch.Generator().manual_seed(5))
 PROMPTS = {1: TOKENS[:21], 2: TOKENS[: 3 * BLOCK_SIZE] + TOKENS[21:]}
 
 
-@cache
-def truth_of(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return load_true_model(path, dtype)
-
-
 @torch.inference_mode()
-def true_logits(path: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return truth_of(path, dtype)(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+def true_logits(truth: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    return truth(torch.tensor([token_ids]), use_cache=False).logits[0].float()
 
 
 def run_prompts(model: GpuModel) -> dict[int, torch.Tensor]:
@@ -58,7 +52,7 @@ def run_prompts(model: GpuModel) -> dict[int, torch.Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_tokens(variant: str, kernel_device: torch.device, tmp_path: Path) -> None:
     path = make_family_model(tmp_path, variant)
-    model = GpuModel(path, torch.float32, kernel_device)
+    truth, model = load_true_model(path, torch.float32), GpuModel(path, torch.float32, kernel_device)
     found = {seq_id: [logits] for seq_id, logits in run_prompts(model).items()}
     tokens = {seq_id: list(prompt) for seq_id, prompt in PROMPTS.items()}
     for _ in range(NUM_DECODED):
@@ -67,7 +61,7 @@ def test_logits_and_greedy_tokens(variant: str, kernel_device: torch.device, tmp
         for seq_id, logits in zip(tokens, model.decode(tokens), strict=True):
             found[seq_id].append(logits[None].clone())
     for seq_id, answer in tokens.items():
-        expected, logits = true_logits(path, answer), torch.cat(found[seq_id]).cpu()
+        expected, logits = true_logits(truth, answer), torch.cat(found[seq_id]).cpu()
         first = 3 * BLOCK_SIZE if seq_id == 2 else 0
         bound = BOUND * expected.abs().max()
         errors = (logits - expected)[first:].abs().amax(1)
@@ -88,6 +82,7 @@ def test_logits_in_bfloat16(
 
     monkeypatch.setattr(LinearChoice, "measure", stream)
     path = make_family_model(tmp_path, variant)
+    truth, rounding = load_true_model(path, torch.float32), load_true_model(path, torch.bfloat16)
     model = GpuModel(path, torch.bfloat16, kernel_device)
     logits = run_prompts(model)
     tokens = {seq_id: [*prompt, 7] for seq_id, prompt in PROMPTS.items()}
@@ -95,8 +90,8 @@ def test_logits_in_bfloat16(
     errors, true_errors = [], []
     for place, (seq_id, answer) in enumerate(tokens.items()):
         first = 3 * BLOCK_SIZE if seq_id == 2 else 0
-        expected = true_logits(path, answer)[first:]
-        rounded = true_logits(path, answer, torch.bfloat16)[first:]
+        expected = true_logits(truth, answer)[first:]
+        rounded = true_logits(rounding, answer)[first:]
         found = torch.cat((logits[seq_id][first:], decoded[place : place + 1])).cpu()
         errors.append((found - expected).norm(dim=1))
         true_errors.append((rounded - expected).norm(dim=1))
