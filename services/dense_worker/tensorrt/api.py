@@ -143,6 +143,8 @@ class TensorRT:
         else:  # RTX chooses kernels when it loads a plan
             config.builder_optimization_level = OPTIMIZATION_LEVEL
         if not self.is_strongly_typed:
+            # The contexts of several graphs use one profile. From 10 on that is always allowed.
+            config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
             self._set_precisions(config, definition, dtype)
         for sizes in profiles:
             config.add_optimization_profile(_profile(builder, definition, sizes))

@@ -50,6 +50,8 @@ class FakeTensorRT:
         if major < 11:
             network_flags["EXPLICIT_BATCH"] = 0
             builder_flags |= {"FP16": "FP16", "OBEY_PRECISION_CONSTRAINTS": "OBEY_PRECISION_CONSTRAINTS"}
+        if major < 10:
+            self.PreviewFeature = SimpleNamespace(PROFILE_SHARING_0806="PROFILE_SHARING_0806")
         if major >= 10:
             self.bfloat16 = DataType.BF16
             self.int8, self.uint8, self.fp8 = DataType.INT8, DataType.UINT8, DataType.FP8
@@ -128,6 +130,7 @@ class _Builder:
             "gpu": trt.gpu,
             "profiles": [profile.sizes for profile in config.profiles],
             "is_refittable": "REFIT" in config.flags,
+            "shares_profiles": trt.major >= 10 or "PROFILE_SHARING_0806" in config.flags,
             "constants": {name: numbers.tobytes().hex() for name, numbers in network.readers.named_constants().items()},
         }
         return json.dumps(header).encode() + b"\0" + network.onnx_bytes
@@ -147,6 +150,10 @@ class _BuilderConfig:
     def clear_flag(self, flag: str) -> None:
         self._trt.record("clear_flag", flag)
         self.flags.discard(flag)
+
+    def set_preview_feature(self, feature: str, is_on: bool) -> None:
+        assert is_on
+        self.flags.add(feature)
 
     @property
     def builder_optimization_level(self) -> int:

@@ -7,6 +7,7 @@ import enum
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import onnx
@@ -70,6 +71,8 @@ class Engine:
     def __init__(self, trt: FakeTensorRT, logger: ILogger, built: dict[str, Any], model: bytes) -> None:
         self.trt, self.logger, self.profiles = trt, logger, built["profiles"]
         self.is_refittable = built["is_refittable"]
+        self.shares_profiles = built["shares_profiles"]
+        self.contexts = WeakSet[_Context]()
         graph = onnx.load_from_string(model).graph
         self.title = graph.name.rpartition("_")[2]
         types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
@@ -159,11 +162,15 @@ class _Context:
         self._addresses: dict[str, int] = {}
         self._memory = 0
         self._is_captured = False  # whether a graph depends on its state
+        engine.contexts.add(self)
         self._number = self._trt.num_contexts
         self._trt.num_contexts += 1
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         assert not self._trt.is_capturing, "a graph cannot hold what this does"
+        others = [each for each in self._engine.contexts if each is not self and each._profile == profile]
+        if others and not self._engine.shares_profiles:
+            raise ProcessCrash(f"profile {profile} belongs to another context")  # seen with 8.6.0
         self._profile = profile
         return self._trt.record("set_optimization_profile_async", self._engine.title, profile, stream)
 
