@@ -115,9 +115,9 @@ class GatewaySection(Section):
     first_token_timeout_s: Seconds = 1.0  # longest wait for a token or an error before a streamed answer's status line
     tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
     # how the model writes calls of tools. auto: as its chat template says; none: requests with tools are refused
-    tool_parser: Literal[
-        "auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"
-    ] = "auto"
+    tool_parser: Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = (
+        "auto"
+    )
     # how the model marks its reasoning. auto: as its chat template says; none: reasoning is part of the content
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "harmony", "qwen3"] = "auto"
     # adapters (LoRA, prompt tuning) served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
@@ -168,11 +168,11 @@ class SchedulerSection(Section):
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
     max_beam_width: Count = 16  # maximum number of beams of a search; also at most max_num_seqs
     # ngram: a sequence's next tokens are guessed from its own text; suffix: also from earlier answers to its client;
-    # medusa: by heads that were trained for the model; draft_model: by a smaller model
-    speculation: Literal["off", "ngram", "suffix", "medusa", "draft_model"] = "off"
-    speculation_model: Path | None = None  # medusa: directory of the heads' config.json and safetensors
+    # medusa, eagle3: by heads that were trained for the model; draft_model: by a smaller model
+    speculation: Literal["off", "ngram", "suffix", "medusa", "eagle3", "draft_model"] = "off"
+    speculation_model: Path | None = None  # medusa, eagle3: directory of the heads' config.json and safetensors
     draft_model: Path | None = None  # draft_model: a Hugging Face model directory, of a model with the same vocabulary
-    draft_cache_bytes: Count = 2**30  # draft_model: most memory of its KV cache; a sequence without room gets no drafts
+    draft_cache_bytes: Count = 2**30  # draft_model, eagle3: most memory of its KV cache; no room, no drafts
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 7  # most guessed tokens of a sequence in one step
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3  # ngram: fewest equal tokens before a guess
     prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] = 5  # ngram: equal tokens beyond which no longer match counts
@@ -203,7 +203,6 @@ class AttentionSection(Section):
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
-
 
     @pydantic.model_validator(mode="after")
     def _check_window(self) -> AttentionSection:

@@ -52,11 +52,20 @@ def load_model_config(path: Path, num_layers: int | None = None) -> ModelConfig:
         raise ModelError(f"model directory {path} has no config.json")
     _check_supported(raw, path)
     quantization = read_quantization(str(path), raw.get("quantization_config"), read_json(path / MODELOPT_FILE))
-    raw = _text_part(raw, path)
-    fields = ConfigFields(raw, _parse(raw, path), path)
-    config = replace(FAMILIES[raw["model_type"]].read(fields), quantization=quantization)
-    fields.check_all_understood()
+    config = replace(read_model_config(_text_part(raw, path), path), quantization=quantization)
     return config if num_layers is None else _first_layers(config, num_layers, path)
+
+
+def read_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
+    """What the JSON object `raw` of a file in `path` says of a model of text, without its quantization.
+
+    Raises `ModelError` as `load_model_config` does.
+    """
+    _check_supported(raw, path)
+    fields = ConfigFields(raw, _parse(raw, path), path)
+    config = FAMILIES[raw["model_type"]].read(fields)
+    fields.check_all_understood()
+    return config
 
 
 def _check_supported(raw: dict[str, Any], path: Path) -> None:

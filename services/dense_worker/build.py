@@ -19,6 +19,9 @@ from services.dense_worker.backends.select import SelectedBackend, prepare_backe
 from services.dense_worker.draft_model.guessing_model import GuessingModel
 from services.dense_worker.draft_model.load import load_draft_model
 from services.dense_worker.draft_model.model import DraftModel
+from services.dense_worker.eagle.eagle_model import EagleModel
+from services.dense_worker.eagle.guessing_eagle import GuessingEagle
+from services.dense_worker.eagle.load_eagle import load_eagle_head, make_eagle_model
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.expert_loads import ExpertLoads
 from services.dense_worker.lora.tensors import LoraStore
@@ -104,9 +107,10 @@ def load_model(
     scales = None if is_dummy or kv_cache_dtype != "fp8" else _read_kv_scales(config, model)
     sinks = random_sinks(model.config, section.dummy_seed) if is_dummy else load_sinks(section.path, model.config)
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    has_heads = scheduler.speculation_model is not None
-    prepared = prepare_backend(config.dense, section, model, limits, report, has_heads=has_heads)
+    heads_of = None if scheduler.speculation_model is None else scheduler.speculation
+    prepared = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
     heads = _load_heads(config, model)
+    head = load_eagle_head(scheduler, model)
     draft_model = load_draft_model(scheduler, section, model)
     weights = _load_weights(section, model)
     if model.config.quantization is not None:
@@ -114,7 +118,8 @@ def load_model(
     lora = make_lora(config, model, weights)
     with naming_what_needs_memory("the buffers of a step"):
         selected = prepared.load(weights, lora)
-        runner = _build_runner(config, model, selected, lora, heads or draft_model, takes_over)
+        eagle = None if head is None else make_eagle_model(head, weights.embedding.table.data, scheduler, model)
+        runner = _build_runner(config, model, selected, lora, heads or eagle or draft_model, takes_over)
     experts = make_expert_loads(weights)
     num_heads = 0 if heads is None else heads.num_heads
     return LoadedModel(model, digest, selected.name, runner, lora, num_heads, kv_cache_dtype, scales, sinks, experts)
@@ -167,7 +172,7 @@ def _load_weights(section: ModelSection, model: ResolvedModel) -> ModelWeights:
 def _load_heads(config: Config, model: ResolvedModel) -> MedusaHeads | None:
     """The Medusa heads of `scheduler.speculation_model`, no more than a sequence may have drafts."""
     path, most = config.scheduler.speculation_model, config.scheduler.num_speculative_tokens
-    if path is None:
+    if path is None or config.scheduler.speculation != "medusa":
         return None
     with naming_what_needs_memory("the Medusa heads"):
         heads = load_heads(path, model.config, model.dtype, model.device, most)
@@ -180,7 +185,7 @@ def _build_runner(
     model: ResolvedModel,
     selected: SelectedBackend,
     lora: LoraStore | None,
-    guesses_by: MedusaHeads | DraftModel | None,
+    guesses_by: MedusaHeads | EagleModel | DraftModel | None,
     takes_over: bool,
 ) -> ModelRunner:
     scheduler = config.scheduler
@@ -188,6 +193,8 @@ def _build_runner(
     guessing: Guessing | None = None
     if isinstance(guesses_by, MedusaHeads):
         guessing = GuessingHeads(guesses_by, scheduler.max_num_seqs)
+    elif isinstance(guesses_by, EagleModel):
+        guessing = GuessingEagle(guesses_by, sampler, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     elif guesses_by is not None:
         guessing = GuessingModel(guesses_by, sampler, scheduler.max_num_seqs)
     if model.device.type == "cpu":

@@ -13,12 +13,14 @@ from services.common.shorten import quote, show
 
 FLAG = "--speculative-config"
 _MODEL = "model"  # the directory of trained weights
-_MODEL_KEYS = {"medusa": "speculation_model", "draft_model": "draft_model"}  # its name in the section `scheduler`
+# Its name in the section `scheduler`.
+_MODEL_KEYS = {"medusa": "speculation_model", "eagle3": "speculation_model", "draft_model": "draft_model"}
 # By method: vLLM's keys, which are otherwise the names in the section `scheduler`.
 _KEYS = {
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens",),
     "medusa": (_MODEL, "num_speculative_tokens"),
+    "eagle3": (_MODEL, "num_speculative_tokens"),
     "draft_model": (_MODEL, "num_speculative_tokens"),
 }
 METHODS = tuple(_KEYS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_WITH_HEADS = ("medusa", "eagle3")
+
 
 def check_lookup_lengths(shortest: int, longest: int) -> None:
     """The lengths of the n-grams that are looked up."""
@@ -12,18 +14,19 @@ def check_lookup_lengths(shortest: int, longest: int) -> None:
 
 
 def check_speculation_model(method: str, model: Path | None, dense_backend: str) -> None:
-    """A method with trained weights needs their directory, and a backend that gives hidden states."""
+    """A method with heads needs their directory, and a backend that gives hidden states."""
     if model is None:
-        if method == "medusa":
-            raise ValueError("scheduler.speculation 'medusa' needs scheduler.speculation_model, the heads' directory")
+        if method in _WITH_HEADS:
+            raise ValueError(f"scheduler.speculation {method!r} needs scheduler.speculation_model, a directory")
         return
-    if method != "medusa":
-        raise ValueError(f"scheduler.speculation_model {str(model)!r} belongs to 'medusa', speculation is {method!r}")
+    if method not in _WITH_HEADS:
+        named = " or ".join(map(repr, _WITH_HEADS))
+        raise ValueError(f"scheduler.speculation_model {str(model)!r} belongs to {named}, speculation is {method!r}")
     if not model.is_dir():
         raise ValueError(f"scheduler.speculation_model {str(model)!r} is not a directory")
     if dense_backend == "tensorrt":
         raise ValueError(
-            "scheduler.speculation 'medusa': TensorRT gives no hidden states: set dense.backend to torch"
+            f"scheduler.speculation {method!r}: TensorRT gives no hidden states: set dense.backend to torch"
         )
 
 

@@ -101,13 +101,13 @@ def prepare_backend(
     limits: Limits,
     report: Callable[[str], None],
     *,
-    has_heads: bool = False,
+    heads: str | None = None,
 ) -> PreparedBackend:
     """Resolves `dense.backend`, and builds the TensorRT plans that are missing.
 
     Called before the weights are loaded, because a build needs the GPU's memory, too. `source` says where the model
-    is from, `limits` are the scheduler's, and `report` receives lines about the progress of builds. `has_heads`: Medusa
-    heads read the model's last hidden states.
+    is from, `limits` are the scheduler's, and `report` receives lines about the progress of builds. `heads`: the
+    method of speculation whose heads read the model's hidden states, if there is one.
 
     `auto` is torch if there is no GPU, no TensorRT for the GPU and the model's dtype, or no plan that can be had, and
     the log says so; otherwise the faster of the two, for each segment and size. Raises ConfigError, naming what is
@@ -117,7 +117,7 @@ def prepare_backend(
     if model.device.type != "cpu":
         _check_experts(model)
     tensorrt = None
-    lack = _lack_of_tensorrt(section, has_heads)
+    lack = _lack_of_tensorrt(section, heads)
     if lack is not None:
         if section.backend == "tensorrt":
             raise ConfigError(f"{lack}: set dense.backend to torch")
@@ -142,12 +142,12 @@ def prepare_backend(
     return PreparedBackend(section, model, limits, tensorrt)
 
 
-def _lack_of_tensorrt(section: DenseSection, has_heads: bool) -> str | None:
+def _lack_of_tensorrt(section: DenseSection, heads: str | None) -> str | None:
     """What the config asks for and TensorRT does not have; None if there is nothing."""
     if section.max_loras:
         return f"dense.max_loras is {section.max_loras}, but TensorRT has no adapters"
-    if has_heads:
-        return "scheduler.speculation is 'medusa', but TensorRT gives no hidden states"
+    if heads is not None:
+        return f"scheduler.speculation is {heads!r}, but TensorRT gives no hidden states"
     return None
 
 
@@ -247,9 +247,7 @@ def _load_tensorrt(
 ) -> TensorRTBackend:
     binaries = {name: cached.plan for name, cached in found.plans.items()}
     start_s, free_before = time.monotonic(), free_bytes(model.device)
-    segments = TensorRTSegments(
-        found.api, binaries, found.profiles, weights, model.config, limits, current_stream
-    )
+    segments = TensorRTSegments(found.api, binaries, found.profiles, weights, model.config, limits, current_stream)
     synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
     log.info(
         "TensorRT engines loaded",

@@ -1,4 +1,4 @@
-"""`DraftAttention`: the keys and values of a draft model, and attention to them in plain torch.
+"""`DraftAttention`: the keys and values of what drafts, and attention to them in plain torch.
 
 The cache is a list of slots, one for a token. A block is `BLOCK_SIZE` slots in a row, and a sequence has a table of
 blocks. All positions may be known to the device alone: nothing waits for the host.
@@ -48,25 +48,35 @@ class DraftAttention:
         shape = (config.num_layers, num_blocks * BLOCK_SIZE, 2, config.num_kv_heads, config.head_dim)
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
 
-    def begin(self, positions: torch.Tensor, tables: torch.Tensor) -> DraftRows:
+    def begin(self, positions: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor | None = None) -> DraftRows:
         """Prepares a forward pass.
 
         positions: int64 [b, r], in the sequence, -1 for padding; tables: int64 [b, num_blocks], the blocks of each
-        sequence, whose tokens may be fewer than they hold
+        sequence, whose tokens may be fewer than they hold; starts: int64 [b], the position of the first token in the
+        blocks, None: 0
         """
         slots_of_block = torch.arange(BLOCK_SIZE, device=tables.device)
         context = (tables[:, :, None] * BLOCK_SIZE + slots_of_block).flatten(1)
         known = positions.clamp(min=0)
-        slots = context.gather(1, known).masked_fill(positions < 0, SPARE_BLOCK * BLOCK_SIZE).flatten()
-        distance = known[:, :, None] - torch.arange(context.shape[1], device=tables.device)  # [b, r, c]
+        places = known if starts is None else (known - starts[:, None]).clamp(min=0)
+        slots = context.gather(1, places).masked_fill(positions < 0, SPARE_BLOCK * BLOCK_SIZE).flatten()
+        distance = places[:, :, None] - torch.arange(context.shape[1], device=tables.device)  # [b, r, c]
         masks = {window: self._mask(distance, window) for window in set(self._config.sliding_windows)}
-        places = known.flatten()
-        angles = {}
-        for rope, embedding in self._ropes.items():
-            # Scaling by length takes the length at the token itself, so that keys stay as they are when a text grows.
-            cos, sin = embedding(places, places + 1)
-            angles[rope] = cos[:, None].to(self._dtype), sin[:, None].to(self._dtype)
+        angles = {rope: self._angles(rope, known.flatten()) for rope in self._ropes}
         return DraftRows(slots, context, masks, angles)
+
+    def store(self, layer: int, keys_values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Keeps keys and values, without attention.
+
+        keys_values: [n, 2 * kv_size], not rotated, overwritten; slots, positions: int64 [n]
+        """
+        keys_values = keys_values.unflatten(1, (2, -1, self._config.head_dim))
+        torch.nan_to_num(keys_values, 0.0, 0.0, 0.0, out=keys_values)
+        rope = self._config.layer_ropes[layer]
+        if rope is not None:
+            rotated = keys_values[:, 0, :, : rope.rotary_dim]
+            _rotate(rotated, *self._angles(rope, positions), has_pairs=self._config.attention.rotates_pairs)
+        self._cache[layer].index_copy_(0, slots, keys_values)
 
     def forward(self, layer: int, qkv: torch.Tensor, rows: DraftRows) -> torch.Tensor:
         """qkv [b * r, qkv_size], overwritten -> attention's output [b * r, attn_size]."""
@@ -96,6 +106,12 @@ class DraftAttention:
             out = scores.softmax(-1).to(values.dtype) @ values
         out = out.unflatten(2, (self._num_groups, -1)).permute(0, 3, 1, 2, 4)
         return out.reshape(len(qkv), -1)
+
+    def _angles(self, rope: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [n, 1, rotary_dim / 2] for positions int64 [n]."""
+        # Scaling by length takes the length at the token itself, so that keys stay as they are when a text grows.
+        cos, sin = self._ropes[rope](positions, positions + 1)
+        return cos[:, None].to(self._dtype), sin[:, None].to(self._dtype)
 
     def _mask(self, distance: torch.Tensor, window: int | None) -> torch.Tensor:
         """distance: int64 [b, r, c], from a row back to a slot."""

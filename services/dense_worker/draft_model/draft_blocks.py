@@ -1,14 +1,16 @@
-"""`DraftBlocks`: which blocks of a draft model's cache hold the tokens of which sequence. No torch."""
+"""`DraftBlocks`: which blocks of a cache for drafts hold the tokens of which sequence. No torch."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 BLOCK_SIZE = 64  # tokens
 SPARE_BLOCK = 0  # of no sequence: rows of padding write there
+PADDED_TOKENS = 2**14  # most tokens that attention reads at once, padded, unless a single sequence has more
 MAX_LATE_TOKENS = 16  # known tokens of a sequence that are computed together with those of a step
 
 Key = TypeVar("Key", bound=Hashable)
@@ -19,7 +21,8 @@ class CachedTokens:
     """What the cache holds of one sequence."""
 
     blocks: list[int] = field(default_factory=list)
-    num_tokens: int = 0  # its first tokens, whose keys and values are there for certain
+    num_tokens: int = 0  # from `start` on, whose keys and values are there for certain
+    start: int = 0  # position of the first token in the blocks
 
 
 class DraftBlocks(Generic[Key]):
@@ -33,6 +36,10 @@ class DraftBlocks(Generic[Key]):
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def find(self, key: Key) -> CachedTokens | None:
+        """What the cache holds of a sequence; None: nothing."""
+        return self._cached.get(key)
 
     def reserve(self, key: Key, num_tokens: int, others: Collection[Key]) -> CachedTokens | None:
         """Blocks for so many tokens of a sequence; takes them from sequences that are not among `others`.
@@ -60,3 +67,23 @@ class DraftBlocks(Generic[Key]):
         """Frees all blocks."""
         for key in list(self._cached):
             self.forget(key)
+
+
+class HasBlocks(Protocol):
+    """A sequence with what the cache holds of it."""
+
+    cached: CachedTokens
+
+
+Held = TypeVar("Held", bound=HasBlocks)
+
+
+def padded_groups(sequences: SequenceOf[Held]) -> Iterator[list[Held]]:
+    """Parts that attention can pad to their longest sequence. sequences: at least one, sorted by their blocks."""
+    group: list[Held] = []
+    for each in sequences:
+        if group and (len(group) + 1) * len(each.cached.blocks) * BLOCK_SIZE > PADDED_TOKENS:
+            yield group
+            group = []
+        group.append(each)
+    yield group

@@ -7,7 +7,7 @@ behind the last right one. What it has stored behind that is overwritten before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -15,10 +15,17 @@ import numpy as np
 import torch
 
 from services.dense_worker.draft_model.attention import padded_tables
-from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS, CachedTokens, DraftBlocks
+from services.dense_worker.draft_model.draft_blocks import (
+    BLOCK_SIZE,
+    MAX_LATE_TOKENS,
+    PADDED_TOKENS,
+    CachedTokens,
+    DraftBlocks,
+    padded_groups,
+)
 from services.dense_worker.draft_model.graphs import DraftGraphs
 from services.dense_worker.draft_model.model import DraftModel
-from services.dense_worker.runner.guesses import last_rows
+from services.dense_worker.runner.guesses import KeptResiduals, last_rows, may_have_guesses
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.sampler import Sampler
@@ -29,7 +36,6 @@ from services.step import PlanEntry
 # time of one; a CPU takes time for each.
 CATCH_UP_TOKENS = {"cpu": 64, "cuda": 512}
 _MAX_SCORES = 2**22  # of one head, in a pass that computes known tokens: a long text is computed in shorter parts
-_PADDED_TOKENS = 2**14  # most tokens that attention reads at once, padded, unless a single sequence has more
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +93,20 @@ class GuessingModel:
         """It reads no hidden states."""
         return None
 
+    def residuals_out(self) -> KeptResiduals | None:
+        """It reads no residuals."""
+        return None
+
+    def keep(
+        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+    ) -> None:
+        """It computes the tokens itself, when it guesses."""
+
     def warm_up(self) -> None:
         """Runs the model at its largest, so that this memory is there, and captures its graphs."""
         device = self._model.device
         most_blocks = -(-self._model.max_len // BLOCK_SIZE)
-        widths = {self._max_num_seqs: max(1, _PADDED_TOKENS // BLOCK_SIZE // self._max_num_seqs), 1: most_blocks}
+        widths = {self._max_num_seqs: max(1, PADDED_TOKENS // BLOCK_SIZE // self._max_num_seqs), 1: most_blocks}
         for num_seqs, width in widths.items():
             for num_rows in {1, self._most_rows(width) if num_seqs == 1 else 2 * MAX_LATE_TOKENS}:
                 zeros = torch.zeros(num_seqs, num_rows, dtype=torch.int64, device=device)
@@ -128,7 +143,7 @@ class GuessingModel:
             return PendingDrafts((), (), None, behind)
         last = last_rows([entry for entry in entries if entry.num_logits], sampled)
         ready.sort(key=lambda each: len(each.cached.blocks))
-        found = [self._guess_group(group, last, sampled, num_tokens) for group in _groups(ready)]
+        found = [self._guess_group(group, last, sampled, num_tokens) for group in padded_groups(ready)]
         num_known = [len(each.sequence.token_ids) for each in ready]
         for each, number in zip(ready, num_known, strict=True):
             each.cached.num_tokens = number
@@ -142,7 +157,7 @@ class GuessingModel:
         index = first = 0
         for entry, sequence in zip(entries, sequences, strict=True):
             if entry.num_logits:
-                if _may_have_guesses(sequence):
+                if may_have_guesses(sequence):
                     places.append((entry, sequence, index, first))
                 index += 1
                 first += entry.num_logits
@@ -214,21 +229,3 @@ class GuessingModel:
             if len(found) > num_tokens:
                 return torch.stack(found, dim=1)
             logits = self._forward(found[-1][:, None], places[:, None], tables, every)
-
-
-def _may_have_guesses(sequence: KnownSequence) -> bool:
-    """Whether drafts of it could be used, see `may_have_drafts`; those that a form forces need no model."""
-    new = sequence.new
-    is_plain = sequence.grammar is None and sequence.table is None and not new.has_chosen_tokens
-    return is_plain and not new.sampling.depends_on_output
-
-
-def _groups(ready: SequenceOf[_Drafted]) -> Iterator[list[_Drafted]]:
-    """Parts that attention can pad to their longest sequence. Sorted by their blocks."""
-    group: list[_Drafted] = []
-    for each in ready:
-        if group and (len(group) + 1) * len(each.cached.blocks) * BLOCK_SIZE > _PADDED_TOKENS:
-            yield group
-            group = []
-        group.append(each)
-    yield group

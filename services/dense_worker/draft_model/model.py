@@ -12,7 +12,7 @@ from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 
 # Not cuDNN's, which prepares each new shape for a long time.
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DraftModel:
@@ -37,7 +37,7 @@ class DraftModel:
         token_ids: int64 [b, r]; positions: int64 [b, r], -1 for padding; tables: int64 [b, num_blocks], the blocks of
         each sequence; rows: int64 [n] of the b * r rows, or None -> their logits float32 [n, vocab], or None
         """
-        with sdpa_kernel(_KERNELS):
+        with sdpa_kernel(KERNELS):
             return self._forward(token_ids, positions, tables, rows)
 
     def _forward(

@@ -66,9 +66,7 @@ class CudaModelRunner(ModelRunner):
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
-        self._stages = [
-            torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)
-        ]
+        self._stages = [torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         # All graphs write their logits here, so that they can share all other memory.
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=torch.float32, device="cuda")
         self._outputs = [torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
@@ -233,6 +231,7 @@ class CudaModelRunner(ModelRunner):
             sampled_rows[:num_sampled],
             given,
             self._hidden_out(num_sampled),
+            residuals_out=self._residuals_out(),
         )
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
@@ -246,9 +245,7 @@ class CudaModelRunner(ModelRunner):
         attn_out.zero_()
         self._run_segments(qkv, attn_out, channel.fetch_attn_out(num_rows), num_sampled)
 
-    def _run_segments(
-        self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int
-    ) -> None:
+    def _run_segments(self, qkv: torch.Tensor, attn_out: torch.Tensor, fetched: torch.Tensor, num_sampled: int) -> None:
         """Runs each segment once, or `middle` for several layers. `fetched` is what `middle` gets of attn_out."""
         self._backend.begin_step(StepPlan(0), len(qkv))  # all rows are padding
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
@@ -256,6 +253,8 @@ class CudaModelRunner(ModelRunner):
         residual = self._backend.first(token_ids, qkv)
         for layer in range(min(self._num_layers - 1, self._backend.num_layers_to_warm_up)):
             residual = self._backend.middle(layer, fetched, residual, qkv)
+        if (residuals_out := self._residuals_out()) is not None:
+            residuals_out.put(residuals_out.layers[0], residual)
         self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))
 
 
@@ -270,9 +269,7 @@ class _Launched:
 
     runs_when_collected = False
 
-    def __init__(
-        self, runner: CudaModelRunner, channel: Channel, sample: Callable[[], PendingTokens] | None
-    ) -> None:
+    def __init__(self, runner: CudaModelRunner, channel: Channel, sample: Callable[[], PendingTokens] | None) -> None:
         self._runner = runner
         self._channel = channel
         self._sample = sample

@@ -1,7 +1,7 @@
-"""Guesses of the tokens after those of a step, by Medusa heads or a draft model. Part of the model runner.
+"""Guesses of the tokens after those of a step, by Medusa heads, an EAGLE-3 head or a draft model.
 
-They run only after steps for which the scheduler asks for guesses. The heads guess for all sequences of the step: one
-product reads their weights once, however many rows there are.
+Part of the model runner. They run only after steps for which the scheduler asks for guesses. Medusa heads guess for all
+sequences of the step: one product reads their weights once, however many rows there are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,20 @@ from services.step import PlanEntry
 _NO_DRAFT = -1  # no token id
 
 
+@dataclass(frozen=True, slots=True)
+class KeptResiduals:
+    """Where each step copies its residuals before some layers: the same memory for all steps and graphs."""
+
+    layers: SequenceOf[int]  # may have a layer several times
+    memory: torch.Tensor  # [max_num_tokens, len(layers), hidden]
+
+    def put(self, layer: int, residual: torch.Tensor) -> None:
+        """Copies the residual [n, hidden] before this layer, if it is one of the layers."""
+        for place, each in enumerate(self.layers):
+            if each == layer:
+                self.memory[: len(residual), place] = residual
+
+
 class PendingGuesses(Protocol):
     """Guesses that the device is computing."""
 
@@ -36,6 +50,9 @@ class Guessing(Protocol):
     def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """Where a step writes its hidden states, [num_sampled, hidden]; None: they are not needed."""
 
+    def residuals_out(self) -> KeptResiduals | None:
+        """Where every step copies residuals; None: they are not needed."""
+
     def warm_up(self) -> None:
         """Runs it at its largest, so that this memory is there."""
 
@@ -44,6 +61,15 @@ class Guessing(Protocol):
 
     def forget_all(self) -> None:
         """All sequences have been closed."""
+
+    def keep(
+        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+    ) -> None:
+        """Enqueues what has to be kept of a step for later guesses.
+
+        Called when a step has been sampled, before the next one overwrites its residuals. sequences: aligned with the
+        entries; sampled: int64 [num_sampled], on the device, or None: the step samples no token
+        """
 
     def guess(
         self,
@@ -64,7 +90,7 @@ class PendingHeads:
     """A tensor on the host that the device fills when it has run the heads."""
 
     seq_ids: SequenceOf[int]
-    token_ids: torch.Tensor  # int64 [len(seq_ids), num_heads]
+    token_ids: torch.Tensor  # int64 [len(seq_ids), num_guesses]
 
     def read(self) -> dict[int, tuple[int, ...]]:
         """The guesses by seq_id. The device must have run the heads."""
@@ -83,6 +109,15 @@ class GuessingHeads:
     def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """The first rows of `hidden`."""
         return self.hidden[:num_sampled]
+
+    def residuals_out(self) -> KeptResiduals | None:
+        """It reads none."""
+        return None
+
+    def keep(
+        self, entries: SequenceOf[PlanEntry], sequences: SequenceOf[KnownSequence], sampled: torch.Tensor | None
+    ) -> None:
+        """It keeps nothing."""
 
     def warm_up(self) -> None:
         """Runs the heads for as many rows as a step may have."""
@@ -105,6 +140,13 @@ class GuessingHeads:
         entries = [entry for entry in entries if entry.num_logits]
         rows = last_rows(entries, sampled)
         return PendingHeads([entry.seq_id for entry in entries], to_host(self._heads.guess(self.hidden[rows])))
+
+
+def may_have_guesses(sequence: KnownSequence) -> bool:
+    """Whether drafts of it could be used, see `may_have_drafts`; those that a form forces need no model."""
+    new = sequence.new
+    is_plain = sequence.grammar is None and sequence.table is None and not new.has_chosen_tokens
+    return is_plain and not new.sampling.depends_on_output
 
 
 def last_rows(entries: SequenceOf[PlanEntry], sampled: torch.Tensor) -> torch.Tensor:

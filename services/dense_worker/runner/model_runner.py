@@ -21,7 +21,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.prompts.given_rows import GivenRows, GivenRowsOfStep
 from services.dense_worker.prompts.loaded_table import LoadedTable
-from services.dense_worker.runner.guesses import Guessing
+from services.dense_worker.runner.guesses import Guessing, KeptResiduals
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.runner.row_slots import row_slots
 from services.dense_worker.runner.step_logits import PendingLogits, WantedLogits, copy_prompts, copy_sampled
@@ -219,8 +219,7 @@ class ModelRunner:
         num_guesses: int = 0,
         near_end: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Runs all layers and the sampler, and what guesses if tokens are wanted. Raises the errors of `Channel.wait`.
-        """
+        """Runs all layers and the sampler, and what guesses if asked to. Raises the errors of `Channel.wait`."""
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step.bound, len(token_ids))
@@ -233,6 +232,7 @@ class ModelRunner:
             step.given,
             self._hidden_out(len(step.sampled_rows)) if num_guesses else None,
             near_end,
+            self._residuals_out(),
         )
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
@@ -270,6 +270,8 @@ class ModelRunner:
             ranked_rows = rank_prompt_tokens(self._backend, attn_out, residual, step.spans, self._max_num_seqs)
             prompt_ranked = ranked_rows.to_host()
         entries, sequences = step.bound.plan.entries, step.bound.sequences
+        if self._guessing is not None:
+            self._guessing.keep(entries, sequences, token_ids)
         logits = PendingLogits(wanted, kept_logits, prompt_logits) if wanted.sampled or wanted.prompts else None
         return PendingTokens(
             entries, sequences, host_token_ids, num_logprobs, ranked, step.spans, prompt_ranked, logits, token_ids
@@ -287,6 +289,10 @@ class ModelRunner:
     def _hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """Where the step's hidden states go, [num_sampled, hidden]; None if nobody reads them."""
         return None if self._guessing is None else self._guessing.hidden_out(num_sampled)
+
+    def _residuals_out(self) -> KeptResiduals | None:
+        """Where the step's residuals go; None if nobody reads them."""
+        return None if self._guessing is None else self._guessing.residuals_out()
 
     def _begin_step(self, bound: BoundPlan, num_rows: int) -> None:
         if self._lora is not None:
@@ -326,6 +332,7 @@ def run_layers(
     given: GivenRows | None = None,
     hidden_out: torch.Tensor | None = None,
     near_end: Callable[[], None] | None = None,
+    residuals_out: KeptResiduals | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs all segments, with one handoff in each direction between two segments.
 
@@ -333,11 +340,14 @@ def run_layers(
     logits float32 [num_sampled, vocab_size], and the residual [num_tokens, hidden], from which `DenseBackend.last` can
     compute further rows. `hidden_out` gets the sampled rows' hidden states [num_sampled, hidden], if it is given.
     `near_end` is called once, after three quarters of the layers, while the attention worker computes one.
+    `residuals_out` gets the residuals before its layers, if it is given.
     """
     num_tokens = len(token_ids)
     qkv = channel.qkv[:num_tokens]
     qkv_ready = qkv_flag(num_tokens)
     residual = backend.first(token_ids, qkv, given)
+    if residuals_out is not None:
+        residuals_out.put(0, residual)
     for layer in range(num_layers):
         channel.signal(qkv_ready)
         if near_end is not None and layer == num_layers * 3 // 4:
@@ -345,6 +355,8 @@ def run_layers(
         channel.wait(Flag.ATTENTION_READY)
         if layer + 1 < num_layers:
             residual = backend.middle(layer, channel.fetch_attn_out(num_tokens), residual, qkv)
+            if residuals_out is not None:
+                residuals_out.put(layer + 1, residual)
     if not len(sampled_rows):
         return torch.empty(0, 0), residual
     return backend.last(channel.attn_out[:num_tokens], residual, sampled_rows, hidden_out), residual

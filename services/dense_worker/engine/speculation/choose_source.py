@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.common.config import SchedulerSection
+from services.dense_worker.draft_model.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.engine.speculation.answer_history import AnswerHistory
 from services.dense_worker.engine.speculation.copied_text import CopiedText
 from services.dense_worker.engine.speculation.head_guesses import HeadGuesses
@@ -27,7 +28,9 @@ def make_guess_source(section: SchedulerSection, num_heads: int) -> GuessSource:
     if section.speculation == "medusa":
         return HeadGuesses(num_heads)
     if section.speculation == "draft_model":
-        return ModelGuesses(section.num_speculative_tokens)
+        return ModelGuesses(section.num_speculative_tokens, MAX_LATE_TOKENS)
+    if section.speculation == "eagle3":
+        return ModelGuesses(section.num_speculative_tokens, max_late_tokens=None)
     if section.speculation == "ngram":
         return CopiedText(range(section.prompt_lookup_min, section.prompt_lookup_max + 1))
     return CopiedText(SUFFIX_LENGTHS, AnswerHistory(SUFFIX_LENGTHS, section.suffix_cached_tokens))

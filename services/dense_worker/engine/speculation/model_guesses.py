@@ -1,8 +1,8 @@
-"""`ModelGuesses`: guesses of a draft model, when it runs, and how many tokens it guesses.
+"""`ModelGuesses`: guesses of a draft model or of an EAGLE-3 head, when it runs, and how many tokens it guesses.
 
-It runs after a step for whose end the next plan waits, and then its guesses become drafts. Before that it must compute
-all tokens of the sequence, a part after each of some steps. And it runs now and then while no drafts are worth it: the
-next tokens show how often it is right by now.
+It runs after a step for whose end the next plan waits, and then its guesses become drafts. Before that a draft model
+must compute all tokens of the sequence, a part after each of some steps; a head has them. And it runs now and then
+while no drafts are worth it: the next tokens show how often it is right by now.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _MIN_SHARE = 0.05  # of a step's time, that a guess is taken to cost at least
 class ModelGuesses:
     """A `GuessSource`."""
 
-    def __init__(self, num_tokens: int) -> None:
-        """num_tokens: most guesses of a sequence at a time"""
+    def __init__(self, num_tokens: int, max_late_tokens: int | None) -> None:
+        """num_tokens: most guesses of a sequence at a time; max_late_tokens: see `ModelPredictor`"""
         self._num_tokens = num_tokens
+        self._max_late_tokens = max_late_tokens
         self._acceptance = Acceptance(rate=_TYPICAL_RATE)
         self._num_steps = 0  # since the draft model ran last
         self._num_asked = 1  # guesses of the newest run
@@ -35,7 +36,8 @@ class ModelGuesses:
 
     def make_predictor(self, sequence: Sequence) -> ModelPredictor:
         """Has no guesses before the draft model has computed the sequence's tokens."""
-        return ModelPredictor(self._acceptance.begin(), self._num_tokens, len(sequence.output_token_ids))
+        num_output_tokens = len(sequence.output_token_ids)
+        return ModelPredictor(self._acceptance.begin(), self._num_tokens, num_output_tokens, self._max_late_tokens)
 
     def wanted_guesses(self, predictors: SequenceOf[HeadPredictor], is_held_back: bool) -> int:
         """For drafts of the next step, to make the draft model ready for a sequence, or for a trial.

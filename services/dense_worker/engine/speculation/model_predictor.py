@@ -1,10 +1,9 @@
-"""`ModelPredictor`: what a draft model has guessed for one sequence, and whether it is ready to guess more."""
+"""`ModelPredictor`: the guesses of a draft model or an EAGLE-3 head for one sequence, and whether it can guess more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from services.dense_worker.draft_model.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.engine.speculation.acceptance import Acceptance
 from services.dense_worker.engine.speculation.head_predictor import HeadPredictor
 
@@ -12,16 +11,25 @@ from services.dense_worker.engine.speculation.head_predictor import HeadPredicto
 class ModelPredictor(HeadPredictor):
     """A `HeadPredictor` that expects guesses only while the draft model has nearly all tokens of the sequence."""
 
-    def __init__(self, acceptance: Acceptance, num_tokens: int, num_output_tokens: int) -> None:
-        """num_tokens: most guesses at a time; num_output_tokens: that the sequence has already"""
+    def __init__(
+        self, acceptance: Acceptance, num_tokens: int, num_output_tokens: int, max_late_tokens: int | None
+    ) -> None:
+        """num_tokens: most guesses at a time; num_output_tokens: that the sequence has already.
+
+        max_late_tokens: that the draft model may lack when it is asked for guesses; None: it never lacks any, but it
+        may have no room for the sequence
+        """
         super().__init__(acceptance, num_tokens, num_output_tokens)
+        self._max_late_tokens = max_late_tokens
         self._num_drafted: int | None = None  # output tokens when it was last ready; None: it is not
         self._is_asked = False  # whether the draft model has been asked and has not answered: perhaps there is no room
 
     @property
     def is_ready(self) -> bool:
         """Whether the draft model would guess when it is asked."""
-        return self._num_drafted is not None and self._num_seen - self._num_drafted <= MAX_LATE_TOKENS
+        if self._num_drafted is None:
+            return False
+        return self._max_late_tokens is None or self._num_seen - self._num_drafted <= self._max_late_tokens
 
     @property
     def needs_tokens(self) -> bool:
@@ -34,7 +42,9 @@ class ModelPredictor(HeadPredictor):
         return self._acceptance.first
 
     def ask(self) -> None:
-        """The draft model is asked for guesses."""
+        """The draft model is asked for guesses. If it has not answered since it was last asked, it is not ready."""
+        if self._is_asked:
+            self._num_drafted = None
         self._is_asked = True
 
     def take(self, guesses: SequenceOf[int]) -> None:

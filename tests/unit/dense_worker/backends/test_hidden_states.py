@@ -56,7 +56,7 @@ def test_the_backend_for_cuda_gives_those_of_torch(
 def test_tensorrt_with_heads_is_refused_by_name() -> None:
     message = r"speculation is 'medusa', but TensorRT gives no hidden states: set dense\.backend to torch"
     with pytest.raises(ConfigError, match=message):
-        prepare_backend(DenseSection(backend="tensorrt"), ModelSection(), MODEL, Limits(16, 4), print, has_heads=True)
+        prepare_backend(DenseSection(backend="tensorrt"), ModelSection(), MODEL, Limits(16, 4), print, heads="medusa")
 
 
 def test_any_other_backend_with_heads_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +66,4 @@ def test_any_other_backend_with_heads_is_torch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("services.dense_worker.backends.select.load_tensorrt", fail)
     for name in ("auto", "torch"):
         section = DenseSection(backend=name)
-        assert prepare_backend(section, ModelSection(), MODEL, Limits(16, 4), print, has_heads=True).tensorrt is None
+        assert prepare_backend(section, ModelSection(), MODEL, Limits(16, 4), print, heads="medusa").tensorrt is None

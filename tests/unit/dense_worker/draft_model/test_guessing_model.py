@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.model_config import load_model_config
 from services.common.sampling_params import ReasoningLimit, SamplingParams
-from services.dense_worker.draft_model import graphs, guessing_model
+from services.dense_worker.draft_model import draft_blocks, graphs, guessing_model
 from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
 from services.dense_worker.draft_model.graphs import DraftGraphs
 from services.dense_worker.draft_model.guessing_model import GuessingModel, PendingDrafts
@@ -71,9 +71,7 @@ Added = dict[KnownSequence, tuple[list[int], list[int]]]  # right tokens and wro
 class Drafting:
     """A draft model beside sequences whose tokens the test chooses."""
 
-    def __init__(
-        self, path: Path, num_blocks: int = 64, max_len: int = 500, device: torch.device = CPU
-    ) -> None:
+    def __init__(self, path: Path, num_blocks: int = 64, max_len: int = 500, device: torch.device = CPU) -> None:
         config = load_model_config(path)
         weights = load_weights(path, config, torch.float32, device)
         self._device = device
@@ -204,7 +202,7 @@ def test_sequences_that_may_have_no_drafts_cost_nothing(drafting: Drafting) -> N
 
 
 def test_sequences_of_different_lengths_are_padded_in_groups(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guessing_model, "_PADDED_TOKENS", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(draft_blocks, "PADDED_TOKENS", 4 * BLOCK_SIZE)
     monkeypatch.setitem(guessing_model.CATCH_UP_TOKENS, "cpu", 1000)
     drafting = Drafting(path)
     sequences = [drafting.open([number] * length) for number, length in enumerate((200, 3, 300, 70))]

@@ -108,7 +108,7 @@ class DraftingCluster(TimedCluster):
 
 
 def make_speculation() -> AskedSpeculation:
-    return AskedSpeculation(ModelGuesses(NUM_TOKENS), NUM_TOKENS, StepCosts(32, 64))
+    return AskedSpeculation(ModelGuesses(NUM_TOKENS, MAX_LATE_TOKENS), NUM_TOKENS, StepCosts(32, 64))
 
 
 def run(
@@ -192,7 +192,7 @@ def test_sequences_without_room_do_not_keep_the_model_busy(monkeypatch: pytest.M
 
 
 def test_guesses_are_expected_only_while_the_model_has_the_tokens() -> None:
-    predictor = ModelPredictor(Acceptance(0.5, 0.8).begin(), 3, 0)
+    predictor = ModelPredictor(Acceptance(0.5, 0.8).begin(), 3, 0, MAX_LATE_TOKENS)
     assert predictor.needs_tokens and predictor.next_chances(9) == []
     predictor.ask()
     assert not predictor.needs_tokens, "it waits for the answer"
