@@ -39,6 +39,10 @@ class LoadedHead:
     layer: EagleLayer
     has_embedding: bool  # otherwise `layer` has an empty one
 
+    def with_embedding(self, embedding: torch.Tensor) -> EagleLayer:
+        """The layer with its own embedding, or with this one, the served model's [vocab, hidden]."""
+        return self.layer if self.has_embedding else replace(self.layer, embedding=embedding)
+
 
 def load_eagle_head(section: SchedulerSection, model: ResolvedModel) -> LoadedHead | None:
     """The head of `scheduler.speculation_model`; None if the method is another one. Raises the errors of `load_eagle`,
@@ -66,7 +70,6 @@ def make_eagle_model(
             f"scheduler.draft_cache_bytes is {section.draft_cache_bytes}, the EAGLE-3 head needs at least "
             f"{2 * block_bytes}, for two blocks of {BLOCK_SIZE} tokens"
         )
-    layer = head.layer if head.has_embedding else replace(head.layer, embedding=embedding)
     log.info(
         "EAGLE-3 head loaded",
         path=str(section.speculation_model),
@@ -74,7 +77,7 @@ def make_eagle_model(
         draft_vocab_size=head.config.draft_vocab_size,
         num_cached_tokens=(num_blocks - 1) * BLOCK_SIZE,
     )
-    return EagleModel(head.config, layer, num_blocks, max_len)
+    return EagleModel(head.config, head.with_embedding(embedding), num_blocks, max_len)
 
 
 def load_eagle(path: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedHead:
