@@ -159,9 +159,7 @@ def random_head(
         ids = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values
         tensors["d2t"] = ids - torch.arange(draft_vocab_size)
         tensors["t2d"] = torch.isin(torch.arange(vocab_size), ids)
-    return PlainHead(
-        tensors, num_heads, num_kv_heads, head_dim, layers, norm_before_residual=norm_before_residual
-    )
+    return PlainHead(tensors, num_heads, num_kv_heads, head_dim, layers, norm_before_residual=norm_before_residual)
 
 
 def config_of(head: PlainHead, vocab_size: int) -> dict[str, Any]:
