@@ -142,10 +142,11 @@ def random_head(
         "fc.weight": random(hidden_size, 3 * hidden_size),
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.hidden_norm.weight": norm(),
-        "midlayer.self_attn.q_proj.weight": random(num_heads * head_dim, 2 * hidden_size),
+        # Attention to few tokens, which says much: so a token that is missing or wrong changes the guesses.
+        "midlayer.self_attn.q_proj.weight": 3 * random(num_heads * head_dim, 2 * hidden_size),
         "midlayer.self_attn.k_proj.weight": random(num_kv_heads * head_dim, 2 * hidden_size),
         "midlayer.self_attn.v_proj.weight": random(num_kv_heads * head_dim, 2 * hidden_size),
-        "midlayer.self_attn.o_proj.weight": random(hidden_size, num_heads * head_dim),
+        "midlayer.self_attn.o_proj.weight": 4 * random(hidden_size, num_heads * head_dim),
         "midlayer.post_attention_layernorm.weight": norm(),
         "midlayer.mlp.gate_proj.weight": random(intermediate, hidden_size),
         "midlayer.mlp.up_proj.weight": random(intermediate, hidden_size),

@@ -38,13 +38,14 @@ def test_speculation_is_configured_as_for_vllm(text: str, expected: tuple[str, i
         )
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
 @pytest.mark.parametrize("name", ["heads", "7", "true"])
-def test_heads_are_named_as_for_vllm(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_named_as_for_vllm(name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    text = json.dumps({"method": "medusa", "model": name, "num_speculative_tokens": 4})
+    text = json.dumps({"method": method, "model": name, "num_speculative_tokens": 4})
     section = parse_args(["--speculative-config", text])[0].scheduler
-    assert (section.speculation, section.speculation_model, section.num_speculative_tokens) == ("medusa", Path(name), 4)
+    assert (section.speculation, section.speculation_model, section.num_speculative_tokens) == (method, Path(name), 4)
 
 
 @pytest.mark.parametrize("method", [{"method": "draft_model"}, {}])
@@ -60,14 +61,22 @@ def test_a_draft_model_is_named_as_for_vllm(method: dict[str, str], tmp_path: Pa
     [
         (["scheduler.draft_model=/"], "draft_model '/' belongs to 'draft_model', speculation is 'off'"),
         (["scheduler.speculation=medusa", "scheduler.draft_model=/"], "'medusa' needs scheduler.speculation_model"),
-        (["scheduler.speculation=draft_model", "scheduler.speculation_model=/"], "'/' belongs to 'medusa'"),
+        (["scheduler.speculation=draft_model", "scheduler.speculation_model=/"], "'/' belongs to 'medusa' or 'eagle3'"),
         (["scheduler.draft_cache_bytes=0"], "draft_cache_bytes = 0"),
-        (["scheduler.speculation_model=/"], "speculation_model '/' belongs to 'medusa', speculation is 'off'"),
+        (
+            ["scheduler.speculation_model=/"],
+            "speculation_model '/' belongs to 'medusa' or 'eagle3', speculation is 'off'",
+        ),
         (["scheduler.speculation=ngram", "scheduler.speculation_model=/"], "speculation is 'ngram'"),
         (
             ["scheduler.speculation=medusa", "scheduler.speculation_model=/", "dense.backend=tensorrt"],
-            "TensorRT gives no hidden states",
+            "'medusa': TensorRT gives no hidden states",
         ),
+        (
+            ["scheduler.speculation=eagle3", "scheduler.speculation_model=/", "dense.backend=tensorrt"],
+            "'eagle3': TensorRT gives no hidden states",
+        ),
+        (["scheduler.speculation=eagle3", "scheduler.draft_model=/"], "'eagle3' needs scheduler.speculation_model"),
     ],
 )
 def test_weights_without_their_method_or_with_tensorrt_are_refused(
@@ -81,7 +90,10 @@ def test_weights_without_their_method_or_with_tensorrt_are_refused(
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('{"method": "eagle3", "model": "x", "num_speculative_tokens": 2}', "'eagle3'"),
+        ('{"method": "eagle", "model": "x", "num_speculative_tokens": 2}', "'eagle'"),
+        ('{"method": "eagle3", "model": "/no such"}', "speculation_model '/no such' is not a directory"),
+        ('{"method": "eagle3", "num_speculative_tokens": 3}', "'eagle3' needs scheduler.speculation_model"),
+        ('{"method": "eagle3", "model": "/", "draft_tensor_parallel_size": 1}', "'draft_tensor_parallel_size'"),
         ('{"method": "medusa", "num_speculative_tokens": 3}', "'medusa' needs scheduler.speculation_model"),
         ('{"method": "medusa", "model": ["heads"]}', "model ['heads'], which is not a string"),
         ('{"method": "medusa", "model": "/no such"}', "speculation_model '/no such' is not a directory"),

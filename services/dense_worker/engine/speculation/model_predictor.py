@@ -42,9 +42,9 @@ class ModelPredictor(HeadPredictor):
         return self._acceptance.first
 
     def ask(self) -> None:
-        """The draft model is asked for guesses. If it has not answered since it was last asked, it is not ready."""
-        if self._is_asked:
-            self._num_drafted = None
+        """The draft model is asked for guesses."""
+        if self._is_asked and self._max_late_tokens is None:
+            self._num_drafted = None  # it has not answered: there was no room
         self._is_asked = True
 
     def take(self, guesses: SequenceOf[int]) -> None:

@@ -53,10 +53,11 @@ def test_the_backend_for_cuda_gives_those_of_torch(
             assert relative_error(logits, expected_logits) < 1e-5
 
 
-def test_tensorrt_with_heads_is_refused_by_name() -> None:
-    message = r"speculation is 'medusa', but TensorRT gives no hidden states: set dense\.backend to torch"
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_tensorrt_with_heads_is_refused_by_name(method: str) -> None:
+    message = rf"speculation is '{method}', but TensorRT gives no hidden states: set dense\.backend to torch"
     with pytest.raises(ConfigError, match=message):
-        prepare_backend(DenseSection(backend="tensorrt"), ModelSection(), MODEL, Limits(16, 4), print, heads="medusa")
+        prepare_backend(DenseSection(backend="tensorrt"), ModelSection(), MODEL, Limits(16, 4), print, heads=method)
 
 
 def test_any_other_backend_with_heads_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:

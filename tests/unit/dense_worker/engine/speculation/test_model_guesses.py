@@ -206,3 +206,18 @@ def test_guesses_are_expected_only_while_the_model_has_the_tokens() -> None:
     assert predictor.is_ready
     predictor.follow([*output, 7])
     assert predictor.needs_tokens and predictor.next_chances(9) == []
+
+
+def test_a_head_has_all_tokens_unless_it_has_no_room() -> None:
+    predictor = ModelPredictor(Acceptance(0.5, 0.8).begin(), 3, 0, max_late_tokens=None)
+    assert predictor.needs_tokens and predictor.next_chances(9) == []
+    predictor.ask()
+    predictor.take([7, 8, 9])
+    predictor.follow([7] * 10 * MAX_LATE_TOKENS)
+    assert predictor.is_ready
+    predictor.ask()
+    assert predictor.is_ready, "it is being answered"
+    predictor.ask()
+    assert not predictor.is_ready and not predictor.needs_tokens, "nobody has answered"
+    predictor.take([7])
+    assert predictor.is_ready
