@@ -1,4 +1,4 @@
-"""Speculation by earlier answers, by heads and by a draft model: the answers are those without it, in fewer steps."""
+"""Speculation by earlier answers, heads and a draft model: the answers are those without it, in fewer steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.cluster import REQUEST_TIMEOUT_S
+from tests.support.dense.eagle_head import head_that_knows
 from tests.support.dense.medusa_heads import heads_that_know
 from tests.support.plain_services import PlainServices, plain_services
 
@@ -71,15 +72,31 @@ def both(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def medusa(off: PlainServices, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """The heads know the greedy answer to one prompt. For all other texts they are mostly wrong."""
-    directory = tmp_path_factory.mktemp("medusa")
+def known_answer(off: PlainServices) -> list[int]:
+    """The greedy answer to one prompt."""
     message = gateway_pb2.GenerateRequest(
         max_tokens=MAX_TOKENS + NUM_HEADS, ignore_eos=True, prompt=PROMPTS[1], sampling={"temperature": 0.0}
     )
     [answer] = off.gateway.Generate(message, timeout=REQUEST_TIMEOUT_S).completions
-    path = heads_that_know(directory / "heads", PROMPTS[1], list(answer.token_ids), NUM_HEADS)
+    return list(answer.token_ids)
+
+
+@pytest.fixture(scope="module")
+def medusa(off: PlainServices, known_answer: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """The heads know the answer to one prompt. For all other texts they are mostly wrong."""
+    directory = tmp_path_factory.mktemp("medusa")
+    path = heads_that_know(directory / "heads", PROMPTS[1], known_answer, NUM_HEADS)
     settings = "scheduler.speculation=medusa", f"scheduler.speculation_model={path}"
+    with plain_services(directory, *settings, modules=MODULES) as services:
+        yield Both(off, services)
+
+
+@pytest.fixture(scope="module")
+def eagle(off: PlainServices, known_answer: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """The head knows the same answer, but only from its first token on: not behind a cached prefix or a kill."""
+    directory = tmp_path_factory.mktemp("eagle")
+    path = head_that_knows(directory / "head", PROMPTS[1], known_answer, NUM_HEADS)
+    settings = "scheduler.speculation=eagle3", f"scheduler.speculation_model={path}"
     with plain_services(directory, *settings, modules=MODULES) as services:
         yield Both(off, services)
 
@@ -108,16 +125,16 @@ def ask(services: PlainServices, prompt: str, options: dict[str, object]) -> lis
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(reversed(options["sampling"])))
 def test_answers_are_those_without_speculation(
-    both: Both, medusa: Both, draft: Both, options: dict[str, object]
+    both: Both, medusa: Both, eagle: Both, draft: Both, options: dict[str, object]
 ) -> None:
     """Half of the options are tried with a prompt that repeats itself, the others with one that the heads know."""
     prompt = PROMPTS[(OPTIONS.index(options) + 1) % 2]
     expected = ask(both.off, prompt, options)
     for _ in range(2):
         assert ask(both.on, prompt, options) == expected
-    for services in (medusa.on, draft.on):
+    for services in (medusa.on, eagle.on, draft.on):
         assert ask(services, prompt, options) == expected
-    for services in (both.on, medusa.on, draft.on):
+    for services in (both.on, medusa.on, eagle.on, draft.on):
         services.wait_idle()
 
 
@@ -139,7 +156,7 @@ def test_an_answer_that_was_given_before_takes_few_steps(both: Both) -> None:
     raise AssertionError(f"the second answers took as many steps as the first ones: {num_steps}")
 
 
-@pytest.mark.parametrize(("source", "temperature"), [("medusa", 0.0), ("draft", 0.0), ("draft", 1.0)])
+@pytest.mark.parametrize(("source", "temperature"), [("medusa", 0.0), ("eagle", 0.0), ("draft", 0.0), ("draft", 1.0)])
 def test_an_answer_that_the_heads_or_a_draft_model_know_takes_few_steps(
     request: pytest.FixtureRequest, source: str, temperature: float
 ) -> None:
@@ -169,7 +186,7 @@ def test_what_a_form_forces_takes_few_steps(both: Both) -> None:
 
 
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
-@pytest.mark.parametrize("source", ["both", "medusa", "draft"])
+@pytest.mark.parametrize("source", ["both", "medusa", "eagle", "draft"])
 def test_a_kill_changes_no_token(request: pytest.FixtureRequest, source: str, role: str) -> None:
     both: Both = request.getfixturevalue(source)
     options = [{"sampling": {"temperature": temperature, "seed": 9}} for temperature in (0.0, 0.8)]

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
+from services.common.config import EMBEDDED_MODEL
 from services.dense_worker.sampling import gumbel
+from tests.support.reference import VOCAB_SIZE, reference_model
 
 Tensors = dict[str, torch.Tensor]
 THETA = 10000.0
@@ -47,24 +50,20 @@ class PlainHead:
         return torch.cat((turned.real, turned.imag), dim=-1).float()
 
     def layer(self, embedding: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """embedding, hidden [n, hidden], positions int64 [n], ascending -> the layer's output [n, hidden]."""
+        """embedding, hidden [n, hidden], positions int64 [n], rising -> the layer's output [hidden] of the last row."""
         normed = self.norm("midlayer.hidden_norm", hidden)
         both = torch.cat((self.norm("midlayer.input_layernorm", embedding), normed), dim=-1)
         q, k, v = (
             self.times(f"midlayer.self_attn.{name}_proj", both).view(len(both), -1, self.head_dim) for name in "qkv"
         )
         q, k = self.rotate(q, positions), self.rotate(k, positions)
-        outputs = []
-        for row in range(len(both)):
-            of_heads = []
-            for head in range(self.num_heads):
-                kv = head * self.num_kv_heads // self.num_heads
-                scores = k[: row + 1, kv] @ q[row, head] / self.head_dim**0.5
-                of_heads.append(scores.softmax(0) @ v[: row + 1, kv])
-            outputs.append(torch.cat(of_heads))
-        x = (normed if self.norm_before_residual else hidden) + self.times(
-            "midlayer.self_attn.o_proj", torch.stack(outputs)
-        )
+        of_heads = []
+        for head in range(self.num_heads):
+            kv = head * self.num_kv_heads // self.num_heads
+            scores = k[:, kv] @ q[-1, head] / self.head_dim**0.5
+            of_heads.append(scores.softmax(0) @ v[:, kv])
+        attended = self.times("midlayer.self_attn.o_proj", torch.cat(of_heads))
+        x = (normed if self.norm_before_residual else hidden)[-1] + attended
         y = self.norm("midlayer.post_attention_layernorm", x)
         gate, up = self.times("midlayer.mlp.gate_proj", y), self.times("midlayer.mlp.up_proj", y)
         return x + self.times("midlayer.mlp.down_proj", gate * torch.sigmoid(gate) * up)
@@ -78,6 +77,21 @@ class PlainHead:
         for token, offset in enumerate(self.tensors["d2t"].tolist()):
             logits[token + offset] = own[token]
         return logits
+
+    @torch.inference_mode()
+    def join(self, model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+        """The hidden states [n, hidden] of these tokens, of Hugging Face's residuals."""
+        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        return self.times("fc", torch.cat([states[layer][0] for layer in self.layers], dim=-1))
+
+    @torch.inference_mode()
+    def output(self, table: torch.Tensor, hidden: list[torch.Tensor], text: list[int], start: int = 0) -> torch.Tensor:
+        """The layer's output [hidden] for the last of these hidden states; from it the token after `text` is guessed.
+
+        table: the embedding; start: the position of the first hidden state
+        """
+        positions = torch.arange(start, start + len(hidden))
+        return self.layer(table[text[start + 1 :]], torch.stack(hidden), positions)
 
     @torch.inference_mode()
     def guess(
@@ -94,17 +108,11 @@ class PlainHead:
         start: position of the first token whose residuals the head knows; temperature, seed: with the served model's
         noise
         """
-        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        residuals = torch.cat([states[layer][0] for layer in self.layers], dim=-1)[start:]
         table = self.tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
-        rows = [*self.times("fc", residuals)]  # the hidden state of each position
-        text = list(text)
+        hidden, text = [*self.join(model, text[:-1])[start:]], list(text)
         for _ in range(num_tokens):
-            positions = torch.arange(start, start + len(rows))
-            outputs = self.layer(table[text[start + 1 :]], torch.stack(rows), positions)
-            logits = self.logits(outputs[-1], len(table))
-            text.append(draw(logits, len(text), temperature, seed))
-            rows.append(outputs[-1])
+            hidden.append(self.output(table, hidden, text, start))
+            text.append(draw(self.logits(hidden[-1], len(table)), len(text), temperature, seed))
         return tuple(text[-num_tokens:])
 
 
@@ -112,8 +120,6 @@ def draw(logits: torch.Tensor, position: int, temperature: float, seed: int) -> 
     """The token that the sampler takes at this position."""
     if temperature == 0.0:
         return int(logits.argmax())
-    import numpy as np
-
     key = np.array([seed], np.uint64), np.array([position], np.uint64)
     return int(gumbel.draw(logits[None], np.array([temperature], np.float32), *key))
 
@@ -209,3 +215,32 @@ def write_head(path: Path, tensors: Tensors, config: dict[str, Any], file: str =
     (path / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path / file)
     return path
+
+
+@torch.inference_mode()
+def head_that_knows(path: Path, prompt: str, answer: list[int], num_guesses: int) -> Path:
+    """A head of the embedded model, in the directory `path`, that guesses all but the last tokens of one answer right.
+
+    Its layer is random. Least squares fit the projection to the tokens that follow; it has no others.
+    """
+    model = reference_model(EMBEDDED_MODEL)
+    table = model.get_input_embeddings().weight
+    known = torch.tensor(sorted(set(answer)))
+    head = random_head(table.shape[1], VOCAB_SIZE, layers=(1, 2, 3), draft_vocab_size=len(known))
+    prompt_ids = AutoTokenizer.from_pretrained(EMBEDDED_MODEL).encode(prompt)
+    joined = head.join(model, prompt_ids + answer)
+    features, wanted = [], []
+    for num_tokens in range(1, len(answer) - num_guesses + 1):
+        text = prompt_ids + answer[:num_tokens]
+        hidden = [*joined[: len(text) - 1]]
+        for token_id in answer[num_tokens : num_tokens + num_guesses]:
+            hidden.append(head.output(table, hidden, text))
+            features.append(head.norm("norm", hidden[-1]))
+            wanted.append(token_id)
+            text.append(token_id)
+    assert len(features) <= table.shape[1], "so many can be told apart"
+    is_wanted = (torch.tensor(wanted)[:, None] == known).double()
+    head.tensors["lm_head.weight"] = torch.linalg.lstsq(torch.stack(features).double(), is_wanted).solution.T.float()
+    head.tensors["d2t"] = known - torch.arange(len(known))
+    head.tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), known)
+    return write_head(path, head.tensors, config_of(head, VOCAB_SIZE))
