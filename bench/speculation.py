@@ -12,8 +12,8 @@ weights are random, but the text is known (`tests/support/workers/known_text_den
 are texts of their prompts with every 24th token changed, *unpredictable* ones repeat nothing, and *misleading* ones
 have prompts in which each three tokens of the answer occur before a wrong fourth. The second table forces drafts: their
 number in each step of one stream, and how many are right, are given. `--heads DIR` adds services with Medusa heads,
-whose guesses are right as often as the texts are like those that the heads were trained with. `--draft-model DIR` adds
-services with a draft model.
+whose guesses are right as often as the texts are like those that the heads were trained with; so does `--eagle DIR`
+with an EAGLE-3 head. `--draft-model DIR` adds services with a draft model.
 """
 
 from __future__ import annotations
@@ -204,11 +204,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--tables", nargs="+", choices=("texts", "forced"), default=["texts", "forced"])
     parser.add_argument("--heads", type=Path, metavar="DIR", help="also compare these Medusa heads")
+    parser.add_argument("--eagle", type=Path, metavar="DIR", help="also compare this EAGLE-3 head")
     parser.add_argument("--draft-model", type=Path, metavar="DIR", help="also compare this draft model")
     options = parser.parse_args()
     modes = {name: (f"scheduler.speculation={MODES[name]}",) for name in ("off", *options.modes)}
     if options.heads is not None:
         modes["medusa"] = "scheduler.speculation=medusa", f"scheduler.speculation_model={options.heads}"
+    if options.eagle is not None:
+        modes["eagle3"] = "scheduler.speculation=eagle3", f"scheduler.speculation_model={options.eagle}"
     if options.draft_model is not None:
         path = options.draft_model
         modes["draft model"] = "scheduler.speculation=draft_model", f"scheduler.draft_model={path}"
