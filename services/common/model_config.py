@@ -91,9 +91,7 @@ def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ModelError(f"{path} has model_type {raw['model_type']!r} and text_config {text!r}, expected an object")
     around = {name: raw[name] for name in ("dtype", "torch_dtype", "eos_token_id") if raw.get(name) is not None}
-    text = around | {name: value for name, value in text.items() if name != "architectures"}
-    _check_supported(text, path)
-    return text
+    return around | {name: value for name, value in text.items() if name != "architectures"}
 
 
 def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
