@@ -7,6 +7,7 @@ that a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import structlog
@@ -14,7 +15,7 @@ import torch
 
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
-from services.dense_worker.backends.linear_choice import ROW_BUCKETS, LinearKernel
+from services.dense_worker.backends.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
@@ -56,6 +57,7 @@ class CudaBackend:
         self._segments = segments_of(weights)
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._reads_positions = weights.reads_positions
+        self._has_tiles = False  # for some layer
         self._choose_kernels(_linears_of_each_kind(weights))
         for num_tokens in self._step_sizes():  # so that no later step compiles a kernel or loads a library
             self._random_step(num_tokens)()
@@ -77,15 +79,11 @@ class CudaBackend:
         if self._operations.experts is not None:
             self._operations.experts.set_num_tokens(plan.num_tokens)
 
-    def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None
-    ) -> torch.Tensor:
+    def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, given: GivenRows | None = None) -> torch.Tensor:
         """Enqueues the first segment -> a new residual."""
         return self._segments.first.forward(self._operations, token_ids, qkv_out, given)[1]
 
-    def middle(
-        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
-    ) -> torch.Tensor:
+    def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Enqueues a middle segment -> the very residual it was given, overwritten."""
         return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out)[1]
 
@@ -107,24 +105,38 @@ class CudaBackend:
         for linear in linears:
             if not isinstance(linear.weight, PlainWeight):
                 log.info("kernels of a quantized layer", layer=linear.name, **operations.products.kernels_of(linear))
-        linears = [linear for linear in linears if operations.products.can_stream(linear)]
-        if not linears:
+        streamed = [linear for linear in linears if operations.products.can_stream(linear)]
+        tiled = [linear for linear in linears if operations.products.can_tile(linear)]
+        if not streamed:
             return
         choice = operations.products.choice
-        choice.set_all(linears, LinearKernel.STREAMED)
+        choice.set_all(streamed, LinearKernel.STREAMED)
+        choice.set_all(tiled, LinearKernel.TILED)
+        self._has_tiles = bool(tiled)
         with operations.launcher.compiling():
             for num_tokens in self._step_sizes():
                 self._random_step(num_tokens)()
         for num_tokens in ROW_BUCKETS:
             if num_tokens <= self._max_num_tokens:
-                choice.measure(linears, num_tokens, self._random_step(num_tokens))
+                choice.measure(streamed, num_tokens, self._random_step(num_tokens))
+        for num_tokens in self._tiled_sizes():
+            choice.measure(tiled, num_tokens, self._random_step(num_tokens))
 
     def _step_sizes(self) -> list[int]:
         """Numbers of tokens whose steps together run every kernel."""
-        sizes = {min(size, self._max_num_tokens) for size in (*ROW_BUCKETS, ROW_BUCKETS[-1] + 1)}
+        many = TILED_BUCKETS[-1] if self._has_tiles else ROW_BUCKETS[-1]  # beyond, no kernel of ours multiplies
+        sizes = {min(size, self._max_num_tokens) for size in (*ROW_BUCKETS, many + 1)}
+        sizes.update(self._tiled_sizes())
         if self._operations.experts is not None:
             sizes.update(self._operations.experts.variant_sizes())
         return sorted(sizes)
+
+    def _tiled_sizes(self) -> list[int]:
+        """The most tokens in each bucket of the kernels of tiles, if the model has layers for them."""
+        if not self._has_tiles:
+            return []
+        buckets = pairwise((ROW_BUCKETS[-1], *TILED_BUCKETS))
+        return [min(bucket, self._max_num_tokens) for below, bucket in buckets if below < self._max_num_tokens]
 
     def _random_step(self, num_tokens: int) -> Callable[[], None]:
         """A decode step through some of the layers, on random inputs: a GPU computes faster on zeros."""

@@ -1,8 +1,8 @@
 """`CudaLinear`: every product of a linear layer on CUDA, by the kernel chosen for its format and number of rows.
 
-Products that are not streamed are those of torch's matrix products of codes, or of the format's reference (of
-`PlainWeight`: cuBLAS). A new format gets its kernels in a file such as `streamed_plain.py` and an entry in the table
-here. An adapter's delta joins in `multiply`.
+Products that are neither streamed nor tiled are those of torch's matrix products of codes, or of the format's reference
+(of `PlainWeight`: cuBLAS). A new format gets its kernels in a file such as `streamed_plain.py` and an entry in the
+table here. An adapter's delta joins in `multiply`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.quantized.multiplied_codes import MultipliedCodes
+from services.dense_worker.backends.quantized.multiplied_tiles import MultipliedTiles
 from services.dense_worker.backends.quantized.multiplied_values import MultipliedValues
 from services.dense_worker.backends.quantized.operands import InputForm
 from services.dense_worker.backends.quantized.streamed_quantized import streamed_quantized
@@ -64,6 +65,7 @@ class CudaLinear:
         }
         self._codes = MultipliedCodes(launcher, device, dtype)
         self._values = MultipliedValues(launcher, dtype)
+        self._tiles = MultipliedTiles(launcher, device, dtype)
 
     @property
     def adds_deltas(self) -> bool:
@@ -75,24 +77,29 @@ class CudaLinear:
         kernels = self._streaming.get(type(linear.weight))
         return kernels is not None and kernels.can_multiply(linear)
 
+    def can_tile(self, linear: Linear) -> bool:
+        """Whether there is a kernel of tiles for this layer; otherwise it must not be chosen."""
+        return self._tiles.can_multiply(linear)
+
     def fuses_norm(self, kernel: LinearKernel, linear: Linear, num_rows: int, *, has_delta: bool) -> bool:
         """Whether `multiply` takes the RMSNorm before this product, and if `has_delta` the addition before the norm."""
         if self.adds_deltas:
             return False
         if kernel is LinearKernel.STREAMED:
             return not has_delta and (num_rows == 1 or type(linear.weight) in self._quantized)
-        form = self._prepared_form(linear, num_rows)
+        form = self._prepared_form(kernel, linear, num_rows)
         return form is not None and not (has_delta and form.order is not None)
 
     def fuses_swiglu(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
         """Whether `multiply` takes gate and up, of which SiLU(gate) * up is this product's input."""
-        is_unfused = kernel is LinearKernel.CUBLAS and not self.adds_deltas
-        return is_unfused and self._prepared_form(linear, num_rows) is not None
+        is_unfused = kernel is not LinearKernel.STREAMED and not self.adds_deltas
+        return is_unfused and self._prepared_form(kernel, linear, num_rows) is not None
 
     def kernels_of(self, linear: Linear) -> dict[str, str]:
-        """What multiplies a quantized layer with few rows and with many, and why it is the reference; for the log."""
+        """What multiplies a quantized layer with few rows, more and many, and why another kernel does; for the log."""
         kernels = self._quantized.get(type(linear.weight))
         few = "the format has no kernels" if kernels is None else kernels.why_not(linear)
+        tiled = self._tiles.why_not(linear)
         is_scaled = isinstance(linear.weight, ScaledWeight)
         if kernels is not None and self._values.can_multiply(linear):
             many = "dequantized by a kernel, then cuBLAS"
@@ -101,6 +108,7 @@ class CudaLinear:
             many = "product of codes" if why_not is None else f"reference: {why_not}"
         return {
             "few_rows": "streamed, or as many rows" if few is None else f"as many rows: {few}",
+            "more_rows": "tiled, or as many rows" if tiled is None else f"as many rows: {tiled}",
             "many_rows": many,
         }
 
@@ -126,28 +134,34 @@ class CudaLinear:
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, is_gated, residual)
         else:
             assert not is_gated and residual is None, "only streaming kernels fuse what follows"
-            self._multiply_unfused(linear, x, out, norm=norm, delta=delta, is_gate_up=is_gate_up)
+            self._multiply_unfused(kernel, linear, x, out, norm=norm, delta=delta, is_gate_up=is_gate_up)
         if self._lora is not None and self._lora.is_active:
             assert norm is None and not is_gated, "an adapter's delta is of the plain product"
             self._lora.add(linear, x, out)
 
-    def _many_rows(self, linear: Linear, num_rows: int) -> MultipliedCodes | MultipliedValues | None:
-        """What multiplies a quantized layer that is not streamed; None: the format's reference."""
+    def _many_rows(
+        self, kernel: LinearKernel, linear: Linear, num_rows: int
+    ) -> MultipliedCodes | MultipliedValues | MultipliedTiles | None:
+        """What multiplies a layer that is not streamed; None: the format's reference."""
+        if kernel is LinearKernel.TILED:
+            return self._tiles
         if isinstance(linear.weight, ScaledWeight) and self._codes.can_multiply(linear, num_rows):
             return self._codes
         is_quantized = type(linear.weight) in self._quantized
         return self._values if is_quantized and self._values.can_multiply(linear) else None
 
-    def _prepared_form(self, linear: Linear, num_rows: int) -> InputForm | None:
+    def _prepared_form(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> InputForm | None:
         """The form in which a kernel prepares the input of a product that is not streamed; None: it needs none."""
-        products = self._many_rows(linear, num_rows)
+        products = self._many_rows(kernel, linear, num_rows)
         form = None if products is None else products.input_form(linear)
         return None if form is None or form.is_any else form
 
-    def _multiply_unfused(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, **before: Any) -> None:
-        products = self._many_rows(linear, len(x))
+    def _multiply_unfused(
+        self, kernel: LinearKernel, linear: Linear, x: torch.Tensor, out: torch.Tensor, **before: Any
+    ) -> None:
+        products = self._many_rows(kernel, linear, len(x))
         is_plain = before["norm"] is None and not before["is_gate_up"]
-        assert is_plain or self._prepared_form(linear, len(x)) is not None, "no kernel prepares the input"
+        assert is_plain or self._prepared_form(kernel, linear, len(x)) is not None, "no kernel prepares the input"
         if products is not None:
             products.multiply(linear, x, out, **before)
         elif out.dtype == x.dtype:

@@ -1,4 +1,6 @@
-"""Chooses the kernel of each linear layer by measurement at start: the format's reference (cuBLAS) or a streaming one.
+"""Chooses the kernel of each linear layer by measurement at start: the format's reference (cuBLAS) or one of ours.
+
+Ours streams the weights for few rows; for more it multiplies tiles, of quantized weights only.
 
 The speed of a layer's kernel depends on its neighbours: how much of a kernel's start overlaps with the end of the
 previous kernel depends on both. So whole steps are timed, and one layer's kernel is exchanged at a time.
@@ -20,20 +22,22 @@ log = structlog.get_logger()
 _Key = tuple[Hashable, int, int, int | None]
 
 ROW_BUCKETS = (1, 16, 32, 64)  # each variant of the streaming kernels serves up to this many tokens
+TILED_BUCKETS = (128, 256, 512, 1024)  # the same of the kernels of tiles, for more tokens than those
 _MIN_GAIN = 0.002  # fraction of a step's time; smaller gains are noise
 _NUM_REPLAYS = 5
 
 
 class LinearKernel(enum.Enum):
-    """The two implementations of a linear layer."""
+    """The implementations of a linear layer."""
 
-    CUBLAS = "cublas"  # of quantized layers: product of codes, or the format's reference; fuses nothing
+    CUBLAS = "cublas"  # of quantized layers: product of codes, or of dequantized weights; fuses nothing after it
     STREAMED = "streamed"  # such as `streamed_plain`: fuses the following operations and, for one row, the norm before
+    TILED = "tiled"  # `MultipliedTiles`, of some quantized layers: fuses what CUBLAS does
 
 
 def row_bucket(num_rows: int) -> int | None:
-    """The bucket of `num_rows` tokens; None if they are too many for the streaming kernels."""
-    return next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), None)
+    """The bucket of `num_rows` tokens; None if they are too many for our kernels."""
+    return next((bucket for bucket in (*ROW_BUCKETS, *TILED_BUCKETS) if num_rows <= bucket), None)
 
 
 class LinearChoice:
@@ -47,33 +51,36 @@ class LinearChoice:
         return self._kernels.get(_key(linear, num_rows), LinearKernel.CUBLAS)
 
     def set_all(self, linears: Sequence[Linear], kernel: LinearKernel) -> None:
-        """Chooses `kernel` for layers like these in every bucket."""
+        """Chooses `kernel` for layers like these in every bucket that it has."""
         for linear in linears:
-            for bucket in ROW_BUCKETS:
-                self._kernels[_key(linear, bucket)] = kernel
+            for bucket in (*ROW_BUCKETS, *TILED_BUCKETS):
+                if kernel in (LinearKernel.CUBLAS, _own_kernel(bucket)):
+                    self._kernels[_key(linear, bucket)] = kernel
 
     def measure(self, linears: Sequence[Linear], num_rows: int, run_step: Callable[[], object]) -> None:
-        """Replaces the streaming kernel by cuBLAS wherever that makes `run_step` faster.
+        """Replaces our kernel for so many rows by cuBLAS wherever that makes `run_step` faster.
 
-        `linears` has one of each kind of layer; `run_step` enqueues a step of `num_rows` tokens with the current
-        choice. Waits for the device; only for the start of the worker.
+        `linears` has one of each kind of layer with such a kernel; `run_step` enqueues a step of `num_rows` tokens with
+        the current choice. Waits for the device; only for the start of the worker.
         """
+        own = _own_kernel(num_rows)
         keys = [_key(linear, num_rows) for linear in linears]
-        self._kernels |= dict.fromkeys(keys, LinearKernel.STREAMED)
-        streamed_us = fastest_us = time_in_graph_us(run_step)
+        self._kernels |= dict.fromkeys(keys, own)
+        own_us = fastest_us = time_in_graph_us(run_step)
         for key in keys:
             self._kernels[key] = LinearKernel.CUBLAS
             step_us = time_in_graph_us(run_step)
             if step_us < fastest_us * (1 - _MIN_GAIN):
                 fastest_us = step_us
             else:
-                self._kernels[key] = LinearKernel.STREAMED
+                self._kernels[key] = own
         log.info(
             "linear kernels chosen",
             max_rows=row_bucket(num_rows),
             cublas=[f"{key[1]}x{key[2]}" for key in keys if self._kernels[key] is LinearKernel.CUBLAS],
             step_us=round(fastest_us, 1),
-            all_streamed_us=round(streamed_us, 1),
+            own=own.value,
+            all_own_us=round(own_us, 1),
         )
 
 
@@ -96,6 +103,10 @@ def time_in_graph_us(run: Callable[[], object], num_replays: int = _NUM_REPLAYS)
             end.synchronize()
             times_us.append(start.elapsed_time(end) * 1000)
     return statistics.median(times_us)
+
+
+def _own_kernel(num_rows: int) -> LinearKernel:
+    return LinearKernel.STREAMED if num_rows <= ROW_BUCKETS[-1] else LinearKernel.TILED
 
 
 def _key(linear: Linear, num_rows: int) -> _Key:

@@ -20,6 +20,7 @@ from services.dense_worker.backends.triton_launch import KernelLauncher
 MIN_ROWS = 16  # narrowest tile; fewer tokens leave some of its columns empty
 MAX_ROWS = 64
 _BLOCK_OUT = 64
+SPLIT_AREA = _BLOCK_OUT * MAX_ROWS  # sums of a program for which a `SplitWorkspace` has room
 _MAX_SPLITS = 8
 
 
@@ -36,11 +37,11 @@ class SkinnyTiles:
 class SplitWorkspace:
     """Partial sums of split layers, in device memory. Counters are zero between launches.
 
-    There is room for so many programs of `MAX_ROWS` rows, or accordingly more of fewer rows.
+    There is room for so many programs of `MAX_ROWS` rows, or accordingly more or fewer of others.
     """
 
     def __init__(self, device: torch.device, num_programs: int) -> None:
-        self.partial_sums = torch.empty(num_programs * _BLOCK_OUT * MAX_ROWS, dtype=torch.float32, device=device)
+        self.partial_sums = torch.empty(num_programs * SPLIT_AREA, dtype=torch.float32, device=device)
         self.num_done = torch.zeros(num_programs * MAX_ROWS // MIN_ROWS, dtype=torch.int32, device=device)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
 
 from services.dense_worker.backends.quantized.operands import Codes, InputForm, PreparedInput, QuantizedMatrix
+from services.dense_worker.backends.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.quantized.activations import to_codes, token_scale
 
@@ -63,6 +66,33 @@ def skinny_quantized(
 ) -> None:
     """All rows of the matrix by each version of the input, of which every projection takes its own."""
     assert len(x.values[0]) <= 64 and x.values.dtype in (torch.float16, torch.bfloat16)
+    product = _product(x, matrix, bias).to(dtype)
+    if is_gated:
+        gate, up = product.chunk(2, dim=1)
+        product = F.silu(gate) * up
+    out.copy_(product if residual is None else product + residual)
+
+
+def multiply_tiles(
+    own: Callable[[str, Tensor], AbstractContextManager[None]],
+    launcher: object,
+    x: PreparedInput,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype,
+    workspace: object,
+    tiles: Tiles,
+) -> None:
+    """Like `skinny_quantized`, for more rows; blocks get codes in their own type."""
+    has_codes = x.values.dtype == torch.float8_e4m3fn
+    assert len(out) > 64 and replace(tiles, num_splits=1) in (CODE_TILES if has_codes else VALUE_TILES)
+    with own("tiles", out):
+        out.copy_(_product(x, matrix, bias).to(dtype))
+
+
+def _product(x: PreparedInput, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """float32 [n, out_features]"""
     weight = dequantized(matrix)
     num_versions, _, width = x.values.shape
     parts = weight.split(matrix.part_sizes if num_versions > 1 else [len(weight)])
@@ -74,11 +104,7 @@ def skinny_quantized(
             values = values * x.scale[version].repeat_interleave(size, dim=1)[:, :width]
         products.append(F.linear(values, part))
     product = torch.cat(products, dim=1)
-    product = (product if bias is None else product + bias.float()).to(dtype)
-    if is_gated:
-        gate, up = product.chunk(2, dim=1)
-        product = F.silu(gate) * up
-    out.copy_(product if residual is None else product + residual)
+    return product if bias is None else product + bias.float()
 
 
 def can_gemv(num_rows: int, form: InputForm, matrix: QuantizedMatrix) -> bool:

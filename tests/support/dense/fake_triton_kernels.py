@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.dense.fake_quantized_kernels import (
     can_gemv,
     dequantize,
     gemv_quantized,
+    multiply_tiles,
     prepare_input,
     skinny_quantized,
 )
@@ -105,8 +107,8 @@ class _Launcher:
 class _SplitWorkspace:
     """Replaces SplitWorkspace."""
 
-    def __init__(self, device: torch.device, num_sms: int) -> None:
-        assert num_sms == NUM_SMS
+    def __init__(self, device: torch.device, num_programs: int) -> None:
+        assert num_programs % NUM_SMS == 0
 
 
 class _Kernels:
@@ -123,11 +125,17 @@ class _Kernels:
             "triton_latent": {"place_latent": self.place_latent},
             "triton_launch": {"KernelLauncher": _Launcher},
             "triton_norm": {"add_rms_norm": self.add_rms_norm, "head_rms_norm": self.head_rms_norm},
-            "triton_skinny": {"skinny_linear": self.skinny_linear, "SplitWorkspace": _SplitWorkspace},
+            "triton_skinny": {
+                "skinny_linear": self.skinny_linear,
+                "SplitWorkspace": _SplitWorkspace,
+                "SPLIT_AREA": 4096,
+            },
             **expert_kernels(self._own),
             "quantized.triton_prepare": {"prepare_input": prepare_input},
             "quantized.triton_skinny_quantized": {"skinny_quantized": skinny_quantized, "PROGRAMS_PER_SM": 1},
             "quantized.triton_gemv_quantized": {"can_gemv": can_gemv, "gemv_quantized": gemv_quantized},
+            "quantized.triton_value_tiles": {"multiply_value_tiles": partial(multiply_tiles, self._own)},
+            "quantized.triton_block_tiles": {"multiply_block_tiles": partial(multiply_tiles, self._own)},
             "quantized.triton_dequantize": {"can_dequantize": can_dequantize, "dequantize": dequantize},
         }
 
