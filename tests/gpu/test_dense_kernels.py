@@ -257,7 +257,7 @@ class Step:
         return backend.last(self.attn_out, residual, self.rows)
 
 
-@pytest.fixture(params=LinearKernel, ids=lambda kernel: kernel.value)
+@pytest.fixture(params=[LinearKernel.CUBLAS, LinearKernel.STREAMED], ids=lambda kernel: kernel.value)
 def only_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinearKernel]:
     """Makes all layers use this kernel, whatever the measurement says."""
     measure = LinearChoice.measure

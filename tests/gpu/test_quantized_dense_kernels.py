@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.model.linear import Cut, Linear, Projection, QuantizedFormat
 from services.dense_worker.model.norm import RmsNorm
 from services.dense_worker.model.parameters import Parameter
 from services.dense_worker.model.quantized.activations import rounded_by_groups, to_codes, token_scale
-from services.dense_worker.model.quantized.block_fp8_weight import BlockFp8Weight
-from services.dense_worker.model.quantized.grouped_int_weight import GroupedIntWeight
-from services.dense_worker.model.quantized.mxfp4_weight import Mxfp4Weight
-from services.dense_worker.model.quantized.scaled_weight import ScaledWeight
+from tests.support.quantized.random_weights import KINDS, RandomWeights, in_float32, linear_of
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -56,99 +50,6 @@ def launcher(kernel_device: torch.device) -> KernelLauncher:
     return launcher
 
 
-class Weights:
-    """Weights in every format, with random codes, scales, zero points and orders."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def scaled(self, element: Element, activations: Activations, parts: tuple[int, ...], width: int) -> ScaledWeight:
-        size = sum(parts)
-        inputs = self._uniform(len(parts), low=5 / 448) if activations is Activations.STATIC else None
-        weight = ScaledWeight(
-            self._empty(size, width, dtype=getattr(torch, element)),
-            self._empty(size, dtype=torch.float32),
-            inputs,
-            element,
-            activations,
-            1.5 if element is FP8 and len(parts) == 1 else None,
-            parts,
-        )
-        weight.fill_random(width**-0.5, self._generator)
-        weight.scale.data.mul_(self._uniform(size, low=0.5).data)
-        if inputs is not None:
-            inputs.data.mul_(self._uniform(len(parts), low=0.2).data)
-        return weight
-
-    def blocks(self, parts: tuple[int, ...], width: int) -> BlockFp8Weight:
-        shape = (sum(-(-part // 128) for part in parts), -(-width // 128))
-        matrix = self._empty(sum(parts), width, dtype=torch.float8_e4m3fn)
-        weight = BlockFp8Weight(matrix, self._empty(*shape, dtype=torch.float32), (128, 128), parts)
-        weight.fill_random(width**-0.5, self._generator)
-        weight.scale.data.mul_(self._uniform(*shape, low=0.2).data)
-        return weight
-
-    def grouped(
-        self, num_bits: int, group_size: int, has_zero: bool, has_order: bool, parts: tuple[int, ...], width: int
-    ) -> GroupedIntWeight:
-        size, num_groups = sum(parts), width // group_size
-        weight = GroupedIntWeight(
-            self._empty(size, width * num_bits // 8, dtype=torch.uint8),
-            self._empty(size, num_groups, dtype=self._dtype),
-            self._empty(size, num_groups, dtype=torch.uint8) if has_zero else None,
-            self._empty(len(parts), width, dtype=torch.int32) if has_order else None,
-            num_bits,
-            group_size,
-            parts,
-        )
-        weight.fill_random(width**-0.5, self._generator)
-        weight.scale.data.mul_(self._uniform(size, num_groups, low=0.2).data)
-        if weight.zero_point is not None:
-            weight.zero_point.data.random_(0, 2**num_bits, generator=self._generator)
-        return weight
-
-    def mxfp4(self, parts: tuple[int, ...], width: int) -> Mxfp4Weight:
-        packed = self._empty(sum(parts), width // 2, dtype=torch.uint8)
-        weight = Mxfp4Weight(packed, self._empty(sum(parts), width // 32, dtype=torch.uint8))
-        weight.fill_random(width**-0.5, self._generator)
-        weight.exponent.data.random_(117, 124, generator=self._generator)
-        return weight
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, device=self._device).to(self._dtype)
-
-    def _empty(self, *shape: int, dtype: torch.dtype) -> Parameter:
-        return Parameter("w", torch.empty(shape, dtype=dtype, device=self._device), ())
-
-    def _uniform(self, *shape: int, low: float) -> Parameter:
-        parameter = self._empty(*shape, dtype=torch.float32)
-        parameter.data.uniform_(low, 1.0, generator=self._generator)
-        return parameter
-
-
-def linear_of(weight: QuantizedFormat, parts: tuple[int, ...], width: int, bias: torch.Tensor | None) -> Linear:
-    projections = tuple(Projection(f"p{i}", size) for i, size in enumerate(parts))
-    bias_parameter = None if bias is None else Parameter("bias", bias, ())
-    return Linear("test", width, sum(parts), projections, Cut.OUT, weight, bias_parameter)
-
-
-Make = Callable[[Weights, tuple[int, ...], int], QuantizedFormat]
-STREAMED: dict[str, tuple[Make, bool]] = {  # whether inputs are quantized
-    "fp8": (lambda w, parts, k: w.scaled(FP8, Activations.NONE, parts, k), False),
-    "fp8 token": (lambda w, parts, k: w.scaled(FP8, Activations.TOKEN, parts, k), True),
-    "fp8 static": (lambda w, parts, k: w.scaled(FP8, Activations.STATIC, parts, k), True),
-    "fp8 blocks": (lambda w, parts, k: w.blocks(parts, k), True),
-    "int8": (lambda w, parts, k: w.scaled(INT8, Activations.NONE, parts, k), False),
-    "int8 token": (lambda w, parts, k: w.scaled(INT8, Activations.TOKEN, parts, k), True),
-    "int8 static": (lambda w, parts, k: w.scaled(INT8, Activations.STATIC, parts, k), True),
-    "int4 g32": (lambda w, parts, k: w.grouped(4, 32, False, False, parts, k), False),
-    "int4 g64 zero": (lambda w, parts, k: w.grouped(4, 64, True, False, parts, k), False),
-    "int4 row order": (lambda w, parts, k: w.grouped(4, k, True, True, parts, k), False),
-    "int4 g32 order": (lambda w, parts, k: w.grouped(4, 32, False, True, parts, k), False),
-    "int8 g32 zero": (lambda w, parts, k: w.grouped(8, 32, True, False, parts, k), False),
-    "mxfp4": (lambda w, parts, k: w.mxfp4(parts, k), False),
-}
 # (rows of each projection, in_features): split along in_features, three projections, remainders in both.
 PARTS = [((192,), 576), ((128, 128, 40), 320), ((130,), 192)]
 
@@ -168,11 +69,6 @@ def check(
     assert error < tolerance, error
 
 
-def in_float32(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    bias = linear.bias_data
-    return linear.weight.multiply(x.float(), None if bias is None else bias.float())
-
-
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=1)
     return F.silu(gate) * up
@@ -180,7 +76,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
 @pytest.mark.parametrize(("parts", "width"), PARTS)
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", KINDS)
 def test_streaming_kernels_multiply_as_the_reference(
     launcher: KernelLauncher,
     kernel_device: torch.device,
@@ -190,8 +86,8 @@ def test_streaming_kernels_multiply_as_the_reference(
     width: int,
     num_rows: int,
 ) -> None:
-    make, is_quantized = STREAMED[name]
-    weights = Weights(kernel_device, dtype)
+    make, is_quantized = KINDS[name]
+    weights = RandomWeights(kernel_device, dtype)
     products = CudaLinear(launcher, kernel_device, dtype)
     size = sum(parts)
     linear = linear_of(make(weights, parts, width), parts, width, weights.randn(size))
@@ -218,12 +114,12 @@ def test_streaming_kernels_multiply_as_the_reference(
 
 
 @pytest.mark.parametrize("num_rows", [1, 23])
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", KINDS)
 def test_streaming_kernels_fuse_a_gate_and_for_one_row_a_norm(
     launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, name: str, num_rows: int
 ) -> None:
-    make, is_quantized = STREAMED[name]
-    weights = Weights(kernel_device, dtype)
+    make, is_quantized = KINDS[name]
+    weights = RandomWeights(kernel_device, dtype)
     products = CudaLinear(launcher, kernel_device, dtype)
     parts, width = (128, 128), 192
     linear = linear_of(make(weights, parts, width), parts, width, weights.randn(256))
@@ -249,7 +145,7 @@ def test_products_of_codes_are_those_of_the_reference(
     parts: tuple[int, ...],
     num_rows: int,
 ) -> None:
-    weights, width, size = Weights(kernel_device, dtype), 144, sum(parts)
+    weights, width, size = RandomWeights(kernel_device, dtype), 144, sum(parts)
     linear = linear_of(weights.scaled(element, activations, parts, width), parts, width, weights.randn(size))
     x = weights.randn(num_rows, width)
     for out in (
@@ -262,7 +158,7 @@ def test_products_of_codes_are_those_of_the_reference(
 
 @pytest.mark.parametrize("num_rows", [1, 70])
 @pytest.mark.parametrize(("parts", "width"), PARTS)
-@pytest.mark.parametrize("name", [name for name in STREAMED if "token" not in name and "static" not in name])
+@pytest.mark.parametrize("name", [name for name in KINDS if "token" not in name and "static" not in name])
 def test_products_of_dequantized_weights_are_those_of_the_reference(
     launcher: KernelLauncher,
     kernel_device: torch.device,
@@ -272,8 +168,8 @@ def test_products_of_dequantized_weights_are_those_of_the_reference(
     width: int,
     num_rows: int,
 ) -> None:
-    make, is_quantized = STREAMED[name]
-    weights, size = Weights(kernel_device, dtype), sum(parts)
+    make, is_quantized = KINDS[name]
+    weights, size = RandomWeights(kernel_device, dtype), sum(parts)
     linear = linear_of(make(weights, parts, width), parts, width, weights.randn(size))
     x = weights.randn(num_rows, 2 * width)[:, :width]
     products = CudaLinear(launcher, kernel_device, dtype)
@@ -292,7 +188,7 @@ def test_products_of_dequantized_weights_are_those_of_the_reference(
 def test_codes_and_scales_of_inputs_are_those_of_the_reference(
     launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, element: Element, width: int
 ) -> None:
-    weights = Weights(kernel_device, dtype)
+    weights = RandomWeights(kernel_device, dtype)
     x = weights.randn(6, width)
     x[1], x[2, 3], x[3, 0], x[4] = 0, torch.nan, torch.inf, x[4] * 1000
     for max_activation in (None, 1.25):
@@ -314,7 +210,9 @@ def test_codes_and_scales_of_inputs_are_those_of_the_reference(
 def test_groups_of_the_input_have_scales_of_their_own(
     launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype
 ) -> None:
-    x = Weights(kernel_device, dtype).randn(3, 300) * torch.linspace(0.01, 10, 300, device=kernel_device).to(dtype)
+    x = RandomWeights(kernel_device, dtype).randn(3, 300) * torch.linspace(0.01, 10, 300, device=kernel_device).to(
+        dtype
+    )
     prepared = prepare_input(launcher, x, InputForm(torch.float16, element=FP8, group_size=128))
     assert prepared.scale is not None and prepared.scale.shape == (1, 3, 3)
     scale = prepared.scale[0].repeat_interleave(128, dim=1)[:, :300]
@@ -323,7 +221,7 @@ def test_groups_of_the_input_have_scales_of_their_own(
 
 
 def test_layers_without_kernels_say_why(launcher: KernelLauncher, kernel_device: torch.device) -> None:
-    weights = Weights(kernel_device, torch.float16)
+    weights = RandomWeights(kernel_device, torch.float16)
     products = CudaLinear(launcher, kernel_device, torch.float16)
     unaligned = linear_of(weights.scaled(FP8, Activations.STATIC, (40, 24), 96), (40, 24), 96, None)
     assert not products.can_stream(unaligned)

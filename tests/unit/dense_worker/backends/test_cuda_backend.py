@@ -59,7 +59,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, kernel: LinearKernel) -> None:
     monkeypatch.setattr(LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, kernel))
 
 
-@pytest.fixture(params=LinearKernel, ids=lambda kernel: kernel.value)
+@pytest.fixture(params=[LinearKernel.CUBLAS, LinearKernel.STREAMED], ids=lambda kernel: kernel.value)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinearKernel:
     choose(monkeypatch, request.param)
     return request.param

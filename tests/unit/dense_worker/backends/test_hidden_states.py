@@ -23,7 +23,7 @@ ROWS = ([0], [4, 1, 1])
 MODEL = ResolvedModel(small_config("qwen2"), torch.float32, CPU, 64)
 
 
-@pytest.mark.parametrize("kernel", LinearKernel, ids=lambda kernel: kernel.value)
+@pytest.mark.parametrize("kernel", [LinearKernel.CUBLAS, LinearKernel.STREAMED], ids=lambda kernel: kernel.value)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_backend_for_cuda_gives_those_of_torch(
     monkeypatch: pytest.MonkeyPatch, variant: str, kernel: LinearKernel

@@ -40,7 +40,7 @@ class RowsInTorch(TorchLora):
         yield
 
 
-@pytest.mark.parametrize("kernel", LinearKernel)
+@pytest.mark.parametrize("kernel", [LinearKernel.CUBLAS, LinearKernel.STREAMED])
 @pytest.mark.parametrize("num_tokens", [1, 6, 70])
 def test_logits_are_those_of_merged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: LinearKernel, num_tokens: int
