@@ -32,6 +32,12 @@ class Tiles:
         """Programs, if nothing is split."""
         return -(-num_rows // self.block_rows) * -(-out_features // self.block_out)
 
+    def split_sums(self, num_rows: int, out_features: int) -> int:
+        """Numbers in float32 that the programs of split tiles leave for the last ones."""
+        if self.num_splits == 1:
+            return 0
+        return self.num_tiles(num_rows, out_features) * self.num_splits * self.block_rows * self.block_out
+
 
 @dataclass(frozen=True, slots=True)
 class TiledProduct:

@@ -33,6 +33,7 @@ def multiply_block_tiles(
     in_features = x.values.shape[2]
     assert matrix.group_size is not None and matrix.group_size % tiles.block_in == 0, matrix.group_size
     assert matrix.row_group_size % tiles.block_out == 0, matrix.row_group_size
+    assert tiles.split_sums(num_rows, out_features) <= len(workspace.partial_sums), (out.shape, tiles)
     launcher(
         _block_tiles_kernel,
         (triton.cdiv(num_rows, tiles.block_rows), triton.cdiv(out_features, tiles.block_out), tiles.num_splits),

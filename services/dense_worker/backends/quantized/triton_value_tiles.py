@@ -38,6 +38,7 @@ def multiply_value_tiles(
     """Writes x W^T + bias to `out`."""
     num_rows, out_features = out.shape
     num_versions, _, in_features = x.values.shape
+    assert tiles.split_sums(num_rows, out_features) <= len(workspace.partial_sums), (out.shape, tiles)
     launcher(
         _value_tiles_kernel,
         (triton.cdiv(num_rows, tiles.block_rows), triton.cdiv(out_features, tiles.block_out), tiles.num_splits),

@@ -58,7 +58,7 @@ def test_every_format_runs_by_its_kernels(
     monkeypatch.setattr(
         LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, LinearKernel.STREAMED)
     )
-    with fake_triton_kernels(), structlog.testing.capture_logs() as logs:
+    with fake_triton_kernels() as recorder, structlog.testing.capture_logs() as logs:
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
         backend = CudaBackend(weights, config, 80)
@@ -68,12 +68,17 @@ def test_every_format_runs_by_its_kernels(
             allowed = MAX_ERROR_RATIO * relative_error(
                 run_step(reference, config, torch.bfloat16, tokens, rows), expected
             )
+            recorder.launches.clear()
             found = run_step(backend, config, torch.bfloat16, tokens, rows)
+            num_tiled = sum(launch.startswith("tiles ") for launch in recorder.launches)
+            assert num_tiled == (4 * config.num_layers if num_tokens == 80 and many_rows == NO_CODES else 0)
             assert relative_error(found, expected) < allowed < 0.5, num_tokens
     entries = [entry for entry in logs if entry["event"] == "kernels of a quantized layer"]
     assert {entry["layer"] for entry in entries} == {"qkv", "o", "gate_up", "down"}
     assert all(entry["few_rows"] == "streamed, or as many rows" for entry in entries), entries
     assert all(entry["many_rows"].startswith(many_rows) for entry in entries), entries
+    tiled = "as many rows: codes of whole rows are" if many_rows == CODES else "tiled, or as many rows"
+    assert all(entry["more_rows"].startswith(tiled) for entry in entries), entries
 
 
 @pytest.mark.parametrize(
