@@ -16,7 +16,7 @@ from bench.gpu.device_rates import require_gpu
 
 BENCH = Path(__file__).parents[3] / "bench"
 PROGRAMS = [file.name for file in sorted(BENCH.glob("*.py")) if "argparse.ArgumentParser(" in file.read_text()]
-MEASURING = ["attention.py", "dense.py", "seam.py", "handoff.py --device cuda"]
+MEASURING = ["attention.py", "dense.py", "gpu/quantized_products.py", "seam.py", "handoff.py --device cuda"]
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 # Here the import of a package set to None fails. One process runs all programs, because importing torch takes seconds.
 RUN_ALL = """
