@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton")
 
+import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
