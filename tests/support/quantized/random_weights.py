@@ -108,6 +108,7 @@ KINDS: dict[str, tuple[Make, bool]] = {  # whether inputs are quantized
     "int4 g64 zero": (lambda w, parts, k: w.grouped(4, 64, True, False, parts, k), False),
     "int4 row order": (lambda w, parts, k: w.grouped(4, k, True, True, parts, k), False),
     "int4 g32 order": (lambda w, parts, k: w.grouped(4, 32, False, True, parts, k), False),
+    "int8 g32": (lambda w, parts, k: w.grouped(8, 32, False, False, parts, k), False),
     "int8 g32 zero": (lambda w, parts, k: w.grouped(8, 32, True, False, parts, k), False),
     "mxfp4": (lambda w, parts, k: w.mxfp4(parts, k), False),
 }

@@ -114,3 +114,33 @@ def test_norm_and_silu_need_no_kernels_of_their_own_where_inputs_are_prepared(
     num_layers = config.num_layers
     assert kernels.count("add_rms_norm") == 1 + (0 if is_fused else 2 * num_layers), "one before lm_head, unquantized"
     assert kernels.count("silu_mul") == (0 if is_fused else num_layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_num_tokens", "expected"),
+    [
+        ("awq g128", 80, [1, 16, 32, 64, 80]),
+        ("awq g128", 300, [1, 16, 32, 64, 128, 256, 300]),
+        ("awq g128", 2000, [1, 16, 32, 64, 128, 256, 512, 1024]),
+        ("awq g128", 64, [1, 16, 32, 64]),
+        ("fp8 channel, token", 300, [1, 16, 32, 64]),
+    ],
+)
+def test_kernels_are_measured_at_the_most_rows_of_each_bucket_that_steps_can_have(
+    plain_dir: Path,
+    tmp_path: Path,
+    name: str,
+    max_num_tokens: int,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = shutil.copytree(plain_dir, tmp_path / "model")
+    quantize_model_dir(path, FORMATS[name])
+    config = load_model_config(path)
+    measured = []
+    monkeypatch.setattr(LinearChoice, "measure", lambda choice, linears, num_rows, run: measured.append(num_rows))
+    with fake_triton_kernels():
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        CudaBackend(load_weights(path, config, torch.bfloat16, CPU), config, max_num_tokens)
+    assert measured == expected
