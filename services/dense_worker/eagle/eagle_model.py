@@ -19,7 +19,7 @@ class EagleModel:
     def __init__(self, config: EagleConfig, layer: EagleLayer, num_blocks: int, max_len: int) -> None:
         """num_blocks: of the cache, the spare one included; max_len: most tokens of a sequence"""
         self.residual_layers = config.residual_layers
-        self.hidden_size = config.layer.hidden_size
+        self.hidden_size, self.vocab_size = config.layer.hidden_size, config.layer.vocab_size
         self.num_blocks = num_blocks
         self.max_len = max_len
         self.dtype, self.device = layer.fc.dtype, layer.fc.device

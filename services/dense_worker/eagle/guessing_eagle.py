@@ -27,6 +27,7 @@ from services.dense_worker.draft_model.draft_blocks import (
     padded_groups,
 )
 from services.dense_worker.eagle.eagle_model import EagleModel
+from services.dense_worker.eagle.graphs import EagleGraphs
 from services.dense_worker.runner.guesses import KeptResiduals, PendingHeads, last_rows, may_have_guesses
 from services.dense_worker.runner.known_sequence import KnownSequence
 from services.dense_worker.sampling.logprobs import to_host
@@ -60,6 +61,7 @@ class GuessingEagle:
     def __init__(self, model: EagleModel, sampler: Sampler, max_num_seqs: int, max_num_tokens: int) -> None:
         """max_num_tokens: of a step"""
         self._model = model
+        self._forward = model.forward
         self._sampler = sampler
         self._max_num_seqs = max_num_seqs
         self._blocks = DraftBlocks[KnownSequence](model.num_blocks)
@@ -79,7 +81,7 @@ class GuessingEagle:
         return self._residuals
 
     def warm_up(self) -> None:
-        """Runs the head at its largest, so that this memory is there."""
+        """Runs the head at its largest, so that this memory is there, and captures its graphs."""
         model, device = self._model, self._model.device
         memory = self._residuals.memory
         zeros = torch.zeros(len(memory), dtype=torch.int64, device=device)
@@ -90,7 +92,9 @@ class GuessingEagle:
             rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
             tables = torch.full((num_seqs, width), SPARE_BLOCK, dtype=torch.int64, device=device)
             hidden = memory.new_zeros(num_seqs, model.hidden_size)
-            model.forward(rows, hidden, rows - 1, tables, rows)
+            self._forward(rows, hidden, rows - 1, tables, rows)
+        if device.type == "cuda":
+            self._forward = EagleGraphs(model).forward
 
     def forget(self, sequences: Iterable[KnownSequence]) -> None:
         """These sequences have been closed."""
@@ -201,7 +205,7 @@ class GuessingEagle:
         token_ids, hidden = self._token_ids[rows], self._hidden[rows]
         found: list[torch.Tensor] = []
         while True:
-            logits, hidden = self._model.forward(token_ids, hidden, positions, tables, starts)
+            logits, hidden = self._forward(token_ids, hidden, positions, tables, starts)
             positions = positions + 1
             token_ids = self._sampler.guess(logits, slots, positions + 1)
             found.append(token_ids)

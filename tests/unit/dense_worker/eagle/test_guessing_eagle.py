@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from services.common.model_config import load_model_config
 from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.draft_model import draft_blocks
 from services.dense_worker.draft_model.draft_blocks import BLOCK_SIZE
+from services.dense_worker.eagle import graphs
 from services.dense_worker.eagle.eagle_model import EagleModel
+from services.dense_worker.eagle.graphs import EagleGraphs
 from services.dense_worker.eagle.guessing_eagle import GuessingEagle
 from services.dense_worker.eagle.load_eagle import load_eagle
 from services.dense_worker.runner.guesses import PendingGuesses
@@ -26,6 +29,7 @@ from services.dense_worker.sampling.upload import upload
 from services.step import NewSequence, PlanEntry
 from tests.support.dense.eagle_head import PlainHead, config_of, random_head, write_head
 from tests.support.models import make_model_dir
+from tests.unit.dense_worker.draft_model.test_guessing_model import EagerDraftGraphs
 from tests.unit.dense_worker.model.test_segments import load_truth
 
 torch.set_num_threads(1)
@@ -279,6 +283,26 @@ def test_sequences_of_different_lengths_are_padded_in_groups(
     sequences = [drafting.open([number] * length) for number, length in enumerate((70, 3, 250, 70))]
     drafting.step({each: ([7], []) for each in sequences}, position=0)
     drafting.check(drafting.step({each: ([7, 8], [9]) for each in sequences}), dict.fromkeys(sequences, 0))
+
+
+def test_passes_of_graphs_are_those_of_the_head(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are padded, and read their inputs where these always are. Here they run as plain functions."""
+    monkeypatch.setattr(graphs, "StepGraphs", EagerDraftGraphs)
+    monkeypatch.setattr(graphs.torch, "cuda", SimpleNamespace(synchronize=lambda: None, Stream=lambda: None))
+    first, second = drafting.open([5, 9, 17, 3] * 17), drafting.open([101, 4], SamplingParams(temperature=0.8, seed=4))
+    with torch.inference_mode():
+        captured = EagleGraphs(drafting.guessing._model)
+    sizes: list[int] = []
+    monkeypatch.setattr(captured, "_run", lambda size, run=captured._run: (sizes.append(size), run(size)))
+    captured._graphs = EagerDraftGraphs(None, None, captured._run)
+    drafting.guessing._forward = captured.forward
+    drafting.step({first: ([7], []), second: ([8], [])}, position=1)
+    assert not sizes, "there is no graph for several sequences"
+    for added in STEPS:
+        for sequence in (first, second):
+            drafting.check(drafting.step({sequence: added}), {sequence: 1})
+        drafting.check(drafting.step({first: added, second: added}), {first: 1, second: 1})
+    assert set(sizes) == {1, 2}
 
 
 TOKENS = st.integers(0, VOCAB - 1)
