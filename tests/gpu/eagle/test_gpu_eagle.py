@@ -70,8 +70,9 @@ def test_guesses_are_those_of_the_formula(drafting: Drafting, temperature: float
 
 def test_neither_keeping_nor_guessing_waits_for_the_device(drafting: Drafting) -> None:
     sequence = drafting.open([5, 9, 17, 3])
-    for _ in range(2):  # the first ones allocate memory
-        drafting.step({sequence: ([7], [])}, position=0)
+    drafting.step({sequence: ([7], [])}, position=0)
+    for _ in range(3):  # the first ones allocate memory
+        drafting.step({sequence: ([7], [])})
     entry, tokens = drafting.decode(sequence, [7], [])
     sampled = torch.tensor(tokens, device="cuda")
     torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
