@@ -176,6 +176,37 @@ def test_configs_of_other_speculators_are_refused(tmp_path: Path, change: dict[s
         load(tmp_path)
 
 
+def test_other_fields_of_published_configs_change_nothing(tmp_path: Path) -> None:
+    fields = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.02,
+        "max_window_layers": 36,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "target_hidden_size": HIDDEN,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.53.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    check_one_row(load(write(tmp_path, **fields)), HEAD, HEAD.tensors["embed_tokens.weight"])
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    found = load(write(tmp_path, **fields | {"rope_theta": 5e5, "rope_scaling": scaling})).config.layer.rope
+    assert (found.rope_type, found.theta) == ("llama3", 5e5)
+
+
 def test_a_small_model_must_name_its_layers(tmp_path: Path) -> None:
     """The default of L - 3 does not exist."""
     path = write(tmp_path, eagle_aux_hidden_state_layer_ids=None)
