@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ERROR_CHARACTERS = 300
-PARALLEL_FROM = 8  # masks of a step; for fewer, waking other threads takes longer
+PARALLEL_S = 0.002  # what the masks of a step would take one thread; for less, waking other threads takes longer
 TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
 CREDIT_S = 0.25  # what it may take beyond that
 QUICK_S = TOKEN_S / 10  # following a token costs nothing if it takes less
@@ -67,24 +68,33 @@ def describe_error(matcher: LLMatcher) -> str:
     return " ".join(message.split())[:MAX_ERROR_CHARACTERS]
 
 
+@dataclass(frozen=True, slots=True)
+class MaskThreads:
+    """Threads that find the masks of a step together, without the interpreter lock."""
+
+    executor: LLExecutor
+    num_threads: int
+
+
 class GrammarMatcher:
     """Belongs to one sequence, whose output it follows. After its construction, used on the engine thread only."""
 
-    def __init__(self, start: LLMatcher, executor: LLExecutor | None, vocabulary: Vocabulary, may_end: bool) -> None:
+    def __init__(self, start: LLMatcher, threads: MaskThreads | None, vocabulary: Vocabulary, may_end: bool) -> None:
         """`start` is at the beginning of the grammar and stays there. `may_end`: EOS ends the sequence.
 
-        `executor` has the threads for the masks of many matchers; None: the caller's thread makes them all.
+        `threads` are for masks that take long; None: the caller's thread makes them all.
         """
         self.error: str | None = None  # why no further token can be found
         self.num_words = -(-vocabulary.num_tokens // 32)  # of 32 bits, in a mask
         self._start = start
-        self._executor = executor
+        self._threads = threads
         self._eos_token_ids = vocabulary.eos_token_ids
         self._may_end = may_end
         self._matcher = start.deep_copy()
         self._consumed: list[int] = []
         self._credit_s = CREDIT_S
-        self._is_slow = False  # perhaps: one of a step whose masks took long
+        self._mask_s = 0.0  # that its last mask took
+        self._is_slow = False  # perhaps: one of a step whose masks took longer than they would have
         self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up since the last token
 
     @property
@@ -129,6 +139,7 @@ class GrammarMatcher:
 
     def _charge(self, took_s: float) -> None:
         """Counts the time of a mask, which all sequences of a step wait for. A sequence that takes too much ends."""
+        self._mask_s = took_s
         self._is_slow = took_s > TOKEN_S
         self._credit_s = min(CREDIT_S, self._credit_s + TOKEN_S - took_s)
         if self._credit_s < 0 and self.error is None:
@@ -170,8 +181,8 @@ class GrammarMatcher:
         """Sets the bit of every token that may come next. A matcher that does not run allows all.
 
         A matcher may have several consecutive rows, at most as many as forced tokens: one for each of them. The
-        matchers belong to one model. Many masks are found by one call without the interpreter lock, so that other
-        threads can run.
+        matchers belong to one model. Masks that will take long are found by several threads, without the interpreter
+        lock.
         masks: uint32 [len(matchers), num_words], contiguous; at least the matchers' `num_words`
         """
         masks.fill(_ALL)
@@ -195,22 +206,28 @@ class GrammarMatcher:
 
 def _find_masks(running: list[tuple[int, GrammarMatcher]], masks: np.ndarray) -> None:
     """Has llguidance write the masks of matchers, each into its row of `masks`, and charges them for the time."""
-    address, mask_bytes = masks.ctypes.data, masks.strides[0]
-    executor = running[0][1]._executor if running else None
-    together, alone = [], running
-    if executor is not None and len(running) >= PARALLEL_FROM:
-        together = [(each._matcher, i) for i, each in running if not each._is_slow]
+    alone, threads = running, running[0][1]._threads if running else None
+    together = [(i, each) for i, each in running if not each._is_slow]
+    if threads is not None and len(together) > 1 and sum(each._mask_s for _, each in together) > PARALLEL_S:
         alone = [(i, each) for i, each in running if each._is_slow]
-    if executor is not None and together:
-        begin = time.monotonic()
-        executor.unsafe_compute_mask_ptr(together, address, mask_bytes, len(masks))
-        if time.monotonic() - begin > TOKEN_S:
-            for _, each in running:
-                each._is_slow = True  # in the next step each is timed alone
+        _find_together(together, masks, threads)
     for i, each in alone:
         begin = time.thread_time()
-        each._matcher.unsafe_compute_mask_ptr(address + i * mask_bytes, mask_bytes)
+        each._matcher.unsafe_compute_mask_ptr(masks.ctypes.data + i * masks.strides[0], masks.strides[0])
         each._charge(time.thread_time() - begin)
+
+
+def _find_together(matchers: list[tuple[int, GrammarMatcher]], masks: np.ndarray, threads: MaskThreads) -> None:
+    """One call for many masks, whose own times stay unknown. If it takes too long, each is timed in the next step."""
+    expected_s = sum(each._mask_s for _, each in matchers) / threads.num_threads
+    rows = [(each._matcher, i) for i, each in matchers]
+    begin = time.monotonic()
+    threads.executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+    took_s = time.monotonic() - begin
+    mask_s = took_s * threads.num_threads / len(matchers)
+    is_slow = mask_s > TOKEN_S or took_s > max(TOKEN_S, 2 * expected_s)
+    for _, each in matchers:
+        each._mask_s, each._is_slow = mask_s, is_slow
 
 
 def _forbid_eos(masks: np.ndarray, rows: Sequence[int], eos_token_ids: Sequence[int]) -> None:

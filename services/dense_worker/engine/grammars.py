@@ -20,27 +20,26 @@ from services.dense_worker.engine.sequence import Sequence
 from services.grammar.client_turns import ClientTurns
 from services.grammar.form_error import FormError
 from services.grammar.lower import lower
-from services.grammar.matcher import GrammarMatcher, compile_grammar
+from services.grammar.matcher import GrammarMatcher, MaskThreads, compile_grammar
 from services.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 NUM_THREADS = 2
 MAX_KEPT = 64  # compiled forms, of up to 4 MB each by what was measured
 MAX_KEPT_BYTES = 16 * 2**20  # of their texts
-# Threads that find masks: at most a quarter of the cores, because the attention worker and the gateway run beside them.
-# With 8 of 16 cores, 64 masks took longer than 64 times as long as one (bench/results/structured.md).
-MAX_MASK_THREADS = 4
+# Threads that find masks that take long, at most half of the cores: attention worker and gateway run beside them.
+MAX_MASK_THREADS = 8
 
 
 class Grammars:
     """Compiled forms by their values. Begins at once to read the vocabulary; `close` ends the threads."""
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int | None = None) -> None:
-        """`num_mask_threads`: threads that find the masks of a step; None: as many as suit the machine."""
+        """`num_mask_threads`: that find masks that take long; None: as many as suit the machine."""
         num_cores = os.cpu_count() or 1
-        num_mask_threads = num_mask_threads or min(MAX_MASK_THREADS, num_cores // 4)
+        num_mask_threads = num_mask_threads or min(MAX_MASK_THREADS, num_cores // 2)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._turns = ClientTurns(NUM_THREADS)
         self._loaded = self._threads.submit(_load, read_vocabulary, num_mask_threads)
@@ -64,13 +63,13 @@ class Grammars:
         form = sequence.sampling.structured_output
         assert form is not None, "only a sequence with a form has a grammar"
         try:
-            vocabulary, tokenizer, executor = self._loaded.result()
+            vocabulary, tokenizer, mask_threads = self._loaded.result()
             start = self._compile(form, tokenizer, vocabulary)
         except FormError as error:
             raise InvalidRequest(f"{form.field_name} cannot be used: {error}", form.field_name) from error
         may_end = not sequence.stop_token_ids.isdisjoint(vocabulary.eos_token_ids)
         with self._lock:  # it copies the start
-            grammar = GrammarMatcher(start, executor, vocabulary, may_end)
+            grammar = GrammarMatcher(start, mask_threads, vocabulary, may_end)
         grammar.sync(sequence.output_token_ids)
         grammar.warm_up()
         sequence.grammar = grammar
@@ -93,9 +92,9 @@ class Grammars:
 
 def _load(
     read_vocabulary: Callable[[], Vocabulary], num_mask_threads: int
-) -> tuple[Vocabulary, LLTokenizer, LLExecutor | None]:
+) -> tuple[Vocabulary, LLTokenizer, MaskThreads | None]:
     from llguidance import LLExecutor
 
     vocabulary = read_vocabulary()
-    executor = LLExecutor(num_mask_threads) if num_mask_threads > 1 else None  # one thread: the caller's
-    return vocabulary, vocabulary.load(), executor
+    threads = MaskThreads(LLExecutor(num_mask_threads), num_mask_threads) if num_mask_threads > 1 else None
+    return vocabulary, vocabulary.load(), threads

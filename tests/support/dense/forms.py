@@ -12,7 +12,7 @@ import numpy as np
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar.byte_tokenizer import byte_tokenizer
 from services.grammar.lower import lower
-from services.grammar.matcher import GrammarMatcher, compile_grammar
+from services.grammar.matcher import GrammarMatcher, MaskThreads, compile_grammar
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
 
 EOS = 256
@@ -43,12 +43,12 @@ class Forms:
 
         self.vocabulary = vocabulary
         self.tokenizer = vocabulary.load()
-        self.executor = LLExecutor(2)
+        self.threads = MaskThreads(LLExecutor(2), 2)
 
     def matcher(self, form: StructuredOutput, may_end: bool = True) -> GrammarMatcher:
         """A matcher at the beginning. Raises `FormError`."""
         start = compile_grammar(self.tokenizer, lower(form, self.vocabulary.special_tokens))
-        return GrammarMatcher(start, self.executor, self.vocabulary, may_end)
+        return GrammarMatcher(start, self.threads, self.vocabulary, may_end)
 
     def accepts(self, form: StructuredOutput, text: str) -> bool:
         """Whether the form allows the text and lets it end there."""

@@ -8,7 +8,7 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from services.common.structured_output import Constraint, StructuredOutput
 from services.grammar import matcher as matcher_module
 from services.grammar.form_error import FormError
-from services.grammar.matcher import GrammarMatcher
+from services.grammar.matcher import GrammarMatcher, MaskThreads
 from tests.support.dense.forms import EOS, Forms, allowed, make_vocabulary, schema
 
 SPELLED = StructuredOutput(Constraint.REGEX, "abc?")
@@ -191,14 +191,20 @@ def test_the_walks_do_end(forms: Forms, tmp_path: Path) -> None:
     assert sum(ends) > 20
 
 
-def test_one_call_without_the_interpreter_lock_finds_many_masks(forms: Forms) -> None:
-    class Executor:
-        calls: ClassVar[list[list[int]]] = []
+class CountingExecutor:
+    """Calls that of `forms`, whose rows it notes."""
 
-        def unsafe_compute_mask_ptr(self, rows: Any, *target: int) -> None:
-            self.calls.append([row for _, row in rows])
-            forms.executor.unsafe_compute_mask_ptr(rows, *target)
+    def __init__(self, forms: Forms) -> None:
+        self.calls: list[list[int]] = []
+        self._executor = forms.threads.executor
 
+    def unsafe_compute_mask_ptr(self, rows: Any, *target: int) -> None:
+        self.calls.append([row for _, row in rows])
+        self._executor.unsafe_compute_mask_ptr(rows, *target)
+
+
+def test_one_call_without_the_interpreter_lock_finds_masks_that_take_long(forms: Forms) -> None:
+    executor = CountingExecutor(forms)
     patterns = ["[ab]c?", "a*", "xyz", "[0-9]{2}"] * 4
     matchers = [forms.matcher(StructuredOutput(Constraint.REGEX, each), may_end=i % 3 > 0)
                 for i, each in enumerate(patterns)]  # fmt: skip
@@ -207,23 +213,42 @@ def test_one_call_without_the_interpreter_lock_finds_many_masks(forms: Forms) ->
     masks, expected = np.zeros((2, 16, matchers[0].num_words), dtype=np.uint32)
     for row, each in enumerate(matchers):
         GrammarMatcher.fill_masks([each], expected[row : row + 1])
-    assert not Executor.calls
     for each in matchers:
-        each._executor = Executor()
+        each._threads, each._mask_s = MaskThreads(executor, 2), 1e-3
     GrammarMatcher.fill_masks(matchers, masks)
-    assert Executor.calls == [[row for row in range(16) if row not in (0, 6)]]
+    assert executor.calls == [[row for row in range(16) if row not in (0, 6)]]
     assert (masks == expected).all()
     with_eos = np.flatnonzero(masks[:, EOS >> 5] >> (EOS & 31) & 1)
     assert with_eos.tolist() == [0, 1, 5, 6, 13], "of those that run, a* where EOS ends the sequence"
+
+
+def test_threads_find_masks_only_if_those_of_the_step_before_took_long(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clocks take the place of the masks' times, for 2 matchers in 7 steps."""
+    # Of each matcher; None: threads find the masks, in 2.0 ms, in 0.8 ms, and in 6.1 ms, which is too long.
+    cpu_ms, wall_ms = [[0.4, 0.5], [1.5, 1.0], None, None, [0.5, 3.0], None, [0.1, 0.1]], [2.0, 0.8, 6.1]
+    cpu = itertools.chain.from_iterable((0.0, 1e-3 * each) for step in cpu_ms for each in step or [])
+    wall = itertools.chain.from_iterable((0.0, 1e-3 * each) for each in wall_ms)
+    clocks = SimpleNamespace(thread_time=lambda: next(cpu), monotonic=lambda: next(wall))
+    executor, matchers = CountingExecutor(forms), [forms.matcher(SPELLED) for _ in range(2)]
+    for each in matchers:
+        each._threads = MaskThreads(executor, 2)
+    monkeypatch.setattr(matcher_module, "time", clocks)
+    masks, num_calls = np.zeros((2, matchers[0].num_words), dtype=np.uint32), []
+    for _ in range(7):
+        GrammarMatcher.fill_masks(matchers, masks)
+        num_calls.append(len(executor.calls))
+    assert num_calls == [0, 0, 1, 2, 2, 3, 3]
 
 
 def test_a_form_whose_tokens_take_too_long_to_follow_ends_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks take the place of time: the first matcher needs 0.2 s for each token, the others nothing."""
     matchers = [forms.matcher(StructuredOutput(Constraint.REGEX, "a*")) for _ in range(12)]
     masks = np.zeros((12, matchers[0].num_words), dtype=np.uint32)
-    cpu = itertools.cycle([0.0, 0.2, 0.0, 0.0])  # of all tokens, and of the mask that is found alone
+    cpu = itertools.cycle([0.0, 0.2] + [0.0] * 24)  # of all tokens, and of each mask
     wall = itertools.cycle([0.0] + [0.4] * 12)  # before the first token, and after each
-    clocks = SimpleNamespace(thread_time=lambda: next(cpu), perf_counter=lambda: next(wall), monotonic=lambda: 0.0)
+    clocks = SimpleNamespace(thread_time=lambda: next(cpu), perf_counter=lambda: next(wall))
     monkeypatch.setattr(matcher_module, "time", clocks)
     for _ in range(2):
         assert matchers[0].error is None
