@@ -1,4 +1,4 @@
-"""What a form of answers costs: TPOT with and without, the time to compile a form, and masks per second.
+"""What a form of answers costs: TPOT with and without, the time to compile a form, and the time to find masks.
 
     python bench/structured.py --streams 1 16 64                        # on this machine, with the embedded model
     python bench/structured.py --shape llama-2-7b --rounds 3            # on a GPU, with random weights
