@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.errors import InvalidRequest
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
@@ -46,3 +49,39 @@ def read_sinks(request: attn_pb2.AttachRequest, config: ModelConfig) -> tuple[tu
                 f"the dense worker's sink of layer {layer} and head {head} is {sink}, expected a finite number"
             )
     return tuple(sinks[start : start + num_heads] for start in range(0, expected, num_heads))
+
+
+def read_gated_delta(request: attn_pb2.AttachRequest, config: ModelConfig) -> dict[int, GatedDeltaWeights]:
+    """The weights of the gated delta layers, by layer; empty for a model without them.
+
+    Raises InvalidRequest, which names the value, for other layers than the model's, for a wrong number of weights, and
+    for a weight that is not finite.
+    """
+    expected = config.gated_delta_layers
+    layers = [weights.layer for weights in request.gated_delta]
+    if layers != list(expected):
+        raise InvalidRequest(
+            f"the dense worker has gated delta weights of layers {layers}, the model calls for {list(expected)}"
+        )
+    read = {}
+    for weights in request.gated_delta:
+        sizes, layer = expected[weights.layer], weights.layer
+        if len(weights.conv) % 4:
+            whole, rest = divmod(len(weights.conv), 4)
+            raise InvalidRequest(f"the dense worker has {whole} weights and {rest} bytes conv of layer {layer}")
+        for field, values, number in (
+            ("conv", np.frombuffer(weights.conv, "<f4"), sizes.conv_dim * sizes.conv_size),
+            ("a_log", np.array(weights.a_log), sizes.num_value_heads),
+            ("dt_bias", np.array(weights.dt_bias), sizes.num_value_heads),
+        ):
+            if len(values) != number:
+                raise InvalidRequest(
+                    f"the dense worker has {len(values)} weights {field} of layer {layer}, the model calls for {number}"
+                )
+            if not np.isfinite(values).all():
+                value = values[~np.isfinite(values)][0]
+                raise InvalidRequest(
+                    f"the dense worker's {field} of layer {layer} has {value}, expected finite numbers"
+                )
+        read[layer] = GatedDeltaWeights(weights.conv, tuple(weights.a_log), tuple(weights.dt_bias))
+    return read

@@ -66,14 +66,50 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A layer without attention: a recurrence with a decaying matrix per value head (arXiv:2412.06464).
+
+    Before it, a causal convolution over the last `conv_size` tokens mixes each channel of q, k and v with its own past.
+    Each key head serves num_value_heads / num_key_heads neighbouring value heads.
+    """
+
+    num_key_heads: int  # heads of q, and as many of k
+    num_value_heads: int
+    key_dim: int  # of each head of q and k
+    value_dim: int  # of each head of v
+    conv_size: int  # tokens that the convolution reads, the own one included
+
+    @property
+    def key_size(self) -> int:
+        """Width of all heads of q, and of all heads of k."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of all heads of v, and of the recurrence's output."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Number of channels of the convolution: all of q, then k, then v."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def row_size(self) -> int:
+        """Width of what the attention worker gets: q, k and v before the convolution, then b and a of each v head."""
+        return self.conv_dim + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """The heads of one layer's attention."""
+    """The heads of one layer's attention, or of the recurrence that it has instead."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     kv_layer: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
     value_dim: int | None = None  # values are these last dimensions of their keys; None: there are v heads
+    gated_delta: GatedDelta | None = None  # the layer has this recurrence, and the numbers above do not matter
 
     @property
     def q_size(self) -> int:
@@ -83,16 +119,20 @@ class LayerHeads:
     @property
     def attn_size(self) -> int:
         """Width of the attention output: that of all q heads, unless values are a part of the keys."""
+        if self.gated_delta is not None:
+            return self.gated_delta.value_size
         return self.num_heads * (self.value_dim or self.head_dim)
 
     @property
     def kv_size(self) -> int:
-        """Width of the layer's own k heads; any v heads are as wide. 0 if it reads those of another layer."""
-        return self.num_kv_heads * self.head_dim if self.kv_layer is None else 0
+        """Width of the layer's own k heads; any v heads are as wide. 0 if it stores no keys."""
+        return self.num_kv_heads * self.head_dim if self.kv_layer is None and self.gated_delta is None else 0
 
     @property
     def qkv_size(self) -> int:
         """Width of what attention gets: q heads, then own k heads, then own v heads, if there are any."""
+        if self.gated_delta is not None:
+            return self.gated_delta.row_size
         return self.q_size + (2 if self.value_dim is None else 1) * self.kv_size
 
 
@@ -191,6 +231,7 @@ class LayerParts:
     has_norms_before: bool = True  # of attention and of the MLP: x + f(norm(x))
     has_norms_after: bool = False  # x + norm(f(x)); with both, x + norm(f(norm(x)))
     qk_norm: QkNormKind = QkNormKind.HEADS  # used if `ModelConfig.qk_norm`
+    has_attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a product with the token
     has_v_norm: bool = False  # each v head is normalised by its RMS, without a weight
     key_value_layers: tuple[int, ...] = ()  # without a projection of v: v is what k is before its norm and rotation
     has_layer_scalar: bool = False  # a learned number multiplies the residual after each layer
@@ -249,6 +290,12 @@ class ModelConfig:
     def layer_heads(self) -> tuple[LayerHeads, ...]:
         """The heads of each layer."""
         return self.attention.layer_heads or (self.heads,) * self.num_layers
+
+    @property
+    def gated_delta_layers(self) -> dict[int, GatedDelta]:
+        """The layers that have a gated delta recurrence instead of attention, by their numbers, in order."""
+        layers = enumerate(self.attention.layer_heads)
+        return {layer: heads.gated_delta for layer, heads in layers if heads.gated_delta is not None}
 
     @property
     def q_size(self) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import grpc
@@ -19,6 +19,7 @@ import torch
 
 from services.channel import ChannelSpec
 from services.channel.factory import map_channel
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, DeviceError, PeerError, TwostrokeError
 from services.common.gpu import gpu_uuid
@@ -70,6 +71,7 @@ class AttachOptions:
     kv_cache_dtype: KVCacheFormat = "model"
     kv_scales: KVScales | None = None  # of an FP8 KV cache; None: the checkpoint has none
     sinks: Sequence[Sequence[float]] = ()  # of attention, [num_layers][num_heads]; empty: the model has none
+    gated_delta: Mapping[int, GatedDeltaWeights] = field(default_factory=dict)  # by layer, in order
 
 
 class AttentionClient:
@@ -78,9 +80,7 @@ class AttentionClient:
     Before each attachment it waits for `may_attach`, and clears it when another dense worker has attached.
     """
 
-    def __init__(
-        self, address: str, options: AttachOptions, peers: PeerSection, may_attach: asyncio.Event
-    ) -> None:
+    def __init__(self, address: str, options: AttachOptions, peers: PeerSection, may_attach: asyncio.Event) -> None:
         self._may_attach = may_attach
         self._address = address
         self._options = options
@@ -140,6 +140,10 @@ class AttentionClient:
             key_scales=scales.keys if scales else (),
             value_scales=scales.values if scales else (),
             sinks=itertools.chain.from_iterable(options.sinks),
+            gated_delta=[
+                attn_pb2.GatedDeltaWeights(layer=layer, conv=each.conv, a_log=each.a_log, dt_bias=each.dt_bias)
+                for layer, each in options.gated_delta.items()
+            ],
         )
         deadline = time.monotonic() + self._connect_timeout_s
         while True:

@@ -7,12 +7,13 @@ import dataclasses
 import math
 import threading
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.attn_worker import servicer as servicer_module
-from services.attn_worker.attach_request import read_sinks
+from services.attn_worker.attach_request import read_gated_delta, read_sinks
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
@@ -21,7 +22,8 @@ from services.channel import Channel
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, InvalidRequest, PeerError
-from services.common.model_config import AttentionOptions
+from services.common.families.shape import GatedDelta
+from services.common.model_config import AttentionOptions, ModelConfig
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2
 from services.rpc.spans import NoTracer
@@ -285,3 +287,52 @@ def test_sinks_are_read_by_layer() -> None:
     rows = read_sinks(make_request(sinks=range(NUM_SINKS)), config)
     assert [len(row) for row in rows] == [config.num_heads] * config.num_layers
     assert [sink for row in rows for sink in row] == list(range(NUM_SINKS))
+
+
+GATED = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_size=2)  # 32 channels
+
+
+def gated_config() -> ModelConfig:
+    """A model of four layers, of which layers 1 and 3 have a recurrence."""
+    heads = MODEL.config.heads
+    layers = tuple(dataclasses.replace(heads, gated_delta=GATED if layer % 2 else None) for layer in range(4))
+    return dataclasses.replace(MODEL.config, attention=AttentionOptions(layer_heads=layers))
+
+
+def gated_weights(layer: int, **changes: object) -> attn_pb2.GatedDeltaWeights:
+    conv = np.arange(64, dtype="<f4").tobytes()
+    fields = {"conv": conv, "a_log": [0.5, -1.0, 2.0, 0.0], "dt_bias": [1.0] * 4} | changes
+    return attn_pb2.GatedDeltaWeights(layer=layer, **fields)
+
+
+def test_weights_of_recurrences_are_read_by_layer() -> None:
+    request = make_request(gated_delta=[gated_weights(1), gated_weights(3, dt_bias=[0.25] * 4)])
+    found = read_gated_delta(request, gated_config())
+    assert list(found) == [1, 3]
+    assert np.frombuffer(found[1].conv, "<f4").tolist() == list(range(64))
+    assert found[3].a_log == (0.5, -1.0, 2.0, 0.0) and found[3].dt_bias == (0.25,) * 4
+    assert read_gated_delta(make_request(), MODEL.config) == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([], r"weights of layers \[\], the model calls for \[1, 3\]"),
+        ([gated_weights(3), gated_weights(1)], r"of layers \[3, 1\], the model calls for \[1, 3\]"),
+        ([gated_weights(1), gated_weights(3, conv=bytes(252))], "has 63 weights conv of layer 3, .* for 64"),
+        ([gated_weights(1), gated_weights(3, conv=bytes(258))], "has 64 weights and 2 bytes conv of layer 3"),
+        ([gated_weights(1, a_log=[0.0] * 3), gated_weights(3)], "has 3 weights a_log of layer 1, .* for 4"),
+        ([gated_weights(1), gated_weights(3, dt_bias=[])], "has 0 weights dt_bias of layer 3, .* for 4"),
+        ([gated_weights(1, a_log=[0, 0, math.inf, 0]), gated_weights(3)], "a_log of layer 1 has inf"),
+        ([gated_weights(1), gated_weights(3, dt_bias=[0, math.nan, 0, 0])], "dt_bias of layer 3 has nan"),
+        ([gated_weights(1, conv=np.full(64, -np.inf, "<f4").tobytes()), gated_weights(3)], "conv of layer 1 has -inf"),
+    ],
+)
+def test_wrong_weights_of_recurrences_are_refused(weights: list[attn_pb2.GatedDeltaWeights], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        read_gated_delta(make_request(gated_delta=weights), gated_config())
+
+
+def test_models_without_recurrences_refuse_their_weights() -> None:
+    with pytest.raises(InvalidRequest, match=r"of layers \[0\], the model calls for \[\]"):
+        read_gated_delta(make_request(gated_delta=[gated_weights(0)]), MODEL.config)
