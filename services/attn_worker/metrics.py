@@ -28,6 +28,7 @@ class CacheCounts(BlockCounts, Protocol):
     """Counts of the `KVCache`."""
 
     window_pool: BlockCounts | None  # blocks of the layers with a window, if they have their own
+    state_pool: BlockCounts | None  # slots of the states of gated delta layers, if the model has them
     num_sequences: int
     num_recovered_sequences: int
     num_recovered_tokens: int
@@ -97,6 +98,11 @@ class _CountsCollector:
             "kv_window_blocks",
             "The same for the layers with a window, if they have blocks of their own; otherwise 0.",
             cache.window_pool,
+        )
+        yield _count_blocks(
+            "state_slots",
+            "Slots for the states of gated delta layers, which a sequence needs whatever its length; otherwise 0.",
+            cache.state_pool,
         )
         yield GaugeMetricFamily("twostroke_attention_sequences", "Open sequences.", cache.num_sequences)
         counters = {

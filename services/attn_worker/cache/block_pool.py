@@ -119,6 +119,15 @@ class BlockPool:
         assert self._ref_counts[block_id] > 0
         self._forget(block_id)
 
+    def discard(self, digest: bytes) -> None:
+        """Forgets a hash, if it is known; its block, if free, is among the first to be used again."""
+        block_id = self._block_of.get(digest)
+        if block_id is not None:
+            self._forget(block_id)
+            if block_id in self._evictable:
+                del self._evictable[block_id]
+                self._blank.append(block_id)
+
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
         """Raises AssertionError unless all counts agree with `ref_counts`, which the caller has counted."""
         assert self._ref_counts == list(ref_counts), "ref counts differ from the block tables"

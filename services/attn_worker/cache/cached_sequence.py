@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import TwostrokeError
@@ -30,12 +30,22 @@ class PlannedStep:
     errors: dict[int, TwostrokeError]  # by seq_id; these sequences do not advance, or were not forked
 
 
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """A state of gated delta layers within a step's tokens, for the prefix cache alone. See `SequenceStates`."""
+
+    row: int  # of its sequence
+    length: int  # the tokens it is the state of, full blocks
+    slot: int | None  # None: given up since
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A planned step that may still be running; some of its sequences may have been closed since."""
 
     sequences: list[CachedSequence]
     lengths: list[int]  # of each sequence, including the step's tokens but not its drafts, which may be rejected
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # findable once the step is committed
 
 
 @dataclass(slots=True, eq=False)

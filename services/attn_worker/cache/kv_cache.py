@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight,
 from services.attn_worker.cache.layer_groups import LayerGroups
 from services.attn_worker.cache.plan_errors import find_errors
 from services.attn_worker.cache.prefix_cache import PrefixCache
+from services.attn_worker.cache.rollback import Rollback
 from services.attn_worker.cache.sequence_rows import NO_SEQUENCE
+from services.attn_worker.cache.sequence_states import SequenceStates
 from services.attn_worker.cache.window_group import WindowGroup
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.common.kv_cache.retention import Retention
@@ -32,7 +35,8 @@ class KVCache:
     (see `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `window`: no layer reads
     further back, except to the first `num_sink_tokens`, so sequences drop blocks between when a plan says so.
     `window_group`: some layers have a window and blocks of their own, which are dropped in every plan. All counts of
-    blocks are about the other layers.
+    blocks are about the other layers. `num_state_slots`: the model has gated delta layers, whose states have so many
+    slots; it has no window then. None: it has no such layers.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class KVCache:
         window: int | None = None,
         num_sink_tokens: int = 0,
         window_group: WindowGroup | None = None,
+        num_state_slots: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.retention = Retention(block_size, window, num_sink_tokens)
@@ -60,8 +65,11 @@ class KVCache:
         self._in_flight: deque[InFlight] = deque()  # planned steps, oldest first
         self._groups = LayerGroups(num_blocks, self.retention, window_group, -(-max_model_len // block_size))
         self._rows = self._groups.rows
+        assert num_state_slots is None or (window is None and window_group is None), "states cannot drop tokens"
+        self._states = None if num_state_slots is None else SequenceStates(num_state_slots, block_size)
+        self._rollback = Rollback(self._groups, self._states, block_size)
         self._prefixes = PrefixCache(
-            self._rows, self._groups.tables, block_size, is_enabled=enable_prefix_cache
+            self._rows, self._groups.tables, self._states, block_size, is_enabled=enable_prefix_cache
         )
         self._sequence_of_row: dict[int, CachedSequence] = {}
 
@@ -82,6 +90,11 @@ class KVCache:
     def window_pool(self) -> BlockPool | None:
         """The blocks of the layers with a window, if these are a group."""
         return None if self._groups.windows is None else self._groups.windows.pool
+
+    @property
+    def state_pool(self) -> BlockPool | None:
+        """The slots of the states of gated delta layers, if the model has any; cached ones are checkpoints."""
+        return None if self._states is None else self._states.pool
 
     @property
     def num_sequences(self) -> int:
@@ -126,9 +139,9 @@ class KVCache:
         if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids):
             length = None
         else:
-            length = self._kept_length(sequence, len(ids) - 1)
+            length = self._rollback.kept_length(sequence, len(ids) - 1)
         if sequence is not None and length is not None:
-            num_freed = self._truncate(sequence, length)
+            num_freed = self._rollback.truncate(sequence, length)
             sequence.token_ids, sequence.is_orphan = ids, False
             self.num_recovered_sequences += 1
             self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
@@ -171,14 +184,22 @@ class KVCache:
         self._roll_back(seq_ids, rows, positions, errors)
         if plan.drops_blocks:
             num_freed += sum(self._drop_blocks(each) for each in entries if each.seq_id not in errors)
+        if self._states is not None:
+            slots = self._states.take(seq_ids, rows, positions, self._rows.num_committed, self._orphans(), errors)
         self._allocate_blocks(seq_ids, rows, positions + num_tokens, errors)
 
         has_failed = np.array([seq_id in errors for seq_id in seq_ids], bool)
         running = rows[~has_failed]
         self._rows.num_computed[running] = (positions + num_tokens)[~has_failed]
-        self._in_flight.append(self._note_in_flight([entry for entry in entries if entry.seq_id not in errors]))
+        in_flight = self._note_in_flight([entry for entry in entries if entry.seq_id not in errors])
+        self._in_flight.append(in_flight)
+        metadata = self._groups.metadata(rows, num_tokens, has_failed)
+        if self._states is not None:
+            states, checkpoints = self._states.begin_step(rows, positions, num_tokens, slots, has_failed)
+            in_flight.checkpoints.extend(checkpoints)
+            metadata = replace(metadata, states=states)
         return PlannedStep(
-            self._groups.metadata(rows, num_tokens, has_failed),
+            metadata,
             [main for main, *_ in copies],
             [pair for _, *windows in copies for pair in windows],
             num_freed,
@@ -196,6 +217,8 @@ class KVCache:
         rows = np.flatnonzero(self._rows.num_committed // self.block_size > self._rows.num_hashed_blocks)
         for row in rows.tolist():
             self._prefixes.register(self._sequence_of_row[row])
+        if self._states is not None:
+            self._states.commit(step, self._sequence_of_row, self._rows.num_committed)
 
     def abort_steps(self) -> int:
         """Drops all planned steps and returns to the last committed lengths. Returns num_freed_blocks.
@@ -203,11 +226,13 @@ class KVCache:
         Forgets sequences that have dropped blocks that they would need again. The others wait for a dense worker.
         """
         planned = {id(sequence) for step in self._in_flight for sequence in step.sequences}
+        if self._states is not None:
+            self._states.drop([each for step in self._in_flight for each in step.checkpoints])
         self._in_flight.clear()
         num_freed = 0
         for seq_id, sequence in [each for each in self._sequences.items() if id(each[1]) in planned]:
-            length = self._kept_length(sequence, self.max_model_len)
-            num_freed += self._drop(seq_id) if length is None else self._truncate(sequence, length)
+            length = self._rollback.kept_length(sequence, self.max_model_len)
+            num_freed += self._drop(seq_id) if length is None else self._rollback.truncate(sequence, length)
         for sequence in self._sequences.values():
             sequence.is_orphan = True
         return num_freed
@@ -231,6 +256,11 @@ class KVCache:
             num_hashed = int(self._rows.num_hashed_blocks[sequence.row])
             assert num_hashed * self.block_size <= self._rows.num_committed[sequence.row]
             assert sequence.digests == [self._prefixes.digest(sequence, index) for index in range(num_hashed)]
+        if self._states is not None:
+            lengths = {row: int(self._rows.num_computed[row]) for row in used_rows}
+            self._states.check_integrity(lengths, [each for step in self._in_flight for each in step.checkpoints])
+            for row, sequence in self._sequence_of_row.items():
+                assert sequence.is_orphan or self._states.has(row, lengths[row])
 
     # Opening a sequence
 
@@ -251,6 +281,8 @@ class KVCache:
 
     def _free_row(self, row: int) -> int:
         del self._sequence_of_row[row]
+        if self._states is not None:
+            self._states.free(row)
         return self._rows.free(row)
 
     # Planning a step
@@ -269,11 +301,13 @@ class KVCache:
         groups, rows = self._groups, self._rows
         num_computed = int(rows.num_computed[parent.row])
         has_position = 1 <= fork.position <= num_computed and groups.can_return(parent.row, fork.position)
+        if self._states is not None:
+            has_position = has_position and self._states.has(parent.row, fork.position)
         if child_id in self._sequences or not has_position:
             errors[child_id] = RequestAborted(
                 f"sequence {fork.parent_seq_id} cannot be forked to {child_id} at token {fork.position}: it has"
-                f" {num_computed} tokens, {groups.num_dropped_tokens(parent.row)} of them dropped, and the other one"
-                " must be new"
+                f" {num_computed} tokens, {groups.num_dropped_tokens(parent.row)} of them dropped, or no state there,"
+                " and the other one must be new"
             )
             return []
         child = self._new_sequence(parent.root, parent.token_ids[: fork.position])
@@ -286,6 +320,8 @@ class KVCache:
             self._free_row(row)
             errors[child_id] = error
             return []
+        if self._states is not None:
+            self._states.fork(parent.row, row, fork.position)
         self._sequences[child_id] = child
         child.digests = parent.digests[:num_full]
         rows.num_prompt_tokens[row] = rows.num_prompt_tokens[parent.row]
@@ -318,25 +354,11 @@ class KVCache:
         for index in np.flatnonzero(self._rows.num_computed[rows] > positions).tolist():
             if seq_ids[index] in errors:
                 continue
-            row, position = int(rows[index]), int(positions[index])
-            sequence = self._sequence_of_row[row]
-            first = position // self.block_size
-            if not self._groups.can_return(row, position):
-                errors[seq_ids[index]] = RequestAborted(
-                    f"sequence {seq_ids[index]} cannot go back to token {position}: it has dropped"
-                    f" {self._groups.num_dropped_tokens(row)} tokens that are read from there"
-                )
-                continue
-            if self._groups.shares_blocks(row, first):
-                errors[seq_ids[index]] = RequestAborted(
-                    f"sequence {seq_ids[index]} cannot go back to token {position}: it shares blocks from there on"
-                )
-                continue
-            self._groups.unregister_blocks(row, first, len(sequence.digests))
-            del sequence.digests[first:]
-            self._rows.num_hashed_blocks[row] = len(sequence.digests)
-            self._rows.num_computed[row] = position
-            self._rows.num_committed[row] = min(position, int(self._rows.num_committed[row]))
+            sequence = self._sequence_of_row[int(rows[index])]
+            try:
+                self._rollback.go_back(sequence, seq_ids[index], int(positions[index]))
+            except RequestAborted as error:
+                errors[seq_ids[index]] = error
 
     def _drop_blocks(self, entry: PlanEntry) -> int:
         """Drops the blocks that an entry's tokens and later ones do not read; returns how many became free."""
@@ -361,34 +383,11 @@ class KVCache:
         That group has room for all sequences but these; one that a dense worker claims after that begins anew.
         """
         if self.window_group is not None:
-            orphans = (each.row for each in self._sequences.values() if each.is_orphan)
-            self._groups.drop_windows(orphans, num_blocks[-1])
+            self._groups.drop_windows((each.row for each in self._orphans()), num_blocks[-1])
         self._groups.add_blocks(row, num_blocks)
 
-    # Going back
-
-    def _kept_length(self, sequence: CachedSequence, max_tokens: int) -> int | None:
-        """The length that the sequence can go back to: its committed tokens, at most `max_tokens`.
-
-        The block that is written next must be neither findable nor shared. If others share it, the whole block is given
-        up: recomputing a few tokens is cheaper than copying a block in every layer. None: the next token would read
-        blocks that the sequence has dropped.
-        """
-        row = sequence.row
-        num_tokens = min(int(self._rows.num_committed[row]), max_tokens)
-        index, offset = divmod(num_tokens, self.block_size)
-        if offset and index < len(sequence.digests) and self._groups.shares_blocks(row, index, index + 1):
-            num_tokens -= offset
-        return num_tokens if self._groups.can_return(row, num_tokens) else None
-
-    def _truncate(self, sequence: CachedSequence, num_tokens: int) -> int:
-        """Goes back to `_kept_length` tokens; returns how many blocks became free."""
-        row, index, num_blocks = sequence.row, num_tokens // self.block_size, -(-num_tokens // self.block_size)
-        self._groups.unregister_blocks(row, index, min(num_blocks, len(sequence.digests)))
-        del sequence.digests[index:]
-        self._rows.num_hashed_blocks[row] = len(sequence.digests)
-        self._rows.num_computed[row] = self._rows.num_committed[row] = num_tokens
-        return self._groups.release_blocks(row, num_blocks)
+    def _orphans(self) -> Iterator[CachedSequence]:
+        return (each for each in self._sequences.values() if each.is_orphan)
 
 
 def _continues(sequence: CachedSequence, root: bytes, token_ids: array[int]) -> bool:

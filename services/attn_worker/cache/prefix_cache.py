@@ -10,6 +10,7 @@ from services.attn_worker.cache.block_pool import block_digest
 from services.attn_worker.cache.block_tables import BlockTables
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.sequence_rows import SequenceRows
+from services.attn_worker.cache.sequence_states import SequenceStates
 
 _TOKEN_BYTES = 4
 
@@ -17,8 +18,17 @@ _TOKEN_BYTES = 4
 class PrefixCache:
     """Works on the rows and tables of a `KVCache`. If it is not enabled, it finds and registers nothing."""
 
-    def __init__(self, rows: SequenceRows, groups: Sequence[BlockTables], block_size: int, *, is_enabled: bool) -> None:
+    def __init__(
+        self,
+        rows: SequenceRows,
+        groups: Sequence[BlockTables],
+        states: SequenceStates | None,
+        block_size: int,
+        *,
+        is_enabled: bool,
+    ) -> None:
         self._rows = rows
+        self._states = states
         self._groups = groups
         self._block_size = block_size
         self._is_enabled = is_enabled
@@ -28,7 +38,7 @@ class PrefixCache:
 
         At least its last token remains to be computed. A prefix must be there in all groups. With a window, only the
         blocks that the next token reads must be there, and only these are pinned: those of sinks, and those of the
-        window.
+        window. With gated delta layers it ends at a checkpoint of them.
         """
         num_blocks = (len(sequence.token_ids) - 1) // self._block_size
         if not self._is_enabled or not num_blocks:
@@ -41,6 +51,9 @@ class PrefixCache:
         for tables in self._groups:
             if tables.retention.window is not None:
                 del sequence.digests[self._last_hit(tables, sequence.digests) :]
+        if self._states is not None:
+            num_kept = self._states.open(sequence.row, len(sequence.token_ids), sequence.digests)
+            del sequence.digests[num_kept:]
         rows, row, end = self._rows, sequence.row, len(sequence.digests)
         rows.num_hashed_blocks[row] = end
         rows.num_computed[row] = rows.num_committed[row] = end * self._block_size
@@ -48,7 +61,7 @@ class PrefixCache:
         return num_pinned
 
     def register(self, sequence: CachedSequence) -> None:
-        """Makes full blocks findable if all their tokens are committed and known."""
+        """Makes full blocks, and states at their ends, findable if all their tokens are committed and known."""
         if not self._is_enabled:
             return
         row = sequence.row
@@ -58,6 +71,8 @@ class PrefixCache:
             sequence.digests.append(self.digest(sequence, index))
         for tables in self._groups:
             tables.register_blocks(row, sequence.digests, first)
+        if self._states is not None:
+            self._states.register(row, sequence.digests)
         self._rows.num_hashed_blocks[row] = len(sequence.digests)
 
     def digest(self, sequence: CachedSequence, index: int) -> bytes:
@@ -66,9 +81,7 @@ class PrefixCache:
         token_ids = sequence.token_ids[index * self._block_size : (index + 1) * self._block_size]
         return block_digest(parent, np.array(token_ids, "<u4").tobytes())
 
-    def _add_digests(
-        self, sequence: CachedSequence, num_blocks: int, *, found_in: BlockTables | None = None
-    ) -> None:
+    def _add_digests(self, sequence: CachedSequence, num_blocks: int, *, found_in: BlockTables | None = None) -> None:
         """Adds the digests of the first blocks; with `found_in`, up to the first one that is not found there."""
         tokens = np.array(sequence.token_ids, "<u4").tobytes()
         size, digest = self._block_size * _TOKEN_BYTES, sequence.root

@@ -6,14 +6,15 @@ All layers have the same blocks, or some have a window and blocks of their own: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from services.attn_worker.cache.window_group import WindowGroup
+from services.common.families.shape import GatedDelta
 from services.common.model_config import LayerHeads, ModelConfig
 
-SCALE_DTYPE = torch.float32
+SCALE_DTYPE = STATE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class KVCacheSpec:
     layer_heads: tuple[LayerHeads, ...] = ()  # per layer, if they differ, or if some read the keys of others
     has_values: bool = True  # False: a token's values are a part of its keys, and nothing else is stored
     window_group: WindowGroup | None = None  # of the `window_layers`; `num_blocks` are then those of the others
+    # For sequences, in gated delta layers, which have no blocks; two more slots serve the backend (see `StepStates`).
+    num_state_slots: int = 0
 
     @classmethod
     def of_model(cls, config: ModelConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> KVCacheSpec:
@@ -68,6 +71,26 @@ class KVCacheSpec:
         return self.layer_heads[layer].num_kv_heads, self.layer_heads[layer].head_dim
 
     @property
+    def gated_delta(self) -> dict[int, GatedDelta]:
+        """The layers that have states in place of keys and values."""
+        layers = enumerate(self.layer_heads)
+        return {layer: heads.gated_delta for layer, heads in layers if heads.gated_delta is not None}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot in all gated delta layers: matrices and past rows, all in float32."""
+        return STATE_DTYPE.itemsize * sum(
+            sizes.num_value_heads * sizes.key_dim * sizes.value_dim + (sizes.conv_size - 1) * sizes.conv_dim
+            for sizes in self.gated_delta.values()
+        )
+
+    def attention_layers(self) -> KVCacheSpec:
+        """The spec without the gated delta layers, for the backend of the others."""
+        layers = [layer for layer in range(self.num_layers) if layer not in self.gated_delta]
+        heads = tuple(self.layer_heads[layer] for layer in layers)
+        return replace(self, windows=tuple(self.windows[layer] for layer in layers), layer_heads=heads)
+
+    @property
     def dtypes(self) -> list[torch.dtype]:
         """The dtype of each layer."""
         return [self.dtype_of(layer) for layer in range(self.num_layers)]
@@ -85,6 +108,8 @@ class KVCacheSpec:
     @property
     def window_layers(self) -> frozenset[int]:
         """The layers with a window whose keys no layer without a window reads; none if all layers are alike in this."""
+        if self.gated_delta:
+            return frozenset()  # such models have no windows
         readers: dict[int, list[int | None]] = {layer: [] for layer in self.storing_layers}
         for layer, window in enumerate(self.windows):
             readers[self.kv_layer(layer)].append(window)
@@ -109,7 +134,8 @@ class KVCacheSpec:
     @property
     def storing_layers(self) -> list[int]:
         """The layers that store keys and values of their own."""
-        return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer]
+        gated_delta = self.gated_delta
+        return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer and layer not in gated_delta]
 
     @property
     def token_bytes(self) -> int:
@@ -127,9 +153,10 @@ class KVCacheSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks without the null blocks."""
+        """Bytes of all blocks and states, without the null blocks and the backend's two slots."""
         groups = range(self.num_groups)
-        return self.block_size * sum(self.num_blocks_of(each) * self.group_token_bytes(each) for each in groups)
+        blocks = self.block_size * sum(self.num_blocks_of(each) * self.group_token_bytes(each) for each in groups)
+        return blocks + self.num_state_slots * self.state_bytes
 
     def token_major_block(self, layer: int) -> tuple[int, ...]:
         """The shape of a layer's part of a block in which each token has its k heads and then its v heads, if any."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.attn_worker.runner.step_states import StepStates
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
@@ -30,6 +32,7 @@ class StepMetadata:
     rope_lens: np.ndarray  # int32 [total_tokens], max(position + 1, prompt length): for length-scaled RoPE
     # The same step for the layers with a window, if these have blocks of their own: other lengths, tables and slots.
     windows: StepMetadata | None = None
+    states: StepStates | None = None  # the same step for gated delta layers, of a model that has them
 
     def parts(self, num_groups: int) -> list[StepMetadata]:
         """The step for each group of layers."""

@@ -36,9 +36,7 @@ def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
     prompt = list(range(10))
     assert prefill(cache, 1, prompt) == OpenResult(0, 0, 0, 0)
     result = cache.open_sequence(2, [*prompt[:9], 99, 98], 11)
-    assert result == OpenResult(
-        num_cached_tokens=8, num_pinned_blocks=0, num_held_blocks=2, num_freed_blocks=0
-    )
+    assert result == OpenResult(num_cached_tokens=8, num_pinned_blocks=0, num_held_blocks=2, num_freed_blocks=0)
     assert cache.num_used_blocks == 3  # two shared blocks, and one of sequence 1
 
 
@@ -139,7 +137,7 @@ def test_metadata_of_a_mixed_step() -> None:
     assert step.positions.tolist() == [5, 0, 1, 2, 3, 4, 5]
     assert step.slot_mapping.tolist() == [5, 8, 9, 10, 11, 12, 13]
     assert step.rope_lens.tolist() == [6, 7, 7, 7, 7, 7, 7]
-    dtypes = {name: getattr(step, name).dtype for name in step.__slots__ if name != "windows"}
+    dtypes = {name: getattr(step, name).dtype for name in step.__slots__ if name not in ("windows", "states")}
     assert dtypes.pop("slot_mapping") == np.int64 and set(dtypes.values()) == {np.dtype(np.int32)}
 
 
@@ -230,9 +228,7 @@ def test_a_resubmission_with_other_tokens_starts_like_a_new_sequence() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(10)))
     result = cache.open_sequence(1, [0, 1, 2, 3, 4, 99, 6, 7, 8, 9], 10)
-    assert result == OpenResult(
-        num_cached_tokens=4, num_pinned_blocks=1, num_held_blocks=1, num_freed_blocks=3
-    )
+    assert result == OpenResult(num_cached_tokens=4, num_pinned_blocks=1, num_held_blocks=1, num_freed_blocks=3)
     cache.check_integrity()
     salted = cache.open_sequence(1, [0, 1, 2, 3, 4], 5, b"salt")
     assert salted == OpenResult(0, 0, 0, num_freed_blocks=1)
@@ -269,9 +265,7 @@ def test_a_shared_block_is_released_and_not_overwritten() -> None:
     prefill(cache, 1, list(range(9)))
     prefill(cache, 2, list(range(9)))
     result = cache.open_sequence(1, list(range(7)), 7)
-    assert result == OpenResult(
-        num_cached_tokens=4, num_pinned_blocks=0, num_held_blocks=1, num_freed_blocks=1
-    )
+    assert result == OpenResult(num_cached_tokens=4, num_pinned_blocks=0, num_held_blocks=1, num_freed_blocks=1)
     cache.check_integrity()
 
 
