@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.backends.gated.layered_attention import layered_torch_attention
 from services.attn_worker.backends.select import BackendName, select_backend
 from services.attn_worker.backends.torch_attention import TorchAttention
 from services.attn_worker.cache.kv_cache import KVCache
@@ -26,6 +27,9 @@ from services.common.resolve import ResolvedModel, use_device
 
 log = structlog.get_logger()
 
+# Slots for the states of gated delta layers, for each sequence of a step: its committed state, the one that the running
+# step leaves, and the one that the next step leaves. More hold checkpoints for the prefix cache.
+_FEWEST_STATES, _MOST_STATES = 3, 4
 _STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by format; "model": in the model's dtype
 
 
@@ -63,15 +67,14 @@ def build_engine(
         window=window,
         num_sink_tokens=num_sinks,
         window_group=spec.window_group,
+        num_state_slots=spec.num_state_slots or None,
     )
     engine = AttentionEngine(cache, _build_runner(section, model, limits, spec, max_model_len), metrics)
     engine.start()
     return engine
 
 
-def make_cache_spec(
-    section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None
-) -> KVCacheSpec:
+def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:
     """The configured number of blocks, or as many as fit: into `kv_cache_bytes` on a CPU, into free memory on a GPU.
 
     `limits`: layers with a window get blocks of their own if that saves memory; None: no backend for that.
@@ -87,22 +90,32 @@ def make_cache_spec(
     else:
         room = int(torch.cuda.mem_get_info(device)[0] * section.kv_cache_memory_fraction)
         source = f"attention.kv_cache_memory_fraction {section.kv_cache_memory_fraction} of free memory"
-    spec = replace(one_block, num_blocks=section.num_blocks or room // one_block.block_bytes)
+    spec = one_block
+    if spec.gated_delta:
+        spec = _with_states(spec, limits, room, source)
+    num_left = room - spec.num_state_slots * spec.state_bytes
+    spec = replace(spec, num_blocks=section.num_blocks or num_left // spec.block_bytes)
     if limits is not None:
         spec = _with_window_group(spec, limits, None if section.num_blocks else room)
     if spec.num_blocks < 1:
         raise CapacityError(
-            f"the KV cache has room for no block: {source} is {room} bytes, "
+            f"the KV cache has room for no block: {source} is {room} bytes,{_states_of(spec)} "
             f"one block of {spec.block_size} tokens takes {spec.block_bytes}"
         )
     if spec.num_bytes > room and device.type != "cpu":
-        raise CapacityError(f"{spec.num_blocks} blocks need {spec.num_bytes} bytes, {source} is {room}")
+        raise CapacityError(
+            f"{spec.num_blocks} blocks{_states_of(spec)} need {spec.num_bytes} bytes, {source} is {room}"
+        )
     of_windows = {} if spec.window_group is None else {"num_window_blocks": spec.window_group.num_blocks}
+    of_states = {}
+    if spec.gated_delta:
+        of_states = {"num_state_slots": spec.num_state_slots, "bytes_per_state": spec.state_bytes}
     log.info(
         "KV cache",
         num_tokens=spec.num_blocks * spec.block_size,
         num_blocks=spec.num_blocks,
         **of_windows,
+        **of_states,
         block_size=spec.block_size,
         bytes=spec.num_bytes,
         bytes_per_token=spec.group_token_bytes(0),
@@ -120,6 +133,27 @@ def limits_of_groups(section: AttentionSection, model: ResolvedModel, limits: St
             log.warning("layers with a window keep all blocks", reason="attention.backend is flashinfer")
         return None
     return limits
+
+
+def _with_states(spec: KVCacheSpec, limits: StepLimits | None, room: int, source: str) -> KVCacheSpec:
+    """The spec with slots for the states of gated delta layers: more, for the prefix cache, up to half of the room.
+
+    Raises CapacityError, which says what to change, if all sequences of a step have too little room.
+    """
+    assert limits is not None, "no other backend has such layers"
+    fewest, most = (each * limits.max_num_seqs for each in (_FEWEST_STATES, _MOST_STATES))
+    if fewest * spec.state_bytes >= room:
+        raise CapacityError(
+            f"the states of {limits.max_num_seqs} sequences take {fewest * spec.state_bytes} bytes, {_FEWEST_STATES} of"
+            f" {spec.state_bytes} for each, and {source} is {room}: more memory, or a lower scheduler.max_num_seqs, is"
+            " needed"
+        )
+    return replace(spec, num_state_slots=max(fewest, min(most, room // 2 // spec.state_bytes)))
+
+
+def _states_of(spec: KVCacheSpec) -> str:
+    """What a message says about states."""
+    return f" {spec.num_state_slots} states take {spec.num_state_slots * spec.state_bytes}," if spec.gated_delta else ""
 
 
 def _with_window_group(spec: KVCacheSpec, limits: StepLimits, room: int | None) -> KVCacheSpec:
@@ -145,21 +179,24 @@ def _build_runner(
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
     name = select_backend(section, model)
     if name == "torch":
-        return EagerLayerRunner(TorchAttention(*arguments), spec.num_layers)
+        make_torch = layered_torch_attention if spec.gated_delta else TorchAttention
+        return EagerLayerRunner(make_torch(*arguments), spec.num_layers)
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(name)
+    make_backend = _capturable_backend(name, has_states=bool(spec.gated_delta))
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
-    return CudaLayerRunner(
-        backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily
-    )
+    return CudaLayerRunner(backend, spec.num_layers, limits.max_num_seqs, captures_lazily=section.captures_lazily)
 
 
-def _capturable_backend(name: BackendName) -> Callable[..., CapturableAttention]:
+def _capturable_backend(name: BackendName, *, has_states: bool) -> Callable[..., CapturableAttention]:
     if name == "flashinfer":
         from services.attn_worker.backends.flashinfer_attention import FlashInferAttention  # needs flashinfer
 
         return FlashInferAttention
+    if has_states:
+        from services.attn_worker.backends.gated.captured_layers import layered_triton_attention  # needs triton
+
+        return layered_triton_attention
     from services.attn_worker.backends.triton_attention import TritonAttention  # needs triton
 
     return TritonAttention

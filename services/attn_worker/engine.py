@@ -9,7 +9,7 @@ If the dense worker is lost during a step, the step is rolled back as if it had 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from services.attn_worker.cache.kv_cache import KVCache, OpenResult, PlannedStep
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
 from services.common.kv_cache.scales import KVScales
@@ -82,17 +83,23 @@ class AttentionEngine:
             attachment.close()
 
     def attach(
-        self, attachment: Attachment, weights_hash: str, scales: KVScales, sinks: Sequence[Sequence[float]] = ()
+        self,
+        attachment: Attachment,
+        weights_hash: str,
+        scales: KVScales,
+        sinks: Sequence[Sequence[float]],
+        gated_delta: Mapping[int, GatedDeltaWeights],
     ) -> None:
         """Replaces the last attachment by a new one, which the engine owns from now on.
 
         Keys and values computed with weights other than `weights_hash`, or stored with other scales, are dropped.
-        `sinks` are the learned ones, [num_layers][num_heads], of a model that has them.
+        `sinks` are the learned ones, [num_layers][num_heads], and `gated_delta` the weights of such layers, of a model
+        that has them.
         """
         self.detach()
         self._attachment = attachment
         self.cache.use_weights(bytes.fromhex(weights_hash) + scales.identity)
-        self._runner.attach(attachment.channels.values(), scales, sinks)
+        self._runner.attach(attachment.channels.values(), scales, sinks, gated_delta)
 
     def open_sequence(self, attachment: Attachment, new: NewSequence) -> OpenResult:
         """Opens a sequence in the KV cache. Raises `StaleEpoch` if the attachment was replaced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import grpc
@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.answers import describe_accepted, describe_opened
-from services.attn_worker.attach_request import read_scales, read_sinks
+from services.attn_worker.attach_request import read_gated_delta, read_scales, read_sinks
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
 from services.attn_worker.cache.kv_cache import OpenResult
@@ -21,6 +21,7 @@ from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.config import AttentionSection
 from services.common.errors import (
     CapacityError,
@@ -87,25 +88,29 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._is_leaving = False  # a dense worker that was told to leave tries again at once, and must be refused
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def Attach(
-        self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext
-    ) -> attn_pb2.AttachReply:
+    async def Attach(self, request: attn_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> attn_pb2.AttachReply:
         if self._is_leaving or self._failure.done():
             raise PeerError("the attention worker is stopping")
         self._check_model(request)
         self._check_limits(request)
         scales = read_scales(request, self._model.config.num_layers)
         sinks = read_sinks(request, self._model.config)
+        gated_delta = read_gated_delta(request, self._model.config)
         try:
             async with self._attaching:
-                return await self._attach(request, scales, sinks, context.peer())
+                return await self._attach(request, scales, sinks, gated_delta, context.peer())
         except Exception as error:
             if self._note_failure(error):
                 raise PeerError(f"the attention worker has failed: {error}") from error
             raise
 
     async def _attach(
-        self, request: attn_pb2.AttachRequest, scales: KVScales, sinks: Sequence[Sequence[float]], peer: str
+        self,
+        request: attn_pb2.AttachRequest,
+        scales: KVScales,
+        sinks: Sequence[Sequence[float]],
+        gated_delta: Mapping[int, GatedDeltaWeights],
+        peer: str,
     ) -> attn_pb2.AttachReply:
         if self._results is not None:  # sent before the abort, which would look like a crash
             self._results.put_nowait(StaleEpoch(f"attachment {self._num_attachments} is replaced by another one"))
@@ -123,7 +128,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             self._attachment = None
             attachment.close()
             raise
-        attaching = engine.submit(engine.attach, attachment, request.weights_hash, scales, sinks)
+        attaching = engine.submit(engine.attach, attachment, request.weights_hash, scales, sinks, gated_delta)
         await asyncio.shield(asyncio.wrap_future(attaching))  # the engine owns the channels now, whatever happens
         lanes = [attn_pb2.LaneHandle(lane=lane, kind=each.kind, handle=each.handle) for lane, each in channels.items()]
         log.info("attached", attachment_id=attachment.attachment_id, peer=peer, channel=lanes[0].kind)

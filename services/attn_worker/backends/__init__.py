@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from services.attn_worker.runner.step_metadata import StepMetadata
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.kv_cache.scales import KVScales
 
 
@@ -40,6 +41,18 @@ class AttentionBackend(Protocol):
         qkv: [num_tokens, qkv_size], heads of q, then k, then v, if there are any; not modified.
         out: [num_tokens, attn_size], written in place.
         """
+        ...
+
+
+class RecurrentAttention(AttentionBackend, Protocol):
+    """An AttentionBackend that also runs gated delta layers.
+
+    In such a layer a row of qkv is q, k and v before the convolution, then b and a of each value head
+    (`GatedDelta.row_size`); a row of out is the recurrence's output (`GatedDelta.value_size`).
+    """
+
+    def use_gated_delta(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+        """Sets the weights of the gated delta layers, by layer, for later steps."""
         ...
 
 

@@ -107,6 +107,7 @@ def _check_options(config: ModelConfig) -> None:
     """Refuses by name what the model's attention needs and FlashInfer's kernels, as we call them, do not do."""
     options, ropes = config.attention, set(config.layer_ropes)
     needed = {
+        "gated delta layers": bool(config.gated_delta_layers),
         "layers with heads of their own": bool(options.layer_heads),
         "latent attention": options.value_dim is not None,
         "a soft cap of scores": options.softcap is not None,

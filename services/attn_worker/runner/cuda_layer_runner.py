@@ -6,7 +6,7 @@ thread, on a stream of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,9 @@ import torch
 from services.attn_worker.backends import CapturableAttention
 from services.attn_worker.runner.layer_runner import RunningStep, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.runner.step_states import StateWave, StepStates
 from services.channel import Channel
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.batch_buckets import batch_buckets, bucket_for
 from services.common.cuda_graphs import StepGraphs
 from services.common.kv_cache.scales import KVScales
@@ -34,8 +36,15 @@ class CudaLayerRunner:
         self._stream = torch.cuda.Stream()
         self._graphs: dict[Channel, StepGraphs[int]] = {}
 
-    def attach(self, channels: Iterable[Channel], scales: KVScales, sinks: Sequence[Sequence[float]]) -> None:
-        """Passes scales and sinks on, and captures a graph per bucket for each channel, unless `captures_lazily` is on.
+    def attach(
+        self,
+        channels: Iterable[Channel],
+        scales: KVScales,
+        sinks: Sequence[Sequence[float]],
+        gated_delta: Mapping[int, GatedDeltaWeights],
+    ) -> None:
+        """Passes scales, sinks and weights on, and captures a graph per bucket for each channel, unless
+        `captures_lazily` is on.
 
         Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
@@ -44,6 +53,8 @@ class CudaLayerRunner:
             self._backend.use_scales(scales)
             if sinks:
                 self._backend.use_sinks(sinks)
+            if gated_delta:
+                self._backend.use_gated_delta(gated_delta)
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
@@ -109,4 +120,4 @@ def _empty_step() -> StepMetadata:
         positions=int32,
         rope_lens=int32,
     )
-    return replace(empty, windows=empty)
+    return replace(empty, windows=empty, states=StepStates((StateWave(),)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from services.attn_worker.backends import AttentionBackend
+from services.attn_worker.backends import AttentionBackend, RecurrentAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
+from services.common.attention.gated_delta import GatedDeltaWeights
 from services.common.kv_cache.scales import KVScales
 
 
@@ -30,15 +31,21 @@ class FinishedStep:
 class LayerRunner(Protocol):
     """Runs steps in the order of their launches."""
 
-    def attach(self, channels: Iterable[Channel], scales: KVScales, sinks: Sequence[Sequence[float]]) -> None:
+    def attach(
+        self,
+        channels: Iterable[Channel],
+        scales: KVScales,
+        sinks: Sequence[Sequence[float]],
+        gated_delta: Mapping[int, GatedDeltaWeights],
+    ) -> None:
         """Makes later steps run on these channels only, with these scales of FP8 layers and these learned sinks.
 
-        `sinks` are [num_layers][num_heads], or empty for a model without them. No step may be running.
+        `sinks` are [num_layers][num_heads], and `gated_delta` the weights of such layers; both are empty for a model
+        without them. No step may be running.
         """
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks of a group of layers, given as (from, to), after all steps launched so far and before the next.
-        """
+        """Copies blocks of a group of layers, given as (from, to), after all steps launched so far, before the next."""
 
     def launch(self, step: StepMetadata, channel: Channel) -> RunningStep:
         """Runs or enqueues a step on its lane's channel. May raise the errors of `Channel.wait`."""
@@ -47,15 +54,23 @@ class LayerRunner(Protocol):
 class EagerLayerRunner:
     """A `LayerRunner` for backends that act at once, as on a CPU. A launched step has ended."""
 
-    def __init__(self, backend: AttentionBackend, num_layers: int) -> None:
+    def __init__(self, backend: AttentionBackend | RecurrentAttention, num_layers: int) -> None:
         self._backend = backend
         self._num_layers = num_layers
 
-    def attach(self, channels: Iterable[Channel], scales: KVScales, sinks: Sequence[Sequence[float]]) -> None:
-        """Passes scales and sinks on."""
+    def attach(
+        self,
+        channels: Iterable[Channel],
+        scales: KVScales,
+        sinks: Sequence[Sequence[float]],
+        gated_delta: Mapping[int, GatedDeltaWeights],
+    ) -> None:
+        """Passes scales, sinks and weights on."""
         self._backend.use_scales(scales)
         if sinks:
             self._backend.use_sinks(sinks)
+        if gated_delta:
+            self._backend.use_gated_delta(gated_delta)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:

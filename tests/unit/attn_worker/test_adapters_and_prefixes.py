@@ -27,20 +27,18 @@ class Worker:
 
     def __init__(self) -> None:
         runner: Any = SimpleNamespace(
-            attach=lambda channels, scales, sinks: None, launch=lambda metadata, channel: FinishedStep()
+            attach=lambda channels, scales, sinks, gated_delta: None, launch=lambda metadata, channel: FinishedStep()
         )
         self.cache = KVCache(num_blocks=64, block_size=BLOCK_SIZE, max_model_len=64)
         self._engine = AttentionEngine(self.cache, runner, AttentionMetrics(CollectorRegistry(), lambda: None))
         channel: Any = SimpleNamespace(waited_s=None, close=lambda: None, abort=lambda: None)
         self._attachment = Attachment(1, {0: channel}, max_num_tokens=64)
-        self._engine.attach(self._attachment, "00", KVScales.ones(1))
+        self._engine.attach(self._attachment, "00", KVScales.ones(1), (), {})
         self._num_steps = 0
 
     def run(self, seq_id: int, adapter: Adapter | None, salt: str = "", table: str = "") -> int:
         """Computes and closes a sequence of `TOKENS`; returns how many of them were cached."""
-        new = NewSequence(
-            seq_id, "r", TOKENS, len(TOKENS), adapter=adapter, cache_salt=salt, prompt_table_hash=table
-        )
+        new = NewSequence(seq_id, "r", TOKENS, len(TOKENS), adapter=adapter, cache_salt=salt, prompt_table_hash=table)
         num_cached = self._engine.open_sequence(self._attachment, new).num_cached_tokens
         self._step(PlanEntry(seq_id, num_cached, len(TOKENS) - num_cached, 1))
         self._step(close=seq_id)

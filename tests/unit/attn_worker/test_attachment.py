@@ -63,11 +63,11 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
         used.append(channel)
         return FinishedStep()
 
-    runner: Any = SimpleNamespace(attach=lambda channels, scales, sinks: None, launch=launch)
+    runner: Any = SimpleNamespace(attach=lambda channels, scales, sinks, gated_delta: None, launch=launch)
     metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
     engine = AttentionEngine(KVCache(8, 4, max_model_len=32), runner, metrics)
     attachment = Attachment(7, channels, max_num_tokens=16)
-    engine.attach(attachment, "00", KVScales.ones(NUM_LAYERS))
+    engine.attach(attachment, "00", KVScales.ones(NUM_LAYERS), (), {})
     engine.open_sequence(attachment, NewSequence(5, "named", (1, 2, 3), 3))
     for step_id, lane in ((1, 1), (2, 0)):
         plan = StepPlan(step_id, (PlanEntry(5, step_id - 1, 1, 0),), lane=lane)
@@ -78,7 +78,8 @@ def test_a_step_runs_on_the_channel_of_its_lane() -> None:
 def test_blocks_stored_with_other_scales_are_not_found() -> None:
     used: list[KVScales] = []
     runner: Any = SimpleNamespace(
-        attach=lambda channels, scales, sinks: used.append(scales), launch=lambda step, channel: FinishedStep()
+        attach=lambda channels, scales, sinks, gated_delta: used.append(scales),
+        launch=lambda step, channel: FinishedStep(),
     )
     engine = AttentionEngine(
         KVCache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
@@ -89,7 +90,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
     def attach_and_open(seq_id: int, scales: KVScales, weights_hash: str = "00") -> int:
         """Attaches, runs a sequence of nine tokens to its end; returns how many of them were found."""
         attachment = Attachment(seq_id, {0: channel}, max_num_tokens=16)
-        engine.attach(attachment, weights_hash, scales)
+        engine.attach(attachment, weights_hash, scales, (), {})
         opened = engine.open_sequence(attachment, NewSequence(seq_id, "", tuple(range(9)), 9))
         num_cached = opened.num_cached_tokens
         entries = (PlanEntry(seq_id, num_cached, 9 - num_cached, 0),)
@@ -107,7 +108,7 @@ def test_blocks_stored_with_other_scales_are_not_found() -> None:
 
 def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
     runner: Any = SimpleNamespace(
-        attach=lambda channels, scales, sinks: None, launch=lambda step, channel: FinishedStep()
+        attach=lambda channels, scales, sinks, gated_delta: None, launch=lambda step, channel: FinishedStep()
     )
     engine = AttentionEngine(
         KVCache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
@@ -116,7 +117,7 @@ def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
     new = NewSequence(1, "", tuple(range(7)), 7)
     for scales, num_cached in ((KVScales.ones(1), 0), (KVScales.ones(1), 6), (KVScales((2.0,), (1.0,)), 0)):
         attachment = Attachment(1, {0: channel}, max_num_tokens=16)
-        engine.attach(attachment, "00", scales)
+        engine.attach(attachment, "00", scales, (), {})
         assert engine.open_sequence(attachment, new).num_cached_tokens == num_cached
         plan = StepPlan(1, (PlanEntry(1, num_cached, 7 - num_cached, 0),))
         engine.run_step(attachment, plan, 0.0, lambda accepted: None)

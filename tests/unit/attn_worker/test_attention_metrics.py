@@ -49,6 +49,18 @@ def test_blocks_of_layers_with_a_window_are_counted_by_themselves() -> None:
     assert registry.get_sample_value("twostroke_attention_kv_blocks", {"state": "used"}) == 5
 
 
+def test_slots_of_states_are_counted() -> None:
+    cache, registry = KVCache(10, 4, 40, num_state_slots=9), CollectorRegistry()
+    AttentionMetrics(registry, lambda: CountingEngine(cache))
+    cache.open_sequence(1, list(range(9)), 9)
+    for entry in ((1, 9, 0), (1, 1, 9)):
+        cache.plan_step(make_plan([entry]))
+        cache.commit_step()
+    name = "twostroke_attention_state_slots"
+    slots = [registry.get_sample_value(name, {"state": state}) for state in ("used", "cached", "free")]
+    assert slots == [2, 1, 6], "the last two states, and that of the prompt's last full block"
+
+
 def test_a_recovered_sequence_is_counted_with_its_kept_tokens() -> None:
     cache, registry = KVCache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
     cache.use_weights(b"w")

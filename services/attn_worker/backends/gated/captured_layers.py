@@ -1,0 +1,58 @@
+"""`CapturableLayeredAttention`: attention and gated delta layers by Triton kernels, which CUDA graphs can capture."""
+
+from __future__ import annotations
+
+import torch
+
+from services.attn_worker.backends import CapturableAttention
+from services.attn_worker.backends.gated.layered_attention import LayeredAttention, attention_layers
+from services.attn_worker.backends.gated.triton_gated_delta import TritonGatedDelta
+from services.attn_worker.backends.triton_attention import TritonAttention
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.common.model_config import ModelConfig
+
+
+class CapturableLayeredAttention(LayeredAttention):
+    """A CapturableAttention of two backends that can be captured."""
+
+    def __init__(self, attention: CapturableAttention, gated_delta: TritonGatedDelta, spec: KVCacheSpec) -> None:
+        super().__init__(attention, gated_delta, spec)
+        self._capturable, self._captured_states = attention, gated_delta
+        layers = list(self._places)
+        of_each_size = {sizes: layer for layer, sizes in spec.gated_delta.items()}.values()
+        self.layers_to_compile = [*(layers[place] for place in attention.layers_to_compile), *of_each_size]
+
+    def is_decode_only(self, step: StepMetadata) -> bool:
+        """Whether every sequence has one token in the step."""
+        return self._capturable.is_decode_only(step)
+
+    def begin_step(self, step: StepMetadata, padded_num_seqs: int | None = None) -> None:
+        """Begins the step in both."""
+        assert step.states is not None, "the KV cache has states"
+        self._capturable.begin_step(step, padded_num_seqs)
+        self._captured_states.begin_step(step.states, padded_num_seqs)
+
+
+def layered_triton_attention(
+    config: ModelConfig,
+    spec: KVCacheSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    *,
+    max_num_seqs: int = 1024,
+    max_num_tokens: int = 8192,
+) -> CapturableLayeredAttention:
+    """Both kinds of layers by Triton kernels. Raises CapacityError if memory is too small."""
+    attention = TritonAttention(
+        attention_layers(config),
+        spec.attention_layers(),
+        dtype,
+        device,
+        max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
+    )
+    gated_delta = TritonGatedDelta(spec, dtype, device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens)
+    return CapturableLayeredAttention(attention, gated_delta, spec)

@@ -1,0 +1,77 @@
+"""Gated delta layers in plain torch operations: the default on a CPU and the reference for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from services.attn_worker.backends.gated.recurrence import convolve, rule_inputs, run_chunks, run_token
+from services.attn_worker.backends.gated.state_storage import StateStorage
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.runner.step_states import StateWave, StepStates
+from services.channel import rows_of_layer
+from services.common.attention.gated_delta import GatedDeltaWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parts of a wave with equally many tokens, which run together."""
+
+    rows: torch.Tensor  # int64 [num_seqs, num_tokens], of the step
+    sources: torch.Tensor  # int64 [num_seqs]
+    targets: torch.Tensor  # int64 [num_seqs]
+
+
+class TorchGatedDelta:
+    """The gated delta layers of a model, for any torch device, in float32, bfloat16 or float16.
+
+    One token of a sequence is a step of the recurrence; more of them run in chunks.
+    """
+
+    def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
+        """Raises CapacityError if memory is too small."""
+        self._sizes = spec.gated_delta
+        self._device = device
+        self._storage = StateStorage(spec, device)
+        self._batches: list[_Batch] = []
+
+    def use_weights(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+        """Sets the weights of all layers, for later steps."""
+        self._storage.use_weights(weights)
+
+    def begin_step(self, states: StepStates) -> None:
+        """Collects the parts of each wave that have equally many tokens."""
+        self._batches = [batch for wave in states.waves for batch in self._prepare(wave)]
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """Convolves, and runs the recurrence from the states of the step's sources to those of its targets.
+
+        qkv: [num_tokens, widest row], of which `GatedDelta.row_size` are the layer's: q, k, v, b and a; not modified.
+        out: [num_tokens, widest row], of which `GatedDelta.value_size` are written in place.
+        """
+        sizes, storage = self._sizes[layer], self._storage
+        qkv, out = rows_of_layer(qkv, sizes.row_size), rows_of_layer(out, sizes.value_size)
+        matrices, past_rows = storage.matrices[layer], storage.past_rows[layer]
+        for batch in self._batches:
+            rows = qkv[batch.rows]
+            past = past_rows[batch.sources]
+            convolved, past = convolve(rows[..., : sizes.conv_dim], past, storage.conv[layer])
+            inputs = rule_inputs(rows, convolved, storage.a_log[layer], storage.dt_bias[layer], sizes)
+            run = run_token if rows.shape[1] == 1 else run_chunks
+            values, state = run(inputs, matrices[batch.sources])
+            matrices[batch.targets], past_rows[batch.targets] = state, past
+            out[batch.rows] = values.transpose(1, 2).flatten(2).to(out.dtype)
+
+    def _prepare(self, wave: StateWave) -> list[_Batch]:
+        by_length: dict[int, list[tuple[int, int, int]]] = {}
+        parts = zip(wave.first_rows, wave.num_tokens, wave.sources, wave.targets, strict=True)
+        for first_row, num_tokens, source, target in parts:
+            by_length.setdefault(num_tokens, []).append((first_row, source, target))
+        batches = []
+        for num_tokens, group in by_length.items():
+            first_rows, sources, targets = torch.tensor(group, device=self._device).unbind(1)
+            rows = first_rows[:, None] + torch.arange(num_tokens, device=self._device)
+            batches.append(_Batch(rows, sources, targets))
+        return batches

@@ -1,0 +1,139 @@
+"""The part of a gated delta layer that has no recurrence, as a Triton kernel: convolution, SiLU, norms and gates.
+
+See `recurrence.py` for the formulas. Its programs share nothing, so tokens of one sequence run side by side; what they
+compute is the input of `triton_recurrence.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from services.attn_worker.backends.gated.recurrence import NORM_EPS
+from services.attn_worker.backends.gated.state_storage import StateStorage
+from services.common.families.shape import GatedDelta
+
+# Of an item: first row, number of tokens, source and target of its part, then its first token in the part, and its end.
+ITEM_FIELDS = 6
+ITEM_TOKENS = 16  # at most, of an item
+
+
+@dataclass(frozen=True, slots=True)
+class Convolved:
+    """What the recurrence reads of a step's rows in one layer; the layers use it one after the other."""
+
+    rows: torch.Tensor  # [max_num_tokens, conv_dim], of the model's dtype: q, k and v after SiLU
+    norms: torch.Tensor  # float32 [max_num_tokens, 2 * num_key_heads]: factors of each head of q, then of k
+    gates: torch.Tensor  # float32 [max_num_tokens, 2 * num_value_heads]: decay of each value head, then strength
+
+
+def convolve_items(
+    qkv: torch.Tensor, convolved: Convolved, items: torch.Tensor, storage: StateStorage, layer: int, sizes: GatedDelta
+) -> None:
+    """Fills the items' rows of `convolved`, and keeps the last rows of each part in its target.
+
+    qkv: [>= num_tokens, row_size], of the model's dtype. items: int32 [num_items, ITEM_FIELDS]; one without tokens
+    copies the rows that its source keeps to its target.
+    """
+    _convolve_items[(len(items), 2 * sizes.num_key_heads + sizes.num_value_heads)](
+        qkv,
+        convolved.rows,
+        convolved.norms,
+        convolved.gates,
+        items,
+        storage.past_rows[layer],
+        storage.conv[layer],
+        storage.a_log[layer],
+        storage.dt_bias[layer],
+        NUM_KEY_HEADS=sizes.num_key_heads,
+        NUM_VALUE_HEADS=sizes.num_value_heads,
+        KEY_DIM=sizes.key_dim,
+        VALUE_DIM=sizes.value_dim,
+        CONV_SIZE=sizes.conv_size,
+        BLOCK=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
+        SCALE=sizes.key_dim**-0.5,
+        NORM_EPS=NORM_EPS,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _convolve_items(
+    qkv_ptr,
+    rows_ptr,
+    norms_ptr,
+    gates_ptr,
+    items_ptr,
+    past_ptr,  # float32 [num_slots, conv_size - 1, conv_dim]
+    conv_ptr,  # float32 [conv_dim, conv_size]
+    a_log_ptr,
+    dt_bias_ptr,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CONV_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+):
+    """One head of q, k or v, for the tokens of one item."""
+    CONV_DIM: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
+    ROW_SIZE: tl.constexpr = CONV_DIM + 2 * NUM_VALUE_HEADS
+    PAST: tl.constexpr = CONV_SIZE - 1
+    item_ptr, head = items_ptr + 6 * tl.program_id(0), tl.program_id(1)
+    first_row, num_tokens = tl.load(item_ptr).to(tl.int64), tl.load(item_ptr + 1)
+    source, target = tl.load(item_ptr + 2).to(tl.int64), tl.load(item_ptr + 3).to(tl.int64)
+    start, end = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+
+    value_head = head - 2 * NUM_KEY_HEADS  # negative: a head of q or k
+    dims = tl.arange(0, BLOCK)
+    if value_head < 0:
+        channels = head * KEY_DIM + dims
+        mask = dims < KEY_DIM
+    else:
+        channels = 2 * NUM_KEY_HEADS * KEY_DIM + value_head * VALUE_DIM + dims
+        mask = dims < VALUE_DIM
+    new_ptr = qkv_ptr + first_row * ROW_SIZE
+    old_ptr = past_ptr + source * PAST * CONV_DIM
+
+    for token in range(start, end):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(CONV_SIZE):
+            weight = tl.load(conv_ptr + channels * CONV_SIZE + tap, mask, 0.0)
+            row = token + tap - PAST
+            total += weight * _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
+        total = total.to(rows_ptr.dtype.element_ty).to(tl.float32)  # as torch rounds
+        values = (total * tl.sigmoid(total)).to(rows_ptr.dtype.element_ty)
+        tl.store(rows_ptr + (first_row + token) * CONV_DIM + channels, values, mask)
+        if value_head < 0:
+            rounded = values.to(tl.float32)
+            norm = tl.rsqrt(tl.sum(rounded * rounded) + NORM_EPS) * tl.where(head < NUM_KEY_HEADS, SCALE, 1.0)
+            tl.store(norms_ptr + (first_row + token) * (2 * NUM_KEY_HEADS) + head, norm)
+        else:
+            b_ptr = new_ptr + token * ROW_SIZE + CONV_DIM + value_head
+            strength = tl.sigmoid(tl.load(b_ptr).to(tl.float32))
+            x = tl.load(b_ptr + NUM_VALUE_HEADS).to(tl.float32) + tl.load(dt_bias_ptr + value_head)
+            softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+            decay = tl.exp(-tl.exp(tl.load(a_log_ptr + value_head)) * softplus)
+            gate_ptr = gates_ptr + (first_row + token) * (2 * NUM_VALUE_HEADS) + value_head
+            tl.store(gate_ptr, decay)
+            tl.store(gate_ptr + NUM_VALUE_HEADS, strength)
+
+    if end == num_tokens:
+        for kept in tl.static_range(PAST):
+            row = num_tokens - PAST + kept
+            values = _load_row(new_ptr, old_ptr, row, channels, mask, ROW_SIZE, CONV_DIM, PAST)
+            tl.store(past_ptr + (target * PAST + kept) * CONV_DIM + channels, values, mask)
+
+
+@triton.jit
+def _load_row(
+    new_ptr, old_ptr, row, channels, mask, ROW_SIZE: tl.constexpr, CONV_DIM: tl.constexpr, PAST: tl.constexpr
+):
+    """Channels of a row of a part, float32. Rows before its first one are those that its source keeps."""
+    new = tl.load(new_ptr + row * ROW_SIZE + channels, mask & (row >= 0), 0.0).to(tl.float32)
+    return new + tl.load(old_ptr + (row + PAST) * CONV_DIM + channels, mask & (row < 0), 0.0)

@@ -1,0 +1,137 @@
+"""Gated delta layers on CUDA: prepares each wave of a step for the kernels of the convolution and the recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.attn_worker.backends.gated.state_storage import StateStorage
+from services.attn_worker.backends.gated.triton_convolution import ITEM_FIELDS, ITEM_TOKENS, Convolved, convolve_items
+from services.attn_worker.backends.gated.triton_recurrence import PART_FIELDS, run_parts
+from services.attn_worker.backends.step_upload import StepUpload
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.runner.step_states import StateWave, StepStates, null_slot, zero_slot
+from services.channel import rows_of_layer
+from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.errors import CapacityError
+
+_MAX_NUM_WAVES = 3  # a step makes at most two checkpoints within a sequence's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """A wave on the device."""
+
+    parts: torch.Tensor  # int32 [num_parts, PART_FIELDS]
+    items: torch.Tensor  # int32 [num_items, ITEM_FIELDS]
+
+
+class TritonGatedDelta:
+    """The gated delta layers of a model, in float32, bfloat16 or float16; a wave is two launches per layer.
+
+    The launches of a step without prompts depend on its padded number of sequences alone, so they can be captured.
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device, *, max_num_seqs: int, max_num_tokens: int
+    ) -> None:
+        """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small."""
+        self._sizes = spec.gated_delta
+        self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
+        self._storage = StateStorage(spec, device)
+        self._padding = (0, zero_slot(spec.num_state_slots), null_slot(spec.num_state_slots))
+        max_num_parts = _MAX_NUM_WAVES * max_num_seqs
+        max_num_items = max_num_parts + max_num_tokens // ITEM_TOKENS
+        try:
+            # By sizes, which usually are the same in all layers.
+            self._convolved = {
+                sizes: Convolved(
+                    torch.empty(max_num_tokens, sizes.conv_dim, dtype=dtype, device=device),
+                    torch.empty(max_num_tokens, 2 * sizes.num_key_heads, device=device),
+                    torch.empty(max_num_tokens, 2 * sizes.num_value_heads, device=device),
+                )
+                for sizes in set(self._sizes.values())
+            }
+            self._upload = StepUpload(max_num_parts * PART_FIELDS + max_num_items * ITEM_FIELDS, device)
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
+            raise CapacityError(
+                f"the rows of {max_num_tokens} tokens do not fit on {device} beside {spec.num_state_slots} states:"
+                f" {error}"
+            ) from error
+        self._waves: list[_Wave] = []
+        if device.type == "cuda":  # so that no request waits for the compiler
+            self._compile(dtype, device)
+
+    def use_weights(self, weights: Mapping[int, GatedDeltaWeights]) -> None:
+        """Sets the weights of all layers, in place: captured graphs read them."""
+        self._storage.use_weights(weights)
+
+    def begin_step(self, states: StepStates, padded_num_seqs: int | None = None) -> None:
+        """Sends the step's waves to the device.
+
+        padded_num_seqs: for steps without prompts, the number of parts; the output of rows beyond the step's becomes
+        zero. None: no padding. Raises CapacityError for more sequences or tokens than the backend was created for.
+        """
+        first = states.waves[0]
+        num_seqs = padded_num_seqs or len(first.targets)
+        num_tokens = sum(sum(wave.num_tokens) for wave in states.waves)
+        if num_seqs > self._max_num_seqs or num_tokens > self._max_num_tokens:
+            raise CapacityError(
+                f"a step has {num_seqs} sequences and {num_tokens} tokens, gated delta layers were made for"
+                f" {self._max_num_seqs} and {self._max_num_tokens}"
+            )
+        assert padded_num_seqs is None or (len(states.waves) == 1 and len(first.targets) <= num_seqs)
+        self._upload.begin()
+        self._waves = [self._send(_parts(wave, padded_num_seqs, self._padding)) for wave in states.waves]
+        self._upload.send()
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+        """Launches the waves of one layer. `qkv` and `out` may have more rows than the step."""
+        sizes = self._sizes[layer]
+        convolved = self._convolved[sizes]
+        qkv, out = rows_of_layer(qkv, sizes.row_size), rows_of_layer(out, sizes.value_size)
+        for wave in self._waves:
+            convolve_items(qkv, convolved, wave.items, self._storage, layer, sizes)
+            run_parts(convolved, out, wave.parts, self._storage, layer, sizes)
+
+    def _send(self, parts: np.ndarray) -> _Wave:
+        """Puts a wave into the step's upload. Without prompts each part is one item."""
+        on_device = []
+        for array in (parts, _items(parts)):
+            host, tensor = self._upload.reserve(array.shape)
+            host[...] = array
+            on_device.append(tensor)
+        return _Wave(*on_device)
+
+    def _compile(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Runs a step of padding in a layer of each kind."""
+        self.begin_step(StepStates((StateWave(),)), padded_num_seqs=1)
+        for sizes, layer in {sizes: layer for layer, sizes in self._sizes.items()}.items():
+            qkv = torch.zeros(1, sizes.row_size, dtype=dtype, device=device)
+            self.forward(layer, qkv, torch.empty(1, sizes.value_size, dtype=dtype, device=device))
+        torch.cuda.synchronize(device)  # steps run on another stream
+
+
+def _parts(wave: StateWave, padded_num_seqs: int | None, padding: tuple[int, int, int]) -> np.ndarray:
+    """int32 [num_parts, PART_FIELDS], those of the wave and then padding."""
+    num_parts = len(wave.targets)
+    parts = np.empty((padded_num_seqs or num_parts, PART_FIELDS), np.int32)
+    parts[:num_parts] = np.array((wave.first_rows, wave.num_tokens, wave.sources, wave.targets), np.int32).T
+    parts[num_parts:, 0] = range(num_parts, len(parts))
+    parts[num_parts:, 1:] = padding
+    return parts
+
+
+def _items(parts: np.ndarray) -> np.ndarray:
+    """int32 [num_items, ITEM_FIELDS]: each part in pieces of at most ITEM_TOKENS tokens, or one without tokens."""
+    num_tokens = parts[:, 1]
+    counts = np.maximum(1, -(-num_tokens // ITEM_TOKENS))
+    index = np.repeat(np.arange(len(parts)), counts)
+    starts = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * ITEM_TOKENS
+    items = np.empty((len(index), ITEM_FIELDS), np.int32)
+    items[:, :PART_FIELDS] = parts[index]
+    items[:, 4], items[:, 5] = starts, np.minimum(starts + ITEM_TOKENS, num_tokens[index])
+    return items

@@ -1,0 +1,33 @@
+"""Random gated delta layers for tests: sizes, weights, a KV cache with their states, and rows of the seam."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from services.attn_worker.cache.spec import KVCacheSpec
+from services.common.attention.gated_delta import GatedDeltaWeights
+from services.common.families.shape import GatedDelta
+from services.common.model_config import LayerHeads
+
+
+def make_gated_spec(sizes: GatedDelta, num_slots: int, num_layers: int = 1) -> KVCacheSpec:
+    """A cache for gated delta layers alone."""
+    heads = LayerHeads(1, 1, 4, gated_delta=sizes)
+    return KVCacheSpec(
+        1, 4, 1, 4, torch.float32, (None,) * num_layers, layer_heads=(heads,) * num_layers, num_state_slots=num_slots
+    )
+
+
+def random_gated_weights(sizes: GatedDelta, seed: int = 0) -> GatedDeltaWeights:
+    """Weights as models have them: decays from almost none to almost everything."""
+    random = np.random.default_rng(seed)
+    conv = random.normal(size=(sizes.conv_dim, sizes.conv_size)) / 2
+    a_log = np.log(random.uniform(0.01, 16, sizes.num_value_heads))
+    dt_bias = random.normal(size=sizes.num_value_heads)
+    return GatedDeltaWeights(conv.astype("<f4").tobytes(), tuple(a_log.tolist()), tuple(dt_bias.tolist()))
+
+
+def random_rows(sizes: GatedDelta, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    """float32 [num_tokens, row_size]."""
+    return torch.randn(num_tokens, sizes.row_size, generator=torch.Generator().manual_seed(seed))
