@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="needs triton")
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.backends.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_gate import apply_gate
 from services.dense_worker.backends.triton_gemv import gemv
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
@@ -142,22 +143,26 @@ def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
     assert not splits.num_done.any()
 
 
+@pytest.mark.parametrize("is_plus_one", [False, True])
 @pytest.mark.parametrize("hidden_size", [64, 1000, 4096])
 def test_norm_adds_to_the_residual_first(
-    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, hidden_size: int
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, hidden_size: int, is_plus_one: bool
 ) -> None:
     case = Case(kernel_device, dtype, 5, (hidden_size, hidden_size))
     x, delta, out = case.residual, case.x, case.nan(5, hidden_size)
-    add_rms_norm(launcher, x, None, case.norm_weight, EPS, out)
-    case.check(out, rms_norm(x, case.norm_weight))
+    weight = case.norm_weight - 1 if is_plus_one else case.norm_weight
+    factor = weight.double() + is_plus_one
+    add_rms_norm(launcher, x, None, weight, EPS, out, is_plus_one=is_plus_one)
+    case.check(out, rms_norm(x, factor))
 
     added = x + delta
-    exact = rms_norm(added, case.norm_weight)
-    add_rms_norm(launcher, x, delta, case.norm_weight, EPS, delta)  # in place
+    exact = rms_norm(added, factor)
+    add_rms_norm(launcher, x, delta, weight, EPS, delta, is_plus_one=is_plus_one)  # in place
     assert torch.equal(x, added)
     case.check(delta, exact)
 
 
+@pytest.mark.parametrize("is_plus_one", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 80), (32, 8, 128)])
 def test_head_norm_leaves_values_alone(
     launcher: KernelLauncher,
@@ -166,17 +171,32 @@ def test_head_norm_leaves_values_alone(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    is_plus_one: bool,
 ) -> None:
     case = Case(kernel_device, dtype, 3, (head_dim, head_dim))
     qkv = case.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
     before = qkv.clone()
     q_weight, k_weight = case.norm_weight, case.bias
-    head_rms_norm(launcher, qkv, q_weight, k_weight, num_heads, num_kv_heads, EPS)
+    head_rms_norm(launcher, qkv, q_weight, k_weight, num_heads, num_kv_heads, EPS, is_plus_one=is_plus_one)
+    q_weight, k_weight = q_weight.double() + is_plus_one, k_weight.double() + is_plus_one
     found, heads = qkv.view(3, -1, head_dim), before.view(3, -1, head_dim)
     num_normed = num_heads + num_kv_heads
     case.check(found[:, :num_heads], rms_norm(heads[:, :num_heads], q_weight))
     case.check(found[:, num_heads:num_normed], rms_norm(heads[:, num_heads:num_normed], k_weight))
     assert torch.equal(found[:, num_normed:], heads[:, num_normed:])
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 12), (32, 128), (5, 100), (3, 2048)])
+def test_gates_multiply_values_or_normalised_heads(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
+) -> None:
+    case, size = Case(kernel_device, dtype, 3, (8, head_dim)), num_heads * head_dim
+    x, gate, out = case.randn(3, size), 4 * case.randn(3, 7 + size)[:, 7:], case.nan(3, size)
+    apply_gate(launcher, x, gate, None, 0.0, out)
+    case.check(out, x.double() * gate.double().sigmoid())
+    apply_gate(launcher, x, gate, case.norm_weight, EPS, out)
+    normed = rms_norm(x.view(3, num_heads, head_dim), case.norm_weight).view(3, size)
+    case.check(out, normed * F.silu(gate.double()))
 
 
 @pytest.mark.parametrize("size", [96, 1024, 2500])

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.backends.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
+from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.linear import Linear
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.parameters import parts_of_type
@@ -151,8 +153,14 @@ class CudaBackend:
         def run() -> None:
             residual = self.first(token_ids, qkv)
             for layer in self._measured_segments:
+                keep_gate(self._segments.middle[layer].after)
                 residual = self.middle(layer, attn_out, residual, qkv)
+            keep_gate(self._segments.last.after)
             self.last(attn_out, residual, rows)
+
+        def keep_gate(after: AfterAttention) -> None:
+            """The half of a layer that makes its gate may not be among the measured ones."""
+            self._operations.keep_gate(rows_of_layer(attn_out, after.attn_size))
 
         return run
 

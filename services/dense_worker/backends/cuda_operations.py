@@ -15,12 +15,13 @@ from services.dense_worker.backends.cuda_linear import CudaLinear
 from services.dense_worker.backends.experts.cuda_experts import CudaExperts
 from services.dense_worker.backends.linear_choice import LinearKernel
 from services.dense_worker.backends.triton_activation import silu_mul
+from services.dense_worker.backends.triton_gate import apply_gate
 from services.dense_worker.backends.triton_latent import place_latent
 from services.dense_worker.backends.triton_launch import KernelLauncher
 from services.dense_worker.backends.triton_norm import add_rms_norm, head_rms_norm
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
+from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.operations import GateUp, MlpInput, Residual
 from services.dense_worker.model.parameters import Parameter
 
@@ -59,7 +60,10 @@ class CudaOperations:
         self._layer_inputs = None  # [max_num_tokens, num_layers, size]; None: no layer reads them
         if inputs is not None:
             self._layer_inputs = workspace(inputs.num_layers * inputs.size).unflatten(1, (-1, inputs.size))
-        self._selected_rows: torch.Tensor | None = None  # of the layers' inputs; None: the first ones
+        self._gate: torch.Tensor | None = None  # [n, size] of the last layer that has one; of the graph's pool
+        self._selected_rows: torch.Tensor | None = None  # of the layers' inputs and of the gate; None: the first ones
+        # Elsewhere, in Gemma, norms with 1 + weight stay torch's operators until a GPU has run their kernel.
+        self._fuses_plus_one = bool(config.gated_delta_layers)
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
         self.products = CudaLinear(self.launcher, device, dtype, lora)
@@ -175,6 +179,19 @@ class CudaOperations:
             return self._layer_inputs[:, layer].index_select(0, self._selected_rows)
         return self._layer_inputs[: self._num_rows, layer]
 
+    def keep_gate(self, gate: torch.Tensor) -> None:
+        """Keeps the tensor itself."""
+        self._gate, self._selected_rows = gate, None
+
+    def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
+        """In one kernel, into a new tensor; selected rows of the gate are copied before."""
+        assert self._gate is not None, "no half of a layer before attention has kept a gate"
+        gate = self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
+        out = torch.empty_like(x)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight.data, norm.eps)
+        apply_gate(self.launcher, x, gate, weight, eps, out)
+        return out
+
     def scale(self, residual: Residual, factor: Parameter) -> Residual:
         """In place."""
         return Residual(self.settle(residual).mul_(factor.data))
@@ -182,11 +199,12 @@ class CudaOperations:
     def norm_heads(self, qkv: torch.Tensor, norms: HeadNorms, is_in_place: bool) -> torch.Tensor:
         """Always in place: a product that is not the caller's is this operation's to write."""
         q, k = norms.q, norms.k
-        has_only_rms = norms.v is None and type(q) is RmsNorm and type(k) is RmsNorm
+        has_only_rms = norms.v is None and type(q) is type(k) and self._has_kernel(q)
         are_equal = has_only_rms and q.weight.data.shape == k.weight.data.shape
         if are_equal and len(q.weight.data) <= _MAX_HEAD_DIM:
             weights = q.weight.data, k.weight.data
-            head_rms_norm(self.launcher, qkv, *weights, norms.num_heads, norms.num_kv_heads, q.eps)
+            counts, is_plus_one = (norms.num_heads, norms.num_kv_heads), type(q) is RmsNormPlusOne
+            head_rms_norm(self.launcher, qkv, *weights, *counts, q.eps, is_plus_one=is_plus_one)
             return qkv
         parts = qkv.split(norms.sizes, dim=1)
         for place, part in zip(parts, norms.normalize(parts), strict=True):
@@ -227,9 +245,7 @@ class CudaOperations:
         hidden, delta = residual
         return hidden if delta is None else hidden.add_(delta)
 
-    def _multiply(
-        self, linear: Linear, x: MlpInput, out: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> None:
+    def _multiply(self, linear: Linear, x: MlpInput, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """The product, by the kernel of the layer's choice. SiLU is fused with what prepares x, or a kernel before."""
         kernel = self.products.choice.kernel(linear, len(out))
         if not isinstance(x, GateUp):
@@ -268,7 +284,11 @@ class CudaOperations:
     def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:
         """Adds the delta to the residual in place, and writes the normalised sum to `out`."""
         hidden, delta = residual
-        if type(norm) is RmsNorm:
-            add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, out)
+        if self._has_kernel(norm):
+            is_plus_one = type(norm) is RmsNormPlusOne
+            add_rms_norm(self.launcher, hidden, delta, norm.weight.data, norm.eps, out, is_plus_one=is_plus_one)
         else:
             out.copy_(norm.normalize(self.settle(residual)))
+
+    def _has_kernel(self, norm: Norm) -> bool:
+        return type(norm) is RmsNorm or (self._fuses_plus_one and type(norm) is RmsNormPlusOne)

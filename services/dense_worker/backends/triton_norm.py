@@ -1,6 +1,7 @@
 """RMSNorm kernels: one that also adds to the residual, and one for each q and k head.
 
-Reference: `model.norm.RmsNorm.normalize`. They compute in float32 and round where Hugging Face rounds.
+References: `RmsNorm.normalize` and, if `is_plus_one`, `RmsNormPlusOne.normalize` in `model/norm.py`. They compute in
+float32 and round where Hugging Face rounds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def add_rms_norm(
     weight: torch.Tensor,  # [hidden]
     eps: float,
     out: torch.Tensor,  # [n, hidden]; may be `delta`
+    *,
+    is_plus_one: bool = False,  # the factor is 1 + weight
 ) -> None:
     """Computes residual += delta, then out = RMSNorm(residual) * weight (arXiv:1910.07467)."""
     num_rows, hidden_size = residual.shape
@@ -35,6 +38,7 @@ def add_rms_norm(
         weight,
         hidden_size,
         eps,
+        IS_PLUS_ONE=is_plus_one,
         BLOCK_SIZE=block_size,
         num_warps=min(max(block_size // 512, 1), 16),
     )
@@ -48,6 +52,8 @@ def head_rms_norm(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    *,
+    is_plus_one: bool = False,  # the factors are 1 + weight
 ) -> None:
     """Normalises each head of q and k by RMSNorm, in place."""
     head_dim = q_weight.shape[0]
@@ -60,6 +66,7 @@ def head_rms_norm(
         k_weight,
         qkv.stride(0),
         eps,
+        IS_PLUS_ONE=is_plus_one,
         NUM_HEADS=num_heads,
         NUM_NORMED=num_normed,
         HEAD_DIM=head_dim,
@@ -77,9 +84,28 @@ def normalize(x, weight, size, eps, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _normalize(x, weight, size, eps, AXIS: tl.constexpr, IS_PLUS_ONE: tl.constexpr):
+    """`normalize`, or with the factor 1 + weight, rounded once."""
+    if IS_PLUS_ONE:
+        mean_square = tl.sum(x * x, AXIS, keep_dims=True) / size
+        normed = (x * tl.rsqrt(mean_square + eps) * (weight.to(tl.float32) + 1.0)).to(weight.dtype)
+    else:
+        normed = normalize(x, weight, size, eps, AXIS)
+    return normed
+
+
+@triton.jit
 def _add_rms_norm_kernel(
-    out, residual, delta, weight, hidden_size, eps, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    out,
+    residual,
+    delta,
+    weight,
+    hidden_size,
+    eps,
+    IS_PLUS_ONE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row_start = tl.program_id(0).to(tl.int64) * hidden_size
     columns = tl.arange(0, BLOCK_SIZE)
     mask = columns < hidden_size
@@ -92,7 +118,8 @@ def _add_rms_norm_kernel(
         change = tl.load(delta + row_start + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + change.to(tl.float32)).to(x.dtype)
         tl.store(residual + row_start + columns, x, mask=mask)
-    tl.store(out + row_start + columns, normalize(x.to(tl.float32), gain, hidden_size, eps, 0), mask=mask)
+    normed = _normalize(x.to(tl.float32), gain, hidden_size, eps, 0, IS_PLUS_ONE)
+    tl.store(out + row_start + columns, normed, mask=mask)
 
 
 @triton.jit
@@ -102,6 +129,7 @@ def _head_rms_norm_kernel(
     k_weight,
     qkv_stride,
     eps,
+    IS_PLUS_ONE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_NORMED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -121,4 +149,4 @@ def _head_rms_norm_kernel(
     at = qkv + tl.program_id(0).to(tl.int64) * qkv_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     mask = (heads < NUM_NORMED)[:, None] & is_dim[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, normalize(x, gain, HEAD_DIM, eps, 1), mask=mask)
+    tl.store(at, _normalize(x, gain, HEAD_DIM, eps, 1, IS_PLUS_ONE), mask=mask)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, Norm
+from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -89,6 +89,15 @@ class Operations(Protocol):
 
     def layer_input(self, layer: int) -> torch.Tensor:
         """What `keep_layer_inputs` was given for a layer, [n, size]; after `select_rows`, its rows alone."""
+
+    def keep_gate(self, gate: torch.Tensor) -> None:
+        """Keeps a layer's gate of the step's tokens, [n, size], until the half after attention reads it."""
+
+    def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
+        """x [n, size] times the sigmoid of what `keep_gate` was given last; after `select_rows`, of its rows alone.
+
+        With a norm, whose weight is as long as a head: each head of x, normalised, times SiLU of the gate.
+        """
 
     def scale(self, residual: Residual, factor: Parameter) -> Residual:
         """The residual, with all additions done, times factor [1]."""

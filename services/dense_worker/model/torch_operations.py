@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from services.dense_worker.lora.tensors import LoraStore
 from services.dense_worker.model.experts.routed_experts import RoutedExperts
 from services.dense_worker.model.linear import Linear
-from services.dense_worker.model.norm import HeadNorms, Norm
+from services.dense_worker.model.norm import HeadNorms, Norm, RmsNorm
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.parameters import Parameter
 
@@ -21,7 +21,8 @@ class TorchOperations:
         self._lora = lora  # None: no row has an adapter
         self._positions: torch.Tensor | None = None  # int64 [num_tokens] of the step; None: no part reads them
         self._layer_inputs: torch.Tensor | None = None  # [n, num_layers, size] of the step; None: no layer reads them
-        self._selected_rows: torch.Tensor | None = None  # of the layers' inputs; None: all
+        self._gate: torch.Tensor | None = None  # [n, size] of the last layer that has one
+        self._selected_rows: torch.Tensor | None = None  # of the layers' inputs and of the gate; None: all
 
     def linear(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product of any linear layer: x [n, in_features] -> [n, out_features], in `out` if given."""
@@ -98,6 +99,19 @@ class TorchOperations:
         assert self._layer_inputs is not None, "the layers' inputs were not prepared for the step"
         of_layer = self._layer_inputs[:, layer]
         return of_layer if self._selected_rows is None else of_layer.index_select(0, self._selected_rows)
+
+    def keep_gate(self, gate: torch.Tensor) -> None:
+        """Keeps the tensor itself."""
+        self._gate, self._selected_rows = gate, None
+
+    def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
+        """A new tensor. The sigmoid is rounded to x's dtype, SiLU is not."""
+        assert self._gate is not None, "no half of a layer before attention has kept a gate"
+        gate = self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
+        if norm is None:
+            return x * torch.sigmoid(gate)
+        normed = norm.normalize(x.unflatten(1, (-1, norm.weight.data.shape[0]))).flatten(1)
+        return (normed * F.silu(gate.float())).to(x.dtype)
 
     def scale(self, residual: Residual, factor: Parameter) -> Residual:
         """A new tensor."""

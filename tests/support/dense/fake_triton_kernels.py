@@ -122,6 +122,7 @@ class _Kernels:
         return {
             "triton_activation": {"silu_mul": self.silu_mul},
             "triton_gemv": {"gemv": self.gemv, "MAX_IN_FEATURES": 32768},
+            "triton_gate": {"apply_gate": self.apply_gate},
             "triton_latent": {"place_latent": self.place_latent},
             "triton_launch": {"KernelLauncher": _Launcher},
             "triton_norm": {"add_rms_norm": self.add_rms_norm, "head_rms_norm": self.head_rms_norm},
@@ -140,12 +141,20 @@ class _Kernels:
         }
 
     def add_rms_norm(
-        self, launcher: _Launcher, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
+        self,
+        launcher: _Launcher,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        *,
+        is_plus_one: bool = False,
     ) -> None:
         with self._own("add_rms_norm", out, add=delta):
             if delta is not None:
                 residual += delta
-            out.copy_(_rms_norm(residual, weight, eps))
+            out.copy_(_rms_norm(residual, weight + 1 if is_plus_one else weight, eps))
 
     def head_rms_norm(
         self,
@@ -156,12 +165,25 @@ class _Kernels:
         num_heads: int,
         num_kv_heads: int,
         eps: float,
+        *,
+        is_plus_one: bool = False,
     ) -> None:
         with self._own("head_rms_norm", qkv):
+            q_weight, k_weight = (each + 1 if is_plus_one else each for each in (q_weight, k_weight))
             heads = qkv.view(len(qkv), -1, len(q_weight))
             q, k, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             q.copy_(_rms_norm(q, q_weight, eps))
             k.copy_(_rms_norm(k, k_weight, eps))
+
+    def apply_gate(
+        self, launcher: _Launcher, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, out: Tensor
+    ) -> None:
+        with self._own("apply_gate", out, norm=weight):
+            if weight is None:
+                out.copy_(x * torch.sigmoid(gate))
+            else:
+                normed = _rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps).flatten(1)
+                out.copy_(normed * F.silu(gate))
 
     def place_latent(
         self, launcher: _Launcher, heads: Tensor, query: Tensor, key: Tensor, weight: Tensor, eps: float
