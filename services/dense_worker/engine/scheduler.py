@@ -49,11 +49,9 @@ class Scheduler:
         self._drafts = drafts
         self._adapters = adapters or AdapterSlots()
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(
-            limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s
-        )
+        self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self._suspects = Suspects()
-        self._siblings = Siblings()
+        self._siblings = Siblings(can_join=limits.can_fork_prompts)
         self._turns, self._planner = self._new_turns(), self._new_planner()
         self._next_step_id = 1
 

@@ -7,6 +7,7 @@ its own sampling, in one row of a step. It shares all full blocks before that to
 A sequence joins only if it has none of its own keys and values to go back to and needs only the prompt's last row: it
 has no output, is not held in the cache from before the attachment, and reports nothing about its prompt. It is no
 suspect, which runs alone. Every other sequence is opened by itself; so is one whose siblings have all left the cache.
+No sequence joins in a model with gated delta layers: their states cannot be forked before the end of what is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from services.dense_worker.engine.session import Session
 class Siblings:
     """All live sequences that have siblings."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_join: bool = True) -> None:
+        """`can_join`: whether the model's sequences can be forked within their prompts."""
+        self._can_join = can_join
         self._groups = defaultdict[int, list[Sequence]](list)  # by group_id
 
     def add(self, sequence: Sequence) -> None:
@@ -36,9 +39,11 @@ class Siblings:
                 del self._groups[sequence.group_id]
 
     def source_of(self, sequence: Sequence, session: Session) -> Sequence | None:
-        """The sibling from which a sequence can be forked, now or when it has computed the prompt; None: it has none.
+        """The sibling from which a sequence can be forked, now or when the prompt is computed; None: it has none.
+
+        There is none where sequences cannot join.
         """
-        if not sequence.group_id or not _may_join(sequence, session):
+        if not (self._can_join and sequence.group_id and _may_join(sequence, session)):
             return None
         return next((each for each in self._groups[sequence.group_id] if is_source(each, session)), None)
 

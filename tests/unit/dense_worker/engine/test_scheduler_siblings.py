@@ -354,3 +354,13 @@ def test_a_client_is_charged_once_for_the_prompt_of_its_answers() -> None:
     costs = [each.get_flow().num_tokens for each in (answers[0], others[0])]
     assert costs[0] - costs[1] == pytest.approx(40 + 3 - 40, abs=1.0)
     cluster.run_until_idle()
+
+
+def test_each_answer_computes_its_prompt_if_prompts_cannot_be_forked() -> None:
+    """As in models with gated delta layers, whose states exist at the end of what is computed alone."""
+    cluster = AnswerCluster(num_blocks=64, enable_prefix_cache=False, can_fork_prompts=False)
+    answers = cluster.arrive(4, 30, 5)
+    cluster.run_until_idle()
+    cluster.check_answers(answers)
+    assert not any(plan.forks for plan in cluster.plans)
+    assert cluster.num_prompt_tokens_computed(answers) == 4 * 30
